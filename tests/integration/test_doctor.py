@@ -204,7 +204,7 @@ async def test_a_nixl_that_is_broken_does_not_end_the_doctor(monkeypatch, tmp_pa
 async def test_a_nixl_that_hangs_is_ended(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", broken(tmp_path, "import threading\nthreading.Event().wait()"))
     ended = await children.run(children.StartAgent(), limit_s=3.0)
-    assert isinstance(ended, children.Ended)
+    assert isinstance(ended, children.ChildEnded)
     assert ended.how == "did not answer within 3 s"
 
 

@@ -177,7 +177,7 @@ READS = tuple(
     probe.Reads(nbytes=nbytes, seconds=(0.02, 0.001), gb_per_s=(0.5, 1.5), wrong_bytes=0)
     for nbytes in (16 << 10, 64 << 10, 64 << 20)
 )
-FIGURES = probe.ReadFigures(
+FIGURES = probe.ProbeFigures(
     reads=READS,
     failure=None,
     plane="tcp",

@@ -63,7 +63,7 @@ class Offered(Struct, frozen=True):
     params: list[dict[str, Any]]
 
 
-class Closed(Struct, frozen=True):
+class CachesClosed(Struct, frozen=True):
     """All workers are closed."""
 
 
@@ -109,7 +109,7 @@ class WorkerSet:
                 return Offered([ticket.to_params() for ticket in tickets])
             case CloseCaches():
                 await self.aclose()
-                return Closed()
+                return CachesClosed()
 
     async def aclose(self) -> None:
         """Close all workers."""
@@ -195,7 +195,7 @@ class Devices(Struct, frozen=True, kw_only=True):
 HOST = Devices()
 
 
-R = TypeVar("R", Opened, Offered, Closed)
+R = TypeVar("R", Opened, Offered, CachesClosed)
 
 
 class SourceProcess:
@@ -221,7 +221,7 @@ class SourceProcess:
 
     async def close_caches(self) -> None:
         """Close all workers there and free their memory."""
-        await self._ask(CloseCaches(), Closed)
+        await self._ask(CloseCaches(), CachesClosed)
 
     async def _ask(self, request: Struct, reply: type[R]) -> R:
         try:

@@ -265,7 +265,7 @@ class _Tickets:
 
 async def read_probe(
     endpoint: str, config: WorkerConfig, *, device: str = "cpu", key: str = ""
-) -> probe.ReadFigures | None:
+) -> probe.ProbeFigures | None:
     """Read from a worker that offers probe blocks; None if it offers none.
 
     Args:
@@ -306,7 +306,7 @@ async def read_probe(
                 failure = probe.ReadFailure(code=str(error.code), message=error.message, remedy=error.remedy)
     near = offer.facts.boot_id == facts.boot_id and offer.facts.pid_namespace == facts.pid_namespace
     connected = notes.connected
-    return probe.ReadFigures(
+    return probe.ProbeFigures(
         reads=tuple(reads),
         failure=failure,
         plane="" if connected is None else connected.plane,

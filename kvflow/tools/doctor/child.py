@@ -15,15 +15,15 @@ from kvflow.errors import KvflowError, TransportUnavailable
 from kvflow.tools.doctor.children import (
     AgentFigures,
     Answer,
-    Devices,
-    ListDevices,
     Listen,
-    Listening,
+    ListenerReady,
+    ListGpus,
     Read,
     ReadResult,
     Refused,
     StartAgent,
     Task,
+    VisibleGpus,
 )
 
 _PR_SET_PDEATHSIG = 1
@@ -46,8 +46,8 @@ def main() -> None:
         match task:
             case StartAgent(device=device):
                 answer(_start_agent(device))
-            case ListDevices():
-                answer(_list_devices())
+            case ListGpus():
+                answer(_list_gpus())
             case Listen():
                 asyncio.run(_listen(task, answer))
             case Read():
@@ -84,10 +84,10 @@ def _start_agent(device: str) -> AgentFigures:
     return AgentFigures(variant, cuda or "", tuple(sorted(transports)))
 
 
-def _list_devices() -> Devices:
+def _list_gpus() -> VisibleGpus:
     from kvflow.memory.device import visible_devices  # noqa: PLC0415 - loads torch
 
-    return Devices(*visible_devices())
+    return VisibleGpus(*visible_devices())
 
 
 async def _listen(task: Listen, answer: Callable[[Answer], None]) -> None:
@@ -95,7 +95,7 @@ async def _listen(task: Listen, answer: Callable[[Answer], None]) -> None:
 
     config = WorkerConfig(engine_id="doctor", bind="tcp://127.0.0.1:0", transport=task.transport)
     async with listening(config, device=task.device) as worker:
-        answer(Listening(worker.endpoint))
+        answer(ListenerReady(worker.endpoint))
         await asyncio.to_thread(sys.stdin.buffer.read)
 
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from kvflow.config import Encryption, TransportName
-from kvflow.tools.doctor.probe import ReadFigures
+from kvflow.tools.doctor.probe import ProbeFigures
 
 CHILD_S = 90.0
 """Loading torch and NIXL takes seconds, on a busy machine many; a read has its own deadlines. After this, it hangs."""
@@ -52,11 +52,11 @@ class Read(Struct, frozen=True, tag="read"):
     tcp_encryption: Encryption = "off"
 
 
-class ListDevices(Struct, frozen=True, tag="devices"):
+class ListGpus(Struct, frozen=True, tag="devices"):
     """Ask torch which GPUs it can use."""
 
 
-Task = StartAgent | Listen | Read | ListDevices
+Task = StartAgent | Listen | Read | ListGpus
 
 
 class AgentFigures(Struct, frozen=True, tag="agent"):
@@ -73,13 +73,13 @@ class AgentFigures(Struct, frozen=True, tag="agent"):
     transports: tuple[str, ...]
 
 
-class Listening(Struct, frozen=True, tag="listening"):
+class ListenerReady(Struct, frozen=True, tag="listening"):
     """The endpoint of a worker that offers probe blocks."""
 
     endpoint: str
 
 
-class Devices(Struct, frozen=True, tag="devices"):
+class VisibleGpus(Struct, frozen=True, tag="devices"):
     """GPUs that torch can use.
 
     Attributes:
@@ -96,7 +96,7 @@ class Devices(Struct, frozen=True, tag="devices"):
 class ReadResult(Struct, frozen=True, tag="read"):
     """What a reader found; no figures if the worker offers no probe."""
 
-    figures: ReadFigures | None
+    figures: ProbeFigures | None
 
 
 class Refused(Struct, frozen=True, tag="refused"):
@@ -107,7 +107,7 @@ class Refused(Struct, frozen=True, tag="refused"):
     remedy: str
 
 
-class Ended(Struct, frozen=True):
+class ChildEnded(Struct, frozen=True):
     """A child that ended, or was ended, without an answer.
 
     Attributes:
@@ -119,12 +119,14 @@ class Ended(Struct, frozen=True):
     errors: str
 
 
-Answer = AgentFigures | Listening | Devices | ReadResult | Refused
+Answer = AgentFigures | ListenerReady | VisibleGpus | ReadResult | Refused
 
 _tasks, _answers = msgspec.json.Encoder(), msgspec.json.Decoder(Answer)
 
 
-async def run(task: Task, environment: Mapping[str, str] | None = None, *, limit_s: float = CHILD_S) -> Answer | Ended:
+async def run(
+    task: Task, environment: Mapping[str, str] | None = None, *, limit_s: float = CHILD_S
+) -> Answer | ChildEnded:
     """Run a task in a child process, and return its answer.
 
     Args:
@@ -139,7 +141,7 @@ async def run(task: Task, environment: Mapping[str, str] | None = None, *, limit
 @asynccontextmanager
 async def running(
     task: Task, environment: Mapping[str, str] | None = None, *, limit_s: float = CHILD_S
-) -> AsyncIterator[Answer | Ended]:
+) -> AsyncIterator[Answer | ChildEnded]:
     """Run a task in a child process that goes on until the block is left. See ``run``."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -172,7 +174,7 @@ async def running(
             if not late:
                 await collecting
             how = f"did not answer within {limit_s:g} s" if late else _ending(process.returncode)
-            yield Ended(how, errors.decode(errors="replace").strip())
+            yield ChildEnded(how, errors.decode(errors="replace").strip())
     finally:
         process.stdin.close()
         with suppress(TimeoutError):

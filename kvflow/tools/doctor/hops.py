@@ -122,7 +122,7 @@ def _number(text: str) -> float | None:
     return number if math.isfinite(number) and 0.0 <= number <= NUMBER_MAX else None
 
 
-class Answer(Struct, frozen=True):
+class HttpAnswer(Struct, frozen=True):
     """What a server or the router answered.
 
     Attributes:
@@ -148,7 +148,7 @@ class Answer(Struct, frozen=True):
         return f"HTTP {self.status}: {text or 'nothing'}{broken}"
 
 
-class Side(Struct, frozen=True):
+class ServerCounts(Struct, frozen=True):
     """A server, and its counters before and after a request."""
 
     name: str
@@ -178,7 +178,7 @@ class Side(Struct, frozen=True):
         return f"{SERVED[name]}{label} of the {self.name} server: {numbers}"
 
 
-class Sent(Struct, frozen=True):
+class Exchange(Struct, frozen=True):
     """A request, and what was answered.
 
     Attributes:
@@ -189,17 +189,17 @@ class Sent(Struct, frozen=True):
     """
 
     request_id: str
-    answer: Answer
-    offered: Answer | None = None
+    answer: HttpAnswer
+    offered: HttpAnswer | None = None
     ticket: bool = False
 
 
 class Probe(Struct, frozen=True):
     """A request, and by how much the counters of both servers have grown meanwhile."""
 
-    sent: Sent
-    prefill: Side
-    decode: Side
+    sent: Exchange
+    prefill: ServerCounts
+    decode: ServerCounts
 
     @property
     def quiet(self) -> bool:
@@ -215,7 +215,7 @@ class Probe(Struct, frozen=True):
         return not wrong and bool(moved.of("transfers") and moved.of("requests") and asked.of("requests"))
 
     @property
-    def restarted(self) -> Side | None:
+    def restarted(self) -> ServerCounts | None:
         """The server that was started again; None if none was."""
         return next((side for side in (self.prefill, self.decode) if side.grown.restarted), None)
 
@@ -235,7 +235,7 @@ class Probe(Struct, frozen=True):
 def direct_findings(probe: Probe) -> Iterator[Finding]:
     """Say what the two servers did without a router."""
     prefill, decode = probe.prefill, probe.decode
-    offered = probe.sent.offered or Answer()
+    offered = probe.sent.offered or HttpAnswer()
     if not offered.sound:
         yield found("request_failed", subject_of("prefill", prefill.url), f"asked for a ticket: {offered}")
         return

@@ -78,17 +78,17 @@ async def _gpus(*, expected: bool) -> AsyncIterator[Finding]:
     if not expected:
         yield note("GPU", "no /dev/nvidia*, and no /dev/kfd")
         return
-    answer = await children.run(children.ListDevices())
+    answer = await children.run(children.ListGpus())
     match answer:
-        case children.Devices(names=names, built_for=built_for) if names:
+        case children.VisibleGpus(names=names, built_for=built_for) if names:
             listed = ", ".join(f"{index}: {name}" for index, name in enumerate(names))
             yield ok("GPU", f"{listed}; torch was built for {built_for}")
-        case children.Devices(built_for=built_for, refusal=refusal):
+        case children.VisibleGpus(built_for=built_for, refusal=refusal):
             for_what = built_for or "processors alone"
             yield found(
                 "gpu_unusable", "GPU", f"torch, built for {for_what}, finds none: {refusal or 'no reason given'}"
             )
-        case children.Ended(how=how, errors=errors):
+        case children.ChildEnded(how=how, errors=errors):
             yield found("gpu_unusable", "GPU", f"the process that asked torch {how}: {errors[-400:]}")
 
 
@@ -108,7 +108,7 @@ async def check_nixl(device: str = "cpu") -> AsyncIterator[Finding]:
         case children.Refused(message=message, remedy=remedy):
             code = "nixl_missing" if "cannot be imported" in message else "nixl_agent_failed"
             yield found(code, "NIXL", message, remedy=remedy)
-        case children.Ended(how=how, errors=errors):
+        case children.ChildEnded(how=how, errors=errors):
             yield found("nixl_agent_failed", "NIXL", f"the process that starts an agent {how}: {errors[-400:]}")
 
 
@@ -144,7 +144,7 @@ async def check_reads(transport: TransportName, device: str = "cpu") -> Finding:
     secret = secrets.token_hex(32)
     environment = children.environment_without(ACCEPTED_VARIABLE, KEY_VARIABLE, **{SECRET_VARIABLE: secret})
     async with children.running(children.Listen(transport, device), environment) as listening:
-        if not isinstance(listening, children.Listening):
+        if not isinstance(listening, children.ListenerReady):
             refused = unread(listening, subject)
             return found("self_read_failed", subject, f"{refused.evidence} [{refused.code}]", remedy=refused.remedy)
         answer = await children.run(
@@ -162,7 +162,7 @@ async def check_reads(transport: TransportName, device: str = "cpu") -> Finding:
     return ok(subject, f"{rate(figures)}; {latency(figures)}")
 
 
-async def _explained(subject: str, figures: probe.ReadFigures, endpoint: str, secret: str) -> Finding:
+async def _explained(subject: str, figures: probe.ProbeFigures, endpoint: str, secret: str) -> Finding:
     """Return why two processes could not read from each other."""
     fault = figures.failure
     assert fault is not None

@@ -17,11 +17,11 @@ from msgspec import Raw, Struct
 from kvflow.clock import monotonic
 from kvflow.tools.doctor.codes import Finding, found, note, ok
 from kvflow.tools.doctor.hops import (
-    Answer,
     Counted,
+    Exchange,
+    HttpAnswer,
     Probe,
-    Sent,
-    Side,
+    ServerCounts,
     direct_findings,
     read_counters,
     router_findings,
@@ -184,7 +184,7 @@ class _Examination:
             raise _Unusable(found("models_unknown", subject_of(name, url), f"/v1/models answers {answer}"))
         return models[:MODELS_MAX]
 
-    async def _probe(self, send: Callable[[], Awaitable[Sent]]) -> Probe:
+    async def _probe(self, send: Callable[[], Awaitable[Exchange]]) -> Probe:
         """Send a request and read the counters before and after, if need be again until nobody interferes.
 
         Raises:
@@ -201,14 +201,14 @@ class _Examination:
                 break
         return probe
 
-    async def _settle(self, sent: Sent, before: tuple[Counted, Counted]) -> Probe:
+    async def _settle(self, sent: Exchange, before: tuple[Counted, Counted]) -> Probe:
         """Wait until the counters show a request, or show nothing new for long enough."""
         changed_at, previous = monotonic(), None
         deadline = changed_at + self._targets.settle_s
         while True:
             after = await self._count("prefill"), await self._count("decode")
             sides = [
-                Side(name, getattr(self._targets, name), before[at], after[at])
+                ServerCounts(name, getattr(self._targets, name), before[at], after[at])
                 for at, name in enumerate(("prefill", "decode"))
             ]
             probe = Probe(sent, *sides)
@@ -230,38 +230,38 @@ class _Examination:
             raise _Unusable(found("metrics_missing", subject_of(name, url), f"/metrics answers {told}"))
         return found_there
 
-    async def _send_directly(self) -> Sent:
+    async def _send_directly(self) -> Exchange:
         """Ask the prefill server for a ticket, and give it to the decode server, as a router must."""
         asked, request_id = self._request(), _name()
         first = {**asked, "max_tokens": 1, PARAMS: OFFER}
         offered = await self._post(self._targets.prefill, first, request_id)
         params = read_params(offered.content) if offered.sound else None
         if params is None:
-            return Sent(request_id, offered, offered)
+            return Exchange(request_id, offered, offered)
         answer = await self._post(self._targets.decode, {**asked, PARAMS: params}, request_id)
-        return Sent(request_id, answer, offered, ticket=True)
+        return Exchange(request_id, answer, offered, ticket=True)
 
-    async def _send_through_router(self) -> Sent:
+    async def _send_through_router(self) -> Exchange:
         request_id = _name()
         streamed = {**self._request(), "stream": True}
         answer = await self._post(self._targets.router, streamed, request_id)
         if answer.sound and not _is_whole(answer.content):
             answer = msgspec.structs.replace(answer, error="it ends without data: [DONE]")
-        return Sent(request_id, answer)
+        return Exchange(request_id, answer)
 
     def _request(self) -> dict[str, Any]:
         """Return a request whose prompt no cache has."""
         prompt = " ".join(self._random.choices(WORDS, k=self._num_words))
         return {"model": self._model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0}
 
-    async def _get(self, url: str, nbytes_max: int = ANSWER_BYTES_MAX) -> Answer:
+    async def _get(self, url: str, nbytes_max: int = ANSWER_BYTES_MAX) -> HttpAnswer:
         return await self._ask("GET", url, None, {}, nbytes_max)
 
-    async def _post(self, server: str, fields: dict[str, Any], request_id: str) -> Answer:
+    async def _post(self, server: str, fields: dict[str, Any], request_id: str) -> HttpAnswer:
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
         return await self._ask("POST", f"{server}{PATH}", msgspec.json.encode(fields), headers, ANSWER_BYTES_MAX)
 
-    async def _ask(self, method: str, url: str, body: bytes | None, headers: dict[str, str], most: int) -> Answer:
+    async def _ask(self, method: str, url: str, body: bytes | None, headers: dict[str, str], most: int) -> HttpAnswer:
         timeout = aiohttp.ClientTimeout(total=self._targets.timeout_s, sock_connect=CONNECT_S)
         headers = {**headers, "Accept-Encoding": "identity"}
         if self._targets.api_key:
@@ -275,12 +275,12 @@ class _Examination:
                 async for chunk in answer.content.iter_any():
                     content += chunk
                     if len(content) > most:
-                        return Answer(status, bytes(content[:most]), f"more than {most} bytes")
+                        return HttpAnswer(status, bytes(content[:most]), f"more than {most} bytes")
         except TimeoutError:
-            return Answer(status, bytes(content), f"nothing more within {self._targets.timeout_s:g} s")
+            return HttpAnswer(status, bytes(content), f"nothing more within {self._targets.timeout_s:g} s")
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            return Answer(status, bytes(content), printable(repr(error)))
-        return Answer(status, bytes(content))
+            return HttpAnswer(status, bytes(content), printable(repr(error)))
+        return HttpAnswer(status, bytes(content))
 
 
 def _is_whole(content: bytes) -> bool:

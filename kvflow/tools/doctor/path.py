@@ -158,17 +158,17 @@ def _encryption(told: Advertisement) -> Encryption:
     return "tls" if told.tcp_encryption == "tls" else "off"
 
 
-def figures_of(answer: children.Answer | children.Ended) -> probe.ReadFigures | None:
+def figures_of(answer: children.Answer | children.ChildEnded) -> probe.ProbeFigures | None:
     """Return what a reader found, if it did."""
     return answer.figures if isinstance(answer, children.ReadResult) else None
 
 
-def unread(answer: children.Answer | children.Ended, subject: str) -> Finding:
+def unread(answer: children.Answer | children.ChildEnded, subject: str) -> Finding:
     """Return why a reader found nothing."""
     match answer:
         case children.Refused(code=code, message=message, remedy=remedy):
             return Finding(code=code, status="failed", subject=subject, evidence=message, remedy=remedy)
-        case children.Ended(how=how, errors=errors):
+        case children.ChildEnded(how=how, errors=errors):
             return found("reader_ended", subject, f"the process that read {how}{_quoted(errors)}")
         case _:
             return found("no_probe", subject, "it has stopped to offer probe blocks")
@@ -179,7 +179,7 @@ def _quoted(errors: str) -> str:
     return f": {' / '.join(lines[-3:])[-400:]}" if lines else ""
 
 
-def judged(figures: probe.ReadFigures, offer: probe.ProbeOffer, detail: str = "") -> Iterator[Finding]:
+def judged(figures: probe.ProbeFigures, offer: probe.ProbeOffer, detail: str = "") -> Iterator[Finding]:
     """Yield what the figures of a reader mean.
 
     Args:
@@ -207,7 +207,7 @@ def judged(figures: probe.ReadFigures, offer: probe.ProbeOffer, detail: str = ""
         yield ok("large reads", rate(figures))
 
 
-def latency(figures: probe.ReadFigures) -> str:
+def latency(figures: probe.ProbeFigures) -> str:
     """Return the seconds of small reads as text."""
     small = [reads for reads in figures.reads if reads.nbytes <= probe.SMALL_BLOCKS[-1] * probe.BLOCK_BYTES]
     first = small[0].seconds[0]
@@ -218,7 +218,7 @@ def latency(figures: probe.ReadFigures) -> str:
     )
 
 
-def rate(figures: probe.ReadFigures) -> str:
+def rate(figures: probe.ProbeFigures) -> str:
     """Return the rate of large reads as text."""
     large = figures.reads[-1]
     checked = sum(reads.nbytes * len(reads.seconds) for reads in figures.reads)
@@ -241,7 +241,7 @@ class Reason(NamedTuple):
     remedy: str
 
 
-def _carrier(figures: probe.ReadFigures, offer: probe.ProbeOffer, detail: str) -> Finding:
+def _carrier(figures: probe.ProbeFigures, offer: probe.ProbeOffer, detail: str) -> Finding:
     if figures.plane != "tcp":
         evidence = f"NIXL carries the bytes, over {figures.transport} (known by {figures.known_by})"
         return ok("data plane", evidence)
@@ -259,7 +259,7 @@ def _carrier(figures: probe.ReadFigures, offer: probe.ProbeOffer, detail: str) -
     return note("data plane", evidence)
 
 
-def why_tcp(figures: probe.ReadFigures, offer: probe.ProbeOffer) -> Iterator[Reason]:
+def why_tcp(figures: probe.ProbeFigures, offer: probe.ProbeOffer) -> Iterator[Reason]:
     """Yield why NIXL does not carry the bytes, as far as the facts of both sides say it."""
     ours, theirs = figures.facts, offer.facts
     if offer.transport == "tcp":

@@ -87,7 +87,7 @@ class Reads(Struct, frozen=True, kw_only=True):
     wrong_bytes: int
 
 
-class ReadFigures(Struct, frozen=True, kw_only=True):
+class ProbeFigures(Struct, frozen=True, kw_only=True):
     """What one reader found.
 
     Attributes:
