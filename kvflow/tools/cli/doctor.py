@@ -37,6 +37,9 @@ MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "failed": "FAILED"}
 LINE_MAX = 2000
 """Characters of evidence that a terminal gets; --json has all of them."""
 
+LIVE_NEEDS = (("aiohttp", "aiohttp", "proxy"), ("prometheus_client", "prometheus-client", "metrics"))
+"""Modules that --live needs, with their packages and kvflow's extras."""
+
 TRANSPORTS = ("auto", "nixl", "tcp")
 
 
@@ -139,9 +142,12 @@ def run(options: argparse.Namespace) -> int:
     if sum(given is not None for given in (options.endpoint, options.listen, options.live)) > 1:
         print("kvflow doctor: give one of ENDPOINT, --listen and --live", file=sys.stderr)
         return 2
-    if options.live is not None and find_spec("aiohttp") is None:
-        print("kvflow doctor: aiohttp is not installed. Install it with pip install 'kvflow[proxy]'", file=sys.stderr)
-        return 2
+    if options.live is not None:
+        for module, package, extra in LIVE_NEEDS:
+            if find_spec(module) is None:
+                remedy = f"Install it with pip install 'kvflow[{extra}]'"
+                print(f"kvflow doctor: {package} is not installed. {remedy}", file=sys.stderr)
+                return 2
     try:
         if options.listen is not None:
             return asyncio.run(_listen(options))

@@ -1,11 +1,12 @@
 """What a request that was sent through two servers shows: their counters, and conclusions from them. Pure."""
 
-import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Final
 
 from msgspec import Struct
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from kvflow.errors import FailureCode
 from kvflow.observability.logs import default_remedies
@@ -41,8 +42,8 @@ NAMES: Final = {
 SERVED: Final = {ours: name for name, (ours, _) in NAMES.items()}
 """Our name of a counter -> name of its series."""
 
-LINE: Final = re.compile(r"(vllm:[a-z_]+)(?:\{(.*)\})? ([^ ]+)")
-LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+LINE_MAX: Final = 16 << 10
+"""Characters of a line. Names of models are the longest labels."""
 
 Key = tuple[str, str]
 """Our name of a counter, and the value of its label; empty if it has none."""
@@ -90,36 +91,24 @@ def read_counters(text: str) -> Counted:
     """Read the text format of Prometheus; what is something else is skipped."""
     numbers: dict[Key, float] = {}
     vllm = kvflow = False
-    for line in _first(text.splitlines()):
-        vllm = vllm or "vllm:" in line
+    for line in islice((each for each in text.splitlines() if "vllm:" in each), SERIES_MAX):
+        vllm = True
         kvflow = kvflow or "vllm:kvflow_" in line
-        match = LINE.match(line)
-        name, label = NAMES.get(match[1], ("", "")) if match else ("", "")
-        if match is None or not name:
-            continue
-        number = _number(match[3])
-        key = name, dict(LABEL.findall(match[2] or "")).get(label, "")[:200] if label else ""
-        if number is not None and (key in numbers or len(numbers) < KEYS_MAX):
-            numbers[key] = numbers.get(key, 0.0) + number
+        for sample in _samples(line):
+            name, label = NAMES[sample.name]
+            key = name, sample.labels.get(label, "")[:200] if label else ""
+            if 0.0 <= sample.value <= NUMBER_MAX and (key in numbers or len(numbers) < KEYS_MAX):
+                numbers[key] = numbers.get(key, 0.0) + sample.value
     return Counted(numbers, vllm=vllm, kvflow=kvflow)
 
 
-def _first(lines: Iterable[str]) -> Iterator[str]:
-    count = 0
-    for line in lines:
-        if "vllm:" in line:
-            count += 1
-            yield line
-        if count >= SERIES_MAX:
-            return
-
-
-def _number(text: str) -> float | None:
+def _samples(line: str) -> list[Sample]:
+    if line.partition("{")[0].partition(" ")[0] not in NAMES or len(line) > LINE_MAX:
+        return []
     try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) and 0.0 <= number <= NUMBER_MAX else None
+        return [sample for family in text_string_to_metric_families(line) for sample in family.samples]
+    except (ValueError, IndexError):
+        return []
 
 
 class HttpAnswer(Struct, frozen=True):

@@ -397,7 +397,8 @@ def test_only_one_thing_is_examined_at_a_time(capsys):
     assert "give one of" in capsys.readouterr().err
 
 
-def test_without_aiohttp_the_extra_is_named(monkeypatch, capsys):
-    monkeypatch.setattr("kvflow.tools.cli.doctor.find_spec", lambda name: None)
+@pytest.mark.parametrize(("module", "extra"), [("aiohttp", "proxy"), ("prometheus_client", "metrics")])
+def test_a_library_that_is_missing_is_named_with_its_extra(module, extra, monkeypatch, capsys):
+    monkeypatch.setattr("kvflow.tools.cli.doctor.find_spec", lambda name: None if name == module else name)
     assert main(["doctor", "--live", *["http://127.0.0.1:1"] * 3]) == 2
-    assert "kvflow[proxy]" in capsys.readouterr().err
+    assert f"Install it with pip install 'kvflow[{extra}]'" in capsys.readouterr().err
