@@ -33,6 +33,8 @@ PACKAGES = {
 }
 """Package that kvflow needs -> the oldest release, and the one that is tested."""
 
+_REMEDY_OF_UNTESTED = "Look at docs/reference/compatibility.md. If something fails, install the release that is tested."
+
 VARIANTS = ("nixl-cu13", "nixl-cu12", "nixl-rocm", "nixl")
 """Distributions of NIXL. The last one has no library: it depends on one of the others."""
 
@@ -50,7 +52,7 @@ def examine_software(*, on_gpu: bool) -> Iterator[Finding]:
     release = platform.python_version()
     evidence = f"{release}, {sys.executable}"
     is_tested = sys.version_info[:2] == TESTED_PYTHON
-    yield ok("Python", evidence) if is_tested else found("release_untested", "Python", evidence)
+    yield ok("Python", evidence) if is_tested else note("Python", evidence, remedy=_REMEDY_OF_UNTESTED)
     yield ok("kvflow", f"{__version__}, {Path(__file__).parents[1]}")
     for name, (least, tested) in PACKAGES.items():
         if name != "nixl":  # its variants have other names
@@ -70,7 +72,7 @@ def check_package(name: str, least: str, tested: str) -> Finding:
         remedy = f"Install {name} {least} or later."
         return found("release_unsupported", name, f"{release}; kvflow needs {least} or later", remedy=remedy)
     if _numbers(release)[:2] != _numbers(tested)[:2]:
-        return found("release_untested", name, f"{release}; tests run with {tested}")
+        return note(name, f"{release}; tests run with {tested}", remedy=_REMEDY_OF_UNTESTED)
     return ok(name, release)
 
 
@@ -96,7 +98,7 @@ def _nixl() -> Finding:
         return found("nixl_missing", "NIXL", f"{shown} is installed without the variant that has its library")
     least, tested = PACKAGES["nixl"]
     judged = [check_package(name, least, tested) for name in installed]
-    wrong = [each for each in judged if each.code]
+    wrong = [each for each in judged if each.status != "ok"]
     if wrong:
         return replace(wrong[0], subject="NIXL", evidence=f"{wrong[0].subject} {wrong[0].evidence}")
     return ok("NIXL", shown or f"module {modules[0]}, not installed by pip")
