@@ -113,7 +113,7 @@ class Consumer:
         local_request_id: str = "",
         expected_digests: Sequence[Sequence[bytes]] | None = None,
     ) -> PullHandle:
-        """Start to read a ticket's blocks into ours; the handle tells every failure. See ``Worker.start_pull``."""
+        """Start to read a ticket's blocks into ours; the handle has every failure."""
         pull = self.pulls.begin(ticket, local_request_id)
         try:
             if priority != 0:
@@ -146,7 +146,7 @@ class Consumer:
         return pull.handle
 
     def start_many(self, batch: Sequence[tuple[Ticket, BlockLists, str]], *, priority: int = 0) -> list[PullHandle]:
-        """Start many pulls and hand them to the data plane together. See ``Worker.pull_many``."""
+        """Start many pulls and hand them to the data plane together."""
         before, self._collecting = self._collecting, True
         handles = [
             self.start(ticket, block_ids, priority=priority, local_request_id=name) for ticket, block_ids, name in batch
@@ -156,14 +156,14 @@ class Consumer:
         return handles
 
     def hold(self, ticket: Ticket, local_request_id: str) -> None:
-        """Renew a ticket's leases until it is pulled or released. See ``Worker.hold``."""
+        """Renew a ticket's leases until it is pulled or released."""
         require_open(self._stage, "holds nothing")
         _check_ticket(ticket)
         self._verify(ticket)
         self._renewals.hold_ticket(ticket.members(), local_request_id)
 
     async def release(self, ticket: Ticket, local_request_id: str) -> None:
-        """Release a ticket without reading it. See ``Worker.release``."""
+        """Release a ticket without reading it."""
         require_running(self._stage, "releases nothing")
         _check_ticket(ticket)
         self._verify(ticket)
@@ -243,7 +243,7 @@ class Consumer:
                 pull.held = self._renewals.start(pull.ticket.members())
 
     def is_open(self) -> bool:
-        """Tell whether new pulls are taken: neither draining nor closing has begun."""
+        """Return whether new pulls are taken: neither draining nor closing has begun."""
         return self._stage == "open"
 
     def drain(self) -> None:

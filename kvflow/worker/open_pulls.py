@@ -203,10 +203,9 @@ class OpenPull(Pull, eq=False, kw_only=True):
         return next((member for member in members if str(member.peer) == name), None)
 
     def context(self, wall_s: float) -> dict[str, object]:
-        """Return the fields that a record has beside its event, under the names that vLLM's operators know.
+        """Return the fields that a record has in addition to its event, under the names that vLLM's operators know.
 
-        Args:
-            wall_s: seconds since 1970 when the worker's clock was at zero.
+        ``wall_s``: seconds since 1970 when the worker's clock was at zero.
         """
         called_at = round(wall_s + self.called_at, 6)
         if self.ticket is None:
@@ -281,7 +280,7 @@ class OpenPulls:
         self.traced = report.wants(TransferTraced)
 
     def begin(self, ticket: object, local_request_id: str) -> OpenPull:
-        """Return a new pull, whatever the caller passed as ``ticket``."""
+        """Return a new pull; ``ticket`` may be of any type."""
         pull_id, name = next(self._ids), str(local_request_id)
         handle = PullHandle(pull_id, self._cancel)
         if not isinstance(ticket, Ticket):
@@ -309,7 +308,7 @@ class OpenPulls:
     def refuse(
         self, code: str, detail: str, remedy: str, *, ticket: object, request_id: str, local_request_id: str
     ) -> None:
-        """Write the record of a pull that was refused before it started. See ``Worker.record_refusal``."""
+        """Write the record of a pull that was refused before it started."""
         pull = self.begin(ticket, local_request_id)
         name = pull.request_id or request_id
         failed = PullFailed(pull.pull_id, name, code, pull.step, "", detail, quarantined=False, remedy=remedy)

@@ -269,7 +269,7 @@ class PreparedTable:
         return self._plans.plan(theirs, self._manifest, pieces, staging_bytes=self._staging_bytes)
 
     def _groups(self, peer: PeerId, share: _BoundShare) -> PreparedGroups:
-        """Return the lists that read a share; prepare them unless the peer gives the same share beside other ranks."""
+        """Return the lists that read a share; prepare them unless the peer gives the same share with other ranks."""
         prepared = self._prepared[peer]
         if share.taken not in prepared:
             if len(prepared) >= SHARES_MAX:
@@ -299,11 +299,7 @@ class PreparedTable:
 def parts_of(grant: Grant, peer: Source, groups: PreparedGroups, targets: Sequence[Ids]) -> tuple[Part, ...]:
     """Pair our blocks with those of a ticket, group by group, and return the groups that are read.
 
-    Args:
-        grant: the grant of the rank.
-        peer: the rank.
-        groups: the prepared lists that read it.
-        targets: our checked block ids of each group.
+    ``targets`` are our checked block ids of each group.
 
     Raises:
         TicketInvalid: the ticket's lists do not fit the producer's own cache.

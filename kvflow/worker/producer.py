@@ -116,7 +116,7 @@ class LeaseManager:
         digests: Digests = None,
         traceparent: str = "",
     ) -> Ticket:
-        """Sign a ticket and hold its lease. See ``Worker.offer``."""
+        """Sign a ticket and hold its lease."""
         try:
             if self._waiting_offers:
                 self._require_open()
@@ -138,7 +138,7 @@ class LeaseManager:
         timeout_s: float | None,
         traceparent: str = "",
     ) -> Ticket:
-        """Wait for a slot, then offer. See ``Worker.offer_when_possible``."""
+        """Wait for a slot, then offer."""
         try:
             if len(self._waiting_offers) >= WAITING_MAX:
                 raise CapacityExceeded("offers that wait for a slot", WAITING_MAX)
@@ -153,7 +153,7 @@ class LeaseManager:
             raise
 
     def admit(self, grant: Grant) -> None:
-        """Hold the lease of a grant that a mint elsewhere signed. See ``Worker.admit``."""
+        """Hold the lease of a grant that a mint elsewhere signed."""
         try:
             ids = self._check(grant)
             with self._lock:
@@ -164,7 +164,7 @@ class LeaseManager:
         self._announce_admission(grant, ended, waiters)
 
     def revoke(self, request_id: str) -> bool:
-        """End a lease now. See ``Worker.revoke``."""
+        """End a lease now."""
         with self._lock:
             end = self._leases.revoke(request_id, self._clock())
             ended = [] if end is None else [end]
@@ -198,7 +198,7 @@ class LeaseManager:
             return self._leases.highest_epoch
 
     async def wait_offer(self, request_id: str) -> Outcome:
-        """Wait until a lease has ended. See ``Worker.wait_offer``."""
+        """Wait until a lease has ended."""
         with self._lock:
             if request_id in self._ended:
                 return self._ended[request_id]

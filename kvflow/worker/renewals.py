@@ -109,7 +109,7 @@ class LeaseRenewer:
     def end_ticket(self, members: Iterable[Member], name: str = "") -> None:
         """Stop renewing the leases of a ticket for one request. Do nothing if no request holds it.
 
-        A request without an id of its own ends any hold, and a hold without an id is ended by any request.
+        A request without an id ends any hold, and a hold without an id is ended by any request.
         """
         for key in map(_key, members):
             names = self.held.get(key)

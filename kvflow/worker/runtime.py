@@ -304,7 +304,7 @@ class _Parts:
         )
 
     def lease_manager(self, local: LocalEndpoint, endpoint: str) -> LeaseManager:
-        """Build the producer's side, with the issuer of the worker's own offers. See ``rank_address``."""
+        """Build the producer's side, with the issuer of the worker's own offers."""
         config, environment = self.config, self.environment
         block_sizes = [group.tokens_per_id for group in self.manifest.groups]
         issuer = Issuer(

@@ -50,31 +50,14 @@ def later(stage: Stage, other: Stage) -> Stage:
 
 
 def require_open(stage: Stage, refusal: str) -> None:
-    """Refuse what a worker starts only while it is open.
-
-    Args:
-        stage: of the worker.
-        refusal: what it no longer does, such as ``takes no offers``.
-
-    Raises:
-        WorkerDraining: the worker is draining.
-        WorkerClosed: the worker is closing.
-    """
+    """Refuse what a worker starts only while it is open; ``refusal`` says what, such as ``takes no offers``."""
     require_running(stage, refusal)
     if stage == "draining":
         raise WorkerDraining(f"the worker is draining and {refusal}")
 
 
 def require_running(stage: Stage, refusal: str) -> None:
-    """Refuse what a worker does until it closes.
-
-    Args:
-        stage: of the worker.
-        refusal: what it no longer does, such as ``takes no offers``.
-
-    Raises:
-        WorkerClosed: the worker is closing.
-    """
+    """Refuse what a worker does until it closes."""
     if stage == "closing":
         raise WorkerClosed(f"the worker is closing and {refusal}")
 
@@ -181,11 +164,7 @@ _decoder = msgspec.msgpack.Decoder(Inspection)
 def encode_inspection(stage: str, now: float, take: Callable[..., Snapshot], told: bytes = b"") -> bytes:
     """Return a report that is small enough, with fewer entries of each list if it must be.
 
-    Args:
-        stage: of the worker.
-        now: seconds of its clock.
-        take: takes a snapshot with so many entries of each list as ``limit`` says.
-        told: what the program above adds.
+    ``take`` takes a snapshot with at most ``limit`` entries of each list; ``told`` is what the program above adds.
     """
     assert len(told) <= TOLD_BYTES_MAX, f"{len(told)} bytes are added to a report"
     limit = REPORTED_MAX
@@ -210,7 +189,7 @@ def decode_inspection(report: bytes, *, peer: str) -> Inspection:
     """
     if not report:
         remedy = "Install this release of kvflow there, or a later one."
-        raise PeerLost(f"{peer} tells nothing about itself", peer=peer, remedy=remedy)
+        raise PeerLost(f"{peer} is too old to answer an inspection", peer=peer, remedy=remedy)
     if len(report) > INSPECTION_BYTES_MAX:
         raise ProtocolViolation(f"{peer} sent a report of {len(report)} bytes", peer=peer)
     try:

@@ -1,7 +1,7 @@
-"""A worker on a thread and event loop of its own, and calls onto that loop from the threads of an engine.
+"""A worker on a separate thread and event loop, and calls onto that loop from the threads of an engine.
 
-``ThreadedWorker`` has one ``WorkerThread`` at a time: a new one after each ``resume``. Each opens a worker with an
-incarnation of its own.
+``ThreadedWorker`` has one ``WorkerThread`` at a time: a new one after each ``resume``. Each opens a worker with
+another incarnation.
 """
 
 import asyncio
@@ -163,7 +163,7 @@ class WorkerThread:
     """An open worker on its thread.
 
     Attributes:
-        worker: the worker. After ``end`` it refuses every call with an error of its own.
+        worker: the worker. After ``end`` it refuses every call.
         calls: to its event loop.
         end: closes the worker, and returns when nothing accesses its cache; does nothing the second time. It raises
             once what the event loop died of, if it did.
