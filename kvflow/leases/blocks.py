@@ -20,7 +20,7 @@ from kvflow.reprs import counted, shown
 
 Int64s = npt.NDArray[np.int64]
 RECEIVING = -1
-QUIESCED = "Wait for worker.quiesced() of that pull before reusing its blocks."
+QUIESCED = "Wait for quiesced() of that pull"
 NUM_BLOCKS_MAX = 1 << 31
 """A ticket's block ids are less."""
 BLOCKS_PER_ID = 64
@@ -28,7 +28,6 @@ BLOCKS_PER_ID = 64
 
 _INTEGERS = {int}
 _LISTS = frozenset((list, tuple))
-ENDED = "Wait for worker.wait_offer() of every request that has the block, or revoke them."
 
 
 class BlockAccount:
@@ -123,7 +122,7 @@ class BlockAccount:
         ]
 
     def _refuse_targets(self, ids: Sequence[Ids]) -> None:
-        self._refuse(ids, _receives, "is still the target of another pull", "Wait for quiesced() of that pull")
+        self._refuse(ids, _receives, "is still the target of another pull", QUIESCED)
         self._refuse(ids, _is_lent, "is on offer, and peers may be reading it", "Wait until its leases have ended")
 
     def _refuse(self, ids: Sequence[Ids], is_busy: Callable[[int], bool], reason: str, remedy: str) -> None:

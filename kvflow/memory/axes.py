@@ -13,7 +13,6 @@ from kvflow.errors import SpecInvalid
 from kvflow.layout.component import Component
 from kvflow.layout.specs import ITEM_BYTES, MLA, CacheSpec
 
-LETTERS = "LBRKHNC"
 AXIS_NAMES = {
     "L": "layers",
     "R": "kernel blocks of one block",
