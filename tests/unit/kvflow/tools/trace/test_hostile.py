@@ -1,5 +1,6 @@
 """Whatever a log holds, a trace of it is made: nothing raises, and phases add up."""
 
+import contextlib
 import copy
 import json
 import math
@@ -63,14 +64,14 @@ PATHS = [(number, *path) for number, line in enumerate(LINES) for path in number
 
 
 def replaced(lines, path, value):
+    """Return the lines with another value at a path; as they are if an earlier change took the path away."""
     lines = copy.deepcopy(lines)
     inner = lines
-    for key in path[:-1]:
-        if not isinstance(inner, dict | list):
-            return lines
-        inner = inner[key]
-    if isinstance(inner, dict | list):
-        inner[path[-1]] = value
+    with contextlib.suppress(LookupError, TypeError):
+        for key in path[:-1]:
+            inner = inner[key]
+        if not isinstance(inner, list) or path[-1] < len(inner):
+            inner[path[-1]] = value
     return lines
 
 
