@@ -300,6 +300,10 @@ Event = (
 )
 """Every event of a worker."""
 
+TransferFailed = PullFailed
+WorkerClosed = WorkerStopped
+"""Their names in 0.1.0."""
+
 _NAMES: dict[type[Event], str] = {PullFailed: "transfer.failed", WorkerStopped: "worker.closed"}
 """Names of events whose types would have the name of an error."""
 

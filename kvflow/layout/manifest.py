@@ -136,6 +136,10 @@ class Provenance(Struct, frozen=True, omit_defaults=True):
         yield "model_dtype", self.dtype
 
 
+Identity = Provenance
+"""The name of ``Provenance`` in 0.1.0."""
+
+
 class Manifest(Struct, frozen=True, dict=True):
     """The description of one rank's cache.
 
