@@ -268,7 +268,7 @@ def shared_chunk_cancelled_with_one_pull(patch):
         opened = [self.reads[read_id] for read_id in read_ids if read_id in self.reads]
         cancel(self, read_ids)
         for read_id in sorted({each for one in opened for each in sharing.get(one, ())} & self.reads.keys()):
-            self._fail_read(self.reads[read_id], lanes.Reason("cancelled", "it has shared a chunk"))
+            self._fail_read(self.reads[read_id], lanes.Cause("cancelled", "it has shared a chunk"))
 
     patch.setattr(Lanes, "_take", take_and_note)
     patch.setattr(Lanes, "cancel", cancel_all)
