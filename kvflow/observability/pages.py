@@ -51,7 +51,7 @@ ACCEPT_PAUSE_S: Final = 0.05
 TEXT: Final = "text/plain; charset=utf-8"
 JSON: Final = "application/json"
 
-_MALFORMED = (400, "this is no request of HTTP/1.1")
+_MALFORMED = (400, "this is not a request of HTTP/1.1")
 REFUSALS: Final = {400: _MALFORMED, 505: _MALFORMED, 501: (405, "only GET and HEAD are answered")}
 """Status of the standard library's handler -> status and message that are answered."""
 
