@@ -103,9 +103,14 @@ async def next_of(heard):
 async def test_a_reader_that_leaves_in_peace_is_forgotten():
     heard = []
     async with producing(heard.append) as producer:
-        async with linked(producer):
-            assert len(producer._listener._readers) == 1
-        assert producer._listener._readers == producer._listener._names == {}
+        listener = producer._listener
+        async with linked(producer), asyncio.timeout(PATIENCE_S):
+            while len(listener._readers) != 1:  # noqa: ASYNC110 - linked before the producer knows, and nothing tells
+                await asyncio.sleep(0.001)
+        async with asyncio.timeout(PATIENCE_S):
+            while listener._readers:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.001)
+        assert listener._names == {}
     assert not [event for event in heard if isinstance(event, ConsumerRejected)]
 
 
