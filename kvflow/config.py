@@ -1,4 +1,4 @@
-"""Settings of a worker, with a reason beside each default. Only this module reads settings."""
+"""Settings of a worker, with the reason for each default. Only this module reads settings."""
 
 import ipaddress
 import os
@@ -25,7 +25,7 @@ VARIABLES = {
     "cluster_secret_accepted": ACCEPTED_VARIABLE,
     "private_key": KEY_VARIABLE,
 }
-"""Settings that a variable gives if nobody else does."""
+"""Settings that a variable gives if the caller does not."""
 WILDCARD_HOSTS = frozenset({"0.0.0.0", "*", "[::]"})  # noqa: S104  # recognized in order to be refused
 
 ENDPOINT_PATTERN = r"tcp://(\[[^\[\]]+\]|[^\[\]:/]+):[0-9]{1,5}"
@@ -44,8 +44,8 @@ NixlParams = Annotated[
 ]
 
 NIXL_PARAMS_OF_KVFLOW = frozenset({"num_threads", "num_workers", "split_batch_size", "ucx_error_handling_mode"})
-"""Parameters that users must not set. With several threads or workers, a part of a failed post may go on writing where
-nobody waits for it. Error handling depends on what reaches a peer."""
+"""Parameters that users must not set. With several threads or workers, a part of a failed post may go on writing when
+the pull has ended. Error handling depends on what reaches a peer."""
 
 TransportName = Literal["auto", "nixl", "tcp", "loopback"]
 Encryption = Literal["off", "tls"]
@@ -75,7 +75,7 @@ class SecuritySettings(Struct, frozen=True, kw_only=True):
         secret: shared by all workers of a cluster.
         accepted_secret: a second secret that is accepted; None if there is none.
         own_key: the 32 bytes of this worker's private key; None if it has none.
-        allowed_keys: public keys of all workers that it talks to; None without a key of its own.
+        allowed_keys: public keys of all workers that it talks to; None without ``own_key``.
     """
 
     secret: str
@@ -181,7 +181,7 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
     rank: Annotated[int, Meta(ge=0, le=65535)] = 0
     num_ranks: Annotated[int, Meta(ge=1, le=65536)] = 1
     model: Annotated[str, Meta(max_length=256)] = ""  # peers compare it only where both name one
-    bind: Endpoint = "tcp://127.0.0.1:0"  # other hosts cannot reach a worker unless it is told so
+    bind: Endpoint = "tcp://127.0.0.1:0"  # other hosts cannot reach it by default
     advertise: Endpoint | None = None
     cluster_secret: str | None = None
     transport: TransportName = "auto"
@@ -198,7 +198,7 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
         """Read settings by name, for example from a file or a command line. Call ``check`` afterwards.
 
         Args:
-            settings: name -> value, those of ``tuning`` beside the others; a number or a switch may be text.
+            settings: name -> value, those of ``tuning`` among the others; a number or a switch may be text.
 
         Raises:
             ConfigInvalid: a name is unknown, or a value is malformed; names it.
@@ -396,7 +396,7 @@ def _is_written_as_a_host(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host, as it is written, is an address that only this machine reaches."""
+    """Return whether a host, as it is written, is an address that only this machine reaches."""
     try:
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:
@@ -448,6 +448,6 @@ def _check_filled_in(name: str, endpoint: str) -> None:
     """
     if "{" in endpoint:
         raise ConfigInvalid(
-            f"{name} is {endpoint!r}, with a place that is not filled in",
+            f"{name} is {endpoint!r}, which contains a placeholder that was not replaced",
             remedy="Give an address or a name. {host} is understood by the connector of vLLM alone.",
         )

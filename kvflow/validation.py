@@ -14,7 +14,7 @@ from kvflow.reprs import shown
 Name = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Number = Annotated[float, Meta(ge=-(2**53), le=2**53)]
-"""Types of what a worker tells about itself. Their bounds hold where it is decoded."""
+"""Types of what a worker says about itself. Their bounds hold where it is decoded."""
 
 
 class SuggestingMeta(msgspec.StructMeta):
@@ -63,7 +63,7 @@ def find_fault(struct: msgspec.Struct, *, hidden: Collection[str] = ()) -> str:
 
     Args:
         struct: the object.
-        hidden: fields whose values are secret: a message tells only their type.
+        hidden: fields whose values are secret: a message names only their type.
 
     Returns:
         What is wrong, such as ``rank must be an integer from 0 to 65535, not '3'``; empty if nothing is.
@@ -94,7 +94,7 @@ def describe_refusal(
         error: raised by ``msgspec.convert(value, expected)`` or by decoding.
         value: the refused value.
         expected: its expected type.
-        hidden: fields at the top whose values are secret: the message tells only their type.
+        hidden: fields at the top whose values are secret: the message names only their type.
     """
     text = str(error)
     at = _AT.search(text)
@@ -239,7 +239,7 @@ def _got(value: Any, field: inspect.Field, index: int) -> Any:
 
 
 def _is_of(value: object, kind: inspect.Type) -> bool:
-    """Tell whether a value says that it is of a kind of ``Struct``: by its class, or by its tag."""
+    """Return whether a value says that it is of a kind of ``Struct``: by its class, or by its tag."""
     if not isinstance(kind, inspect.StructType):
         return False
     if isinstance(value, list | tuple):
