@@ -36,6 +36,7 @@ from handshake.messages import (
     Welcome,
 )
 from handshake.sockets import DialedChannel, open_listener, resolve, running
+from tests.ports import free_port
 
 from .helpers import (
     ANSWERS,
@@ -128,15 +129,13 @@ async def test_a_server_that_dies_in_the_handshake_is_no_wrong_secret():
 
 
 async def test_nobody_listens():
-    async with serving() as server:
-        endpoint = server.endpoint
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
     error = await fails_to_connect(endpoint, ConnectionLost, limits=SHORT)
     assert endpoint in str(error)
 
 
 async def test_a_late_attempt_does_not_hide_why_the_earlier_one_failed(monkeypatch):
-    async with serving() as server:
-        endpoint = server.endpoint
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
     dial = DialedChannel.dial
     dialed = []
 
@@ -151,8 +150,7 @@ async def test_a_late_attempt_does_not_hide_why_the_earlier_one_failed(monkeypat
 
 
 async def test_a_server_that_listens_a_little_later_is_met(monkeypatch):
-    async with serving() as server:
-        endpoint = server.endpoint
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
     failed, ready = asyncio.Event(), asyncio.Event()
     explain = client_module._explain
 
@@ -464,15 +462,14 @@ async def test_a_name_that_does_not_exist_is_a_peer_that_cannot_be_reached(monke
 
 
 async def test_a_late_lookup_does_not_hide_why_the_earlier_attempt_failed(monkeypatch):
-    async with serving() as server:
-        port = server.endpoint.rpartition(":")[2]
+    port = free_port()
     asked = []
 
     async def once(*_args, **_kwargs):
         asked.append(None)
         if len(asked) > 1:
             await asyncio.Event().wait()
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", int(port)))]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", once)
     await fails_to_connect(f"tcp://gone.invalid:{port}", ConnectionLost, limits=SHORT)
