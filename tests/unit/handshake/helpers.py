@@ -40,6 +40,8 @@ from handshake.states import Progress, Role
 LIMITS = Limits()
 PATIENCE_S = 30.0
 """How long a test waits for what must happen: only a defect takes this long."""
+PATIENT = Limits(connect_s=2 * PATIENCE_S, handshake_s=2 * PATIENCE_S, closing_s=PATIENCE_S)
+"""Of a client whose server answers: a machine that stands still for a second ends nothing."""
 
 PRODUCER = Identity(
     engine_id="prefill-0", rank=1, num_ranks=2, incarnation="0" * 31 + "1", role="prefill", software="test 1.0"
@@ -235,7 +237,7 @@ async def serving(
 
 @asynccontextmanager
 async def connected(
-    endpoint: str, *, security=SECURITY, on_event=ignore, limits=LIMITS, identity=CONSUMER, server_key=""
+    endpoint: str, *, security=SECURITY, on_event=ignore, limits=PATIENT, identity=CONSUMER, server_key=""
 ) -> AsyncIterator[handshake.HandshakeClient]:
     async with handshake.open_client(
         endpoint,
