@@ -53,7 +53,8 @@ def advertisement(**changes):
 
 
 def config(**settings):
-    return flat_config(**{"engine_id": "prefill-0", "cluster_secret": SECRET, "transport": "loopback"} | settings)
+    usual = {"cluster_secret": SECRET, "transport": "loopback", "connect_s": PATIENCE_S, "handshake_s": PATIENCE_S}
+    return flat_config(**{"engine_id": "prefill-0"} | usual | settings)
 
 
 def side(incarnation=INCARNATION, *, pass_key=None, **settings):

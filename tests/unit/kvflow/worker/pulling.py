@@ -9,6 +9,7 @@ import msgspec
 
 from handshake.sockets import LinkEvent, ZeroMqNetwork
 from kvflow.clock import monotonic
+from kvflow.config import Tuning
 from kvflow.events import PullFailed, TransferCompleted
 from kvflow.layout.shards import Shard
 from kvflow.leases.epochs import EPOCH_BITS
@@ -27,7 +28,9 @@ from .helpers import PATIENCE_S, SECRET, cache_of
 
 
 def config(engine_id="prefill-0", **settings):
-    return flat_config(**{"engine_id": engine_id, "cluster_secret": SECRET, "transport": "loopback"} | settings)
+    """Return settings of a worker that waits for a peer for longer than a machine stalls."""
+    usual = {"cluster_secret": SECRET, "transport": "loopback", "connect_s": PATIENCE_S, "handshake_s": PATIENCE_S}
+    return flat_config(**{"engine_id": engine_id} | usual | settings)
 
 
 EARLY_SLOT = 100
@@ -298,8 +301,13 @@ class World:
             return await self.start(ticket, blocks, **how)
 
     async def connect(self):
-        """Read something, so that the next pull finds its peers connected."""
-        return await self.pull(self.ticket("connect", (0,)), (0,))
+        """Read something, so that the next pull finds its peers connected. This may take long, whatever the budgets."""
+        scheduler = self.consumer._consumer._scheduler
+        budgets, scheduler._budgets = scheduler._budgets, Tuning()
+        try:
+            return await self.pull(self.ticket("connect", (0,)), (0,))
+        finally:
+            scheduler._budgets = budgets
 
     async def idle(self):
         """Wait until the consumer looks at no deadline, as it has nothing open."""
