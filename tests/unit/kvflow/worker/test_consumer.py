@@ -25,6 +25,7 @@ from kvflow.events import PeerConnected, PeerDropped, TransferRetried
 from kvflow.leases.tickets import MAC_BYTES, join_tickets
 from kvflow.reads.contract import LeaseName
 from kvflow.rendezvous.issuer import TicketMint
+from kvflow.worker import open_pulls
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.runtime import open_worker
 
@@ -309,7 +310,8 @@ async def test_too_many_pulls_leave_no_trace():
         await world.pull(world.ticket("c"), (5, 6))
 
 
-async def test_a_stale_pull_is_quiescent_and_releases_nothing(world):
+async def test_a_stale_pull_is_quiescent_and_releases_nothing(world, monkeypatch):
+    monkeypatch.setattr(open_pulls, "EXPLAIN_S", PATIENCE_S)
     world.faults.hung.add(0)
     handle = world.start()
     await world.faults.strike()

@@ -276,6 +276,7 @@ async def test_a_pull_canceled_during_the_lease_query_records_a_stale_lease(worl
         return await ask(self, lease, within_s=within_s)
 
     await world.connect()
+    monkeypatch.setattr(open_pulls, "EXPLAIN_S", PATIENCE_S)
     monkeypatch.setattr(Link, "ask_end", ask_late)
     ticket = world.ticket()
     world.producer.revoke("request-1")

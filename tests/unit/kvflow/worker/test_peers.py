@@ -23,6 +23,7 @@ from kvflow.errors import (
 from kvflow.events import PeerConnected, PeerDropped
 from kvflow.layout.groups import Group
 from kvflow.leases.tickets import join_tickets
+from kvflow.worker import open_pulls
 from kvflow.worker.connections import FAILURES_MAX
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.prepared import PreparedTable
@@ -485,7 +486,8 @@ async def test_a_peer_whose_key_is_removed_is_dropped(network, connected):
         assert sum(world.consumer.snapshot().dropped.values()) == 1
 
 
-async def test_an_ended_lease_is_reported_before_any_read_and_the_peer_stays(world, network):
+async def test_an_ended_lease_is_reported_before_any_read_and_the_peer_stays(world, network, monkeypatch):
+    monkeypatch.setattr(open_pulls, "EXPLAIN_S", PATIENCE_S)
     await world.connect()
     before = len(world.faults.chunks)
     ticket = issued_before(world.ticket(), 60.0)
