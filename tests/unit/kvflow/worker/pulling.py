@@ -277,17 +277,18 @@ class World:
         tokens = 4 * len(blocks)
         return join_tickets([each.offer(request_id, [list(blocks)], tokens, **how) for each in self.producers])
 
-    def early(self, request_id="request-1", blocks=(3, 4), *, rank=0, **named):
+    def early(self, request_id="request-1", blocks=(3, 4), *, rank=0, lease_s=30.0, **named):
         """Return a ticket whose lease is not held yet, and what admits it.
 
         Args:
             request_id, blocks, rank: of the ticket.
+            lease_s: of all tickets that are made here.
             named: what it says of the producer's address.
         """
         if self._mint is None or named:
             epoch_base = str(2**EPOCH_BITS)  # which no offer of the worker itself reaches
             ahead = msgspec.structs.replace(self.producers[rank].rank_address, epoch_base=epoch_base, **named)
-            self._mint = TicketMint("prefill-0", [ahead], cluster_secret=SECRET)
+            self._mint = TicketMint("prefill-0", [ahead], cluster_secret=SECRET, lease_s=lease_s)
             for slot in range(EARLY_SLOT):  # the worker's own offers take the first ones
                 self._mint.offer(f"nobody's {slot}", block_ids=[[1]], num_tokens=1)
         ticket, grant = self._mint.offer(request_id, block_ids=[list(blocks)], num_tokens=4 * len(blocks))

@@ -237,9 +237,13 @@ async def test_a_peer_that_is_lost_ends_all_that_needs_it_wherever_it_was(world)
 )
 async def test_of_a_stale_lease_the_producer_is_asked(end, words, monkeypatch):
     monkeypatch.setattr(open_pulls, "EXPLAIN_S", PATIENCE_S)
-    async with opened(theirs={"lease_s": 0.3 if end == "expired" else 30.0}) as world:
-        ticket = world.ticket()
+    async with opened() as world:
         await world.connect()
+        if end == "expired":
+            ticket, admit = world.early(lease_s=0.1)
+            admit()
+        else:
+            ticket = world.ticket()
         if end == "revoked":
             world.producer.revoke("request-1")
         elif end == "used":
