@@ -325,7 +325,7 @@ def test_an_admission_that_comes_late_is_waited_for():
 
 
 def test_a_ticket_that_is_kept_is_renewed_until_it_is_pulled():
-    source, target, lease_s = cache_of(), cache_of(), 3.0
+    source, target, lease_s = cache_of(), cache_of(), 6.0
     with run_worker(config(lease_s=lease_s), source) as producer, run_worker(config("decode-0"), target) as consumer:
         tickets = [producer.offer(name, [[3]], 4) for name in ("kept and pulled", "kept and released", "left alone")]
         ends = [producer.wait_offer(ticket.request_id) for ticket in tickets]
