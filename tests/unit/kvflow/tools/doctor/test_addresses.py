@@ -115,7 +115,9 @@ def test_a_name_that_does_not_resolve_is_noticed():
     [(b"", False, "sends nothing"), (b"", True, "sends nothing"), (b"HTTP/1.1 400 Bad\r\n\r\n", True, "HTTP/1.1 400")],
     ids=["silent", "hangs up", "HTTP"],
 )
-def test_what_is_no_worker_is_told_from_one(soon, answer, close, words):
+def test_what_is_no_worker_is_told_from_one(request, answer, close, words):
+    if not close:
+        request.getfixturevalue("soon")  # of the others, news comes: for it there is time
     with listening(answer, close=close) as endpoint:
         address, found = addresses.dial(endpoint)
     assert address == "127.0.0.1"
