@@ -160,7 +160,7 @@ async def test_the_clock_of_a_router_follows_from_the_order_of_events(log, tmp_p
         await released(world)
     (told,) = records(log, "transfer.completed")
     prefilled_at = (told["issued_at"] + told["called_at"]) / 2  # after the offer, before the pull
-    times = {"prefill_s": 0.5, "elapsed_s": 2.0}
+    times = {"prefill_s": 0.5, "elapsed_s": 120.0}  # as above, for as long as it takes
     router = tmp_path / "router.jsonl"
     router.write_text(router_line("request-1", prefilled_at - 0.5 + ahead_s, **times))
     trace = read_trace([log, router])
