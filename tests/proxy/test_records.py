@@ -18,7 +18,6 @@ from .test_server import ASKED, open_rig
 from .upstream import DECODED, PREFILLED, hang, hang_up, stream, text
 
 CLI_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
-NEVER = asyncio.Event()
 ENDS = ("request.answered", "request.failed")
 WHOLE = b'{"id":"cmpl-1","choices":[{"text":"b"}]}'
 PATIENCE_S = 60.0
@@ -90,7 +89,7 @@ async def test_a_client_that_hangs_up_is_recorded_with_phase_and_bytes(phase, lo
     servers = {
         "prefill": {"prefill": [hang]},
         "decode": {"decode": [hang]},
-        "answer": {"decode": [stream(given, NEVER)]},
+        "answer": {"decode": [stream(given, asyncio.Event())]},
     }[phase]
     async with open_rig(**servers) as rig:
         server = (rig.prefill if phase == "prefill" else rig.decode)[0]
@@ -130,7 +129,7 @@ async def test_a_client_that_hangs_up_after_the_last_event_has_its_answer(log): 
 
 
 async def test_a_client_that_takes_nothing_is_recorded(log):  # noqa: F811
-    rig_that_streams = open_rig(decode=[stream(*[b"x" * (1 << 20)] * 32, NEVER)], write_timeout_s=0.2)
+    rig_that_streams = open_rig(decode=[stream(*[b"x" * (1 << 20)] * 32, asyncio.Event())], write_timeout_s=0.2)
     async with rig_that_streams as rig, rig.post(stream=True) as answer:
         answer.connection.transport.pause_reading()
         record = await only(log)
