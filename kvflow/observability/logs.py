@@ -13,15 +13,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import structlog
 
 from kvflow import events
 from kvflow.clock import Clock
 from kvflow.errors import ConfigInvalid, FailureCode, KvflowError
 from kvflow.events import Event, Hook, OnlyEvents, event_name
+
+if TYPE_CHECKING:
+    from structlog.stdlib import BoundLogger
 
 LEVELS: dict[type[Event], int] = {
     events.WorkerOpened: logging.INFO,
@@ -263,24 +265,27 @@ def default_remedies() -> dict[str, str]:
     return {kind.code: kind.default_remedy for kind in reversed(kinds)}
 
 
-class _JsonFormatter(structlog.stdlib.ProcessorFormatter):
+class _JsonFormatter(logging.Formatter):
     """Writes records as structlog does, and events faster."""
 
     def __init__(self) -> None:
-        super().__init__(
+        from structlog import processors, stdlib  # noqa: PLC0415 - loads rich, and only programs write JSON lines
+
+        super().__init__()
+        self._by_structlog = stdlib.ProcessorFormatter(
             processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.processors.format_exc_info,
-                structlog.processors.JSONRenderer(),
+                stdlib.ProcessorFormatter.remove_processors_meta,
+                processors.format_exc_info,
+                processors.JSONRenderer(),
             ],
-            foreign_pre_chain=[  # of records that are plain text
-                structlog.stdlib.add_log_level,
-                structlog.processors.TimeStamper(fmt="iso", utc=True),
-            ],
+            # of records that are plain text
+            foreign_pre_chain=[stdlib.add_log_level, processors.TimeStamper(fmt="iso", utc=True)],
         )
 
     def format(self, record: logging.LogRecord) -> str:
-        return to_json(record.msg).decode() if type(record.msg) is EventRecord else super().format(record)
+        if type(record.msg) is EventRecord:
+            return to_json(record.msg).decode()
+        return self._by_structlog.format(record)
 
 
 class _JsonFile(logging.Handler):
@@ -350,13 +355,15 @@ def configure_logging(path: Path | None = None, *, level: int = logging.INFO) ->
         logger.propagate = False
 
 
-def record_logger(name: str) -> structlog.stdlib.BoundLogger:
+def record_logger(name: str) -> "BoundLogger":
     """Return a logger whose records ``configure_logging`` writes as JSON lines, with their fields.
 
     Args:
         name: of the standard library's logger, below ``kvflow``.
     """
-    logger: structlog.stdlib.BoundLogger = structlog.wrap_logger(
+    import structlog  # noqa: PLC0415 - likewise
+
+    logger: BoundLogger = structlog.wrap_logger(
         logging.getLogger(name),
         wrapper_class=structlog.stdlib.BoundLogger,
         processors=[
