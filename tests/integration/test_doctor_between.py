@@ -102,7 +102,7 @@ async def test_a_clock_that_is_an_hour_ahead_is_noticed():
     skewed = found["clock_skewed"]
     assert skewed.status == "warning"
     assert "ahead of ours" in skewed.evidence
-    assert "expire 3,600 s later here" in skewed.evidence
+    assert "expire 3,600 s late here" in skewed.evidence
     assert "chrony" in skewed.remedy
 
 

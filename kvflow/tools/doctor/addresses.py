@@ -24,7 +24,7 @@ _LISTENING = "0A"
 
 
 def examine(bind: str | None, advertise: str | None) -> Iterator[Finding]:
-    """Yield what is to be said about our own addresses.
+    """Yield findings about our own addresses.
 
     Args:
         bind: ``HOST:PORT`` to listen on; None is not examined.
@@ -73,11 +73,12 @@ def check_advertised(address: str) -> Finding:
         resolved = _resolved(host)
     except (OSError, UnicodeError) as error:
         return found("advertise_unreachable", subject, f"the name does not resolve here: {error}")
+    shown = f"resolves to {', '.join(resolved)}"
     if all(is_loopback(each) for each in resolved):
-        return found("advertise_loopback", subject, f"it leads to {', '.join(resolved)}, which only this host reaches")
+        return found("advertise_loopback", subject, f"{shown}, reachable only from this host")
     if not any(is_here(ip_address(each)) for each in resolved):
-        return found("advertise_foreign", subject, f"it leads to {', '.join(resolved)}, and no interface here has that")
-    return ok(subject, f"it leads to {', '.join(resolved)}, an address of this host")
+        return found("advertise_foreign", subject, f"{shown}, which no interface of this host has")
+    return ok(subject, f"{shown}, an address of this host")
 
 
 def dial(endpoint: str) -> tuple[str, list[Finding]]:
@@ -142,9 +143,9 @@ def _own_name() -> Finding:
         resolved = _resolved(name)
     except OSError as error:
         return found("host_unresolved", f"host name {name}", str(error))
-    evidence = f"it leads to {', '.join(resolved)}"
+    evidence = f"resolves to {', '.join(resolved)}"
     if all(is_loopback(each) for each in resolved):
-        return note(f"host name {name}", f"{evidence}, which only this host reaches: advertise an address instead")
+        return note(f"host name {name}", f"{evidence}, reachable only from this host: advertise an address instead")
     return ok(f"host name {name}", evidence)
 
 

@@ -44,7 +44,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def examine_software(*, on_gpu: bool) -> Iterator[Finding]:
-    """Yield what is to be said about the software.
+    """Yield findings about the software.
 
     Args:
         on_gpu: whether caches of this host may lie on a GPU.
@@ -172,7 +172,7 @@ _REMEDY_OF_NAMESPACE = "Processes in other PID namespaces cannot read this one's
 
 
 def examine_machine(root: Path = ROOT) -> Iterator[Finding]:
-    """Yield what can be said about the host without starting anything.
+    """Yield findings about the host that need nothing started.
 
     Args:
         root: where the file systems of the kernel are looked for.

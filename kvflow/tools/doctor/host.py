@@ -26,7 +26,7 @@ RESTRICTING = ("UCX_TLS", "UCX_NET_DEVICES")
 
 
 async def examine(*, bind: str | None, advertise: str | None, device: str = "cpu") -> AsyncIterator[Finding]:
-    """Yield what is to be said about this host.
+    """Yield findings about this host.
 
     Args:
         bind: ``HOST:PORT`` that a worker would listen on; None is not examined.
@@ -54,7 +54,7 @@ async def examine(*, bind: str | None, advertise: str | None, device: str = "cpu
 
 
 def check_secret() -> Iterator[Finding]:
-    """Yield what is to be said about the secrets in the environment, without their text."""
+    """Yield findings about the secrets in the environment, without their text."""
     for name, is_needed in ((SECRET_VARIABLE, True), (ACCEPTED_VARIABLE, False)):
         secret = os.environ.get(name, "")
         if not secret:
@@ -120,7 +120,7 @@ def _matches(variant: str, cuda: str) -> Finding:
 
 
 async def _restricted(device: str, transports: tuple[str, ...]) -> AsyncIterator[Finding]:
-    """Yield what UCX would offer beside this without the variables that restrict it."""
+    """Yield what UCX would also offer without the variables that restrict it."""
     restricting = {name: os.environ[name] for name in RESTRICTING if os.environ.get(name)}
     if not restricting:
         return

@@ -133,7 +133,7 @@ class _Examination:
         """Examine the servers, then the path between them, then the router.
 
         Raises:
-            _Unusable: nothing more can be said.
+            _Unusable: nothing more can be concluded.
         """
         async for finding in self._find_servers():
             yield finding
@@ -185,7 +185,7 @@ class _Examination:
         return models[:MODELS_MAX]
 
     async def _probe(self, send: Callable[[], Awaitable[Exchange]]) -> Probe:
-        """Send a request and read the counters before and after, if need be again until nobody interferes.
+        """Send a request and read the counters before and after, if need be again until no other interferes.
 
         Raises:
             _Unusable: the counters cannot be read.
@@ -284,7 +284,7 @@ class _Examination:
 
 
 def _is_whole(content: bytes) -> bool:
-    """Tell whether an answer is complete: a stream with its end and without an error, or one object."""
+    """Return whether an answer is complete: a stream with its end and without an error, or one object."""
     ended = False
     lines = content.splitlines()
     events = [line[5:].strip() for line in lines if line.startswith(b"data:")]

@@ -44,7 +44,7 @@ class Target(Struct, frozen=True, kw_only=True):
 
 
 async def examine(target: Target) -> AsyncIterator[Finding]:
-    """Yield what is to be said about the path to a worker, from the first packet to the rate of large reads."""
+    """Yield findings about the path to a worker, from the first packet to the rate of large reads."""
     address, reached = await asyncio.to_thread(dial, target.endpoint)
     for finding in reached:
         yield finding
@@ -98,9 +98,8 @@ def _clock(visit: Visit) -> Finding:
     if abs(ahead_s) < SKEW_S:
         return ok("clock", evidence)
     effect = (
-        f"{evidence}: kvflow corrects for it between connected workers, but a ticket of that worker seems to be issued "
-        f"and to expire {abs(ahead_s):,.0f} s {'later' if ahead_s >= 0 else 'earlier'} here, in kvflow ticket, in "
-        "logs, and before the first connection"
+        f"{evidence}: until the two are connected, its tickets appear to be issued and to expire {abs(ahead_s):,.0f} s "
+        f"{'late' if ahead_s >= 0 else 'early'} here; kvflow ticket and logs show them so"
     )
     return found("clock_skewed", "clock", effect)
 
