@@ -37,13 +37,12 @@ class HostFacts(Struct, frozen=True, kw_only=True):
 
     Attributes:
         host: name of the host.
-        boot_id: equal for all processes of one host.
+        boot_id: equal for all processes of one host until it starts again; empty if the kernel has none.
         pid_namespace: equal for processes that see each other's numbers.
         pid: of the process.
         ptrace_scope: who may copy a process's memory, as Yama numbers it; empty without Yama.
         network_cards: RDMA devices.
         variables: those of UCX and NIXL that are set.
-        gpus: UUIDs of the GPUs that a driver shows.
         on_device: whether the cache is in memory of a device.
     """
 
@@ -54,7 +53,6 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     ptrace_scope: Fact
     network_cards: Annotated[tuple[Fact, ...], Meta(max_length=DEVICES_MAX)]
     variables: Annotated[dict[Fact, Fact], Meta(max_length=VARIABLES_MAX)]
-    gpus: Annotated[tuple[Fact, ...], Meta(max_length=DEVICES_MAX)] = ()
     on_device: bool = False
 
 
@@ -74,16 +72,15 @@ class Reach(NamedTuple):
 
 def host_facts(*, on_device: bool = False, prefixes: tuple[str, ...] = PREFIXES, root: Path = ROOT) -> HostFacts:
     """Return the facts of this process, with variables of these prefixes. ``root``: where the kernel's files are."""
-    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+    variables = [each for each in sorted(os.environ.items()) if each[0].startswith(prefixes)]
     return HostFacts(
         host=_short(socket.gethostname()),
-        boot_id=_short(boot_id(root)),
+        boot_id=_short(_text(root / "proc/sys/kernel/random/boot_id")),
         pid_namespace=_short(pid_namespace(root)),
         pid=os.getpid(),
-        ptrace_scope=_short(ptrace_scope(root)),
+        ptrace_scope=_short(_text(root / "proc/sys/kernel/yama/ptrace_scope")),
         network_cards=tuple(map(_short, network_cards(root)[:DEVICES_MAX])),
-        variables={_short(name): _short(value) for name, value in list(variables.items())[:VARIABLES_MAX]},
-        gpus=tuple(map(_short, gpus(root)[:DEVICES_MAX])),
+        variables={_short(name): _short(value) for name, value in variables[:VARIABLES_MAX]},
         on_device=on_device,
     )
 
@@ -138,13 +135,6 @@ def network_cards(root: Path = ROOT) -> list[str]:
     return sorted(each.name for each in (root / "sys/class/infiniband").glob("*"))
 
 
-def gpus(root: Path = ROOT) -> list[str]:
-    """Return the UUIDs of the GPUs that NVIDIA's driver shows."""
-    told = [_text(each) for each in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))]
-    lines = [line.split() for each in told for line in each.splitlines()]
-    return [words[-1] for words in lines if words[:2] == ["GPU", "UUID:"]]
-
-
 def pid_namespace(root: Path = ROOT) -> str:
     """Return the PID namespace of this process; empty if the kernel does not say."""
     try:
@@ -153,18 +143,8 @@ def pid_namespace(root: Path = ROOT) -> str:
         return ""
 
 
-def boot_id(root: Path = ROOT) -> str:
-    """Return an id that all processes of a host share until it starts again; empty if the kernel has none."""
-    return _text(root / "proc/sys/kernel/random/boot_id")
-
-
-def ptrace_scope(root: Path = ROOT) -> str:
-    """Return who may copy a process's memory, as Yama numbers it; empty without Yama."""
-    return _text(root / "proc/sys/kernel/yama/ptrace_scope")
-
-
 def _left_out(sides: tuple[tuple[str, HostFacts], ...], wanted: frozenset[str], names: str) -> list[Obstacle]:
-    values: list[tuple[str, str]] = [(where, facts.variables.get("UCX_TLS", "")) for where, facts in sides]
+    values = [(where, facts.variables.get("UCX_TLS", "")) for where, facts in sides]
     return [
         Obstacle(f"UCX_TLS is {value!r} {where}, which leaves out {names}", UCX_REMEDY)
         for where, value in values

@@ -9,6 +9,7 @@ from kvflow.ids import agent_name, worker_name
 from kvflow.layout.component import METADATA_BYTES_MAX
 from kvflow.reads.backend import Envelope, _digest, seal, unseal
 from kvflow.reads.nixl.backend import exporter_name
+from kvflow.reads.reach import host_facts
 
 GOOD = Envelope("nixl", "agent", b"blob" * 50)
 
@@ -42,6 +43,13 @@ def test_limits_hold_on_both_sides():
     body = msgspec.msgpack.encode({"transport": "nixl", "agent": "x" * 513, "blob": b""})
     with pytest.raises(msgspec.ValidationError):
         unseal(b"kvt1" + _digest(body) + body, transport="nixl")
+
+
+def test_facts_that_another_release_publishes_are_ignored():
+    facts = host_facts()
+    told = msgspec.to_builtins(facts) | {"gpus": ["GPU-1"], "unheard_of": 1}
+    body = msgspec.msgpack.encode({"transport": "nixl", "agent": "agent", "blob": b"", "facts": told})
+    assert unseal(b"kvt1" + _digest(body) + body, transport="nixl").facts == facts
 
 
 def test_metadata_of_another_agent_is_refused():
