@@ -10,9 +10,9 @@ from kvflow.layout.component import Region
 from kvflow.layout.describe import plan_cache
 from kvflow.layout.groups import Group, plan_groups, resolve_layout
 from kvflow.layout.manifest import Manifest
+from kvflow.layout.placement import View, block_axes, view_of
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
-from kvflow.layout.views import View, block_axes, view_of
 from kvflow.memory.device import TorchDeviceOrder
 from kvflow.memory.mapping import ask_for_huge_pages, bytes_in_huge_pages, huge_page_size, map_bytes
 from kvflow.reprs import counted
