@@ -15,7 +15,7 @@ from kvflow.errors import SpecInvalid
 from kvflow.layout.placement import page_bytes
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec, ChunkedLocal, FullAttention, Mamba, SlidingWindow, validate_specs
-from kvflow.models import attention, latent, recurrent
+from kvflow.models import attention, recurrent
 from kvflow.models.config import WRAPPERS, ModelConfig, Options, read_config
 from kvflow.validation import describe_refusal
 
@@ -23,16 +23,16 @@ Describe = Callable[[ModelConfig, Options], dict[str, CacheSpec]]
 
 FAMILIES: dict[str, Describe] = {
     "arcee": attention.plain,
-    "axk1": latent.deepseek_v3,
+    "axk1": attention.deepseek_v3,
     "bamba": recurrent.bamba,
     "cohere": attention.plain,
     "cohere2": partial(attention.plain, keys=attention.COHERE2),
     "cohere2_moe": partial(attention.plain, keys=attention.COHERE2),
     "cwm": attention.plain,
-    "deepseek_v2": latent.deepseek_v3,
-    "deepseek_v3": latent.deepseek_v3,
-    "deepseek_v32": latent.deepseek_v32,
-    "deepseek_v4": latent.deepseek_v4,
+    "deepseek_v2": attention.deepseek_v3,
+    "deepseek_v3": attention.deepseek_v3,
+    "deepseek_v32": attention.deepseek_v32,
+    "deepseek_v4": attention.deepseek_v4,
     "ernie4_5": attention.plain,
     "ernie4_5_moe": attention.plain,
     "exaone4": attention.exaone4,
@@ -48,8 +48,8 @@ FAMILIES: dict[str, Describe] = {
     "glm": attention.plain,
     "glm4": attention.plain,
     "glm4_moe": attention.plain,
-    "glm4_moe_lite": latent.deepseek_v3,
-    "glm_moe_dsa": latent.deepseek_v32,
+    "glm4_moe_lite": attention.deepseek_v3,
+    "glm_moe_dsa": attention.deepseek_v32,
     "gpt2": partial(attention.plain, keys=attention.GPT2),
     "gpt_bigcode": attention.gpt_bigcode,
     "gpt_neox": partial(attention.plain, keys=attention.GPT_NEOX),
@@ -63,7 +63,7 @@ FAMILIES: dict[str, Describe] = {
     "granitemoeshared": attention.plain,
     "hyperclovax": attention.plain,
     "jais2": attention.plain,
-    "kimi_k2": latent.deepseek_v3,
+    "kimi_k2": attention.deepseek_v3,
     "laguna": attention.plain,
     "llama": attention.plain,
     "llama4": attention.llama4,
