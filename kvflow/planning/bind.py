@@ -21,7 +21,7 @@ from kvflow.planning.chunks import Cutter, neighbors, num_neighbors, one_chunk
 from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.plan import GroupPlan, TransferPlan
 from kvflow.planning.runs import Int64s, Units
-from kvflow.planning.strided_copies import FIXED, Scatter, room_left
+from kvflow.planning.staging import FIXED, Scatter, room_left
 
 Int32s = npt.NDArray[np.int32]
 DESCRIPTORS_MAX = (1 << 31) - 1

@@ -15,7 +15,7 @@ from msgspec import Struct
 from kvflow.layout.component import ADDRESS_MAX, Region
 from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs
-from kvflow.planning.strided_copies import COLUMNS, FIXED, room_left
+from kvflow.planning.staging import COLUMNS, FIXED, room_left
 from kvflow.reads.contract import PreparedList
 
 INDEX_MAX = (1 << 31) - 1

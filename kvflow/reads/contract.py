@@ -46,7 +46,7 @@ from kvflow.layout.component import Region
 from kvflow.layout.tracks import Track
 from kvflow.planning.bind import AnyBinding, Bound
 from kvflow.planning.pairs import UnitPairs
-from kvflow.planning.strided_copies import Scatter
+from kvflow.planning.staging import Scatter
 from kvflow.validation import Count
 
 CHUNK_BYTES_MAX = 8 << 20

@@ -15,8 +15,7 @@ from msgspec.structs import replace
 from kvflow.errors import ConfigInvalid
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
-from kvflow.planning.staging import STAGING_BUFFERS, buffer_bytes_of
-from kvflow.planning.strided_copies import FIXED
+from kvflow.planning.staging import FIXED, STAGING_BUFFERS, buffer_bytes_of
 from kvflow.reads.bounds import CheckedRows, CheckedScatter, check_rows
 from kvflow.reads.contract import StagingUse
 from kvflow.reads.device import DeviceStage, Scatters, device_stage_of

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvflow.planning.bind import Bound
-from kvflow.planning.strided_copies import AXES_MAX, Scatter
+from kvflow.planning.staging import AXES_MAX, Scatter
 from kvflow.reads.contract import PeerFailed, PreparedList, StagingUse
 from kvflow.reads.staging import StagingMemory
 from tests.contract.conftest import STAGING_NAMES, StagedUnits, kinds, world_of

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvflow.planning.strided_copies import AXES_MAX, Scatter
+from kvflow.planning.staging import AXES_MAX, Scatter
 from kvflow.reads.contract import PreparedList
 from tests.contract.conftest import FAR_KINDS, STAGING_NAMES, StagedUnits, world_of
 

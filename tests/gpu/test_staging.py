@@ -9,7 +9,7 @@ import torch
 
 from kvflow.layout.component import Region
 from kvflow.memory.device import TorchStage
-from kvflow.planning.strided_copies import AXES_MAX
+from kvflow.planning.staging import AXES_MAX
 from kvflow.reads.bounds import CheckedScatter
 from kvflow.reads.staging import StagingMemory
 from kvflow.worker.environment import PRODUCTION

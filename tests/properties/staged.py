@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvflow.planning.strided_copies import COLUMNS, FIXED
+from kvflow.planning.staging import COLUMNS, FIXED
 from kvflow.reads.bounds import check_rows, check_scatter
 from kvflow.reads.contract import PreparedList
 from kvflow.reads.staging import Scatterer

@@ -19,8 +19,7 @@ from kvflow.layout.placement import KV_FORMS, LAYOUTS
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
 from kvflow.planning.assignment import assign_sources
-from kvflow.planning.plan import GroupPlan, TransferPlan, plan_transfer
-from kvflow.planning.reasons import explain_stop
+from kvflow.planning.plan import GroupPlan, TransferPlan, explain_stop, plan_transfer
 from kvflow.reprs import counted
 from kvflow.tools.cli.arguments import (
     ProgressLine,

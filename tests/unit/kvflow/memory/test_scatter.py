@@ -7,7 +7,7 @@ import torch
 from kvflow.errors import TransportUnavailable
 from kvflow.layout.component import Region
 from kvflow.memory.device import TorchStage, torch_stage_of
-from kvflow.planning.strided_copies import AXES_MAX, FIXED
+from kvflow.planning.staging import AXES_MAX, FIXED
 from kvflow.reads.bounds import CheckedScatter
 from kvflow.reads.staging import Scatterer, _axes
 

@@ -137,7 +137,7 @@ def test_among_equals_direct_is_chosen():
 
 
 def test_a_unit_that_takes_very_many_copies_is_read_directly(monkeypatch):
-    monkeypatch.setattr("kvflow.planning.strided_copies.COPIES_MAX", 0)
+    monkeypatch.setattr("kvflow.planning.staging.COPIES_MAX", 0)
     assert "not staged, because a unit takes 1 copies (limit 0)" in planned().explain()
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from kvflow.layout.component import ADDRESS_MAX
 from kvflow.planning.runs import RunTable
-from kvflow.planning.strided_copies import (
+from kvflow.planning.staging import (
     AXES_MAX,
     COLUMNS,
     COPIES_MAX,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvflow.layout.component import ADDRESS_MAX, Region
 from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs
-from kvflow.planning.strided_copies import COLUMNS, FIXED, Scatter
+from kvflow.planning.staging import COLUMNS, FIXED, Scatter
 from kvflow.reads.bounds import (
     FEW,
     INDEX_MAX,

@@ -8,7 +8,7 @@ import pytest
 from kvflow.errors import ConfigInvalid
 from kvflow.layout.component import Region
 from kvflow.planning.pairs import UnitPairs
-from kvflow.planning.strided_copies import AXES_MAX, Scatter
+from kvflow.planning.staging import AXES_MAX, Scatter
 from kvflow.reads.backend import BackendError
 from kvflow.reads.bounds import check_rows, check_scatter
 from kvflow.reads.contract import CancelReads, LeaseName, Part, PeerAddress, PreparedList, RankRead, ReadEnded
