@@ -7,6 +7,7 @@ import os
 from functools import cache
 from typing import Any
 
+from kvflow.addresses import host_and_port
 from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm import NAME
 from kvflow.integrations.vllm.settings import ENDPOINTS, moved
@@ -90,7 +91,7 @@ def complete(extra: dict[str, Any], *, host: str, port_offset: int) -> None:
     for name in ENDPOINTS:
         if name in extra:
             extra[name] = moved(_checked(name, extra[name]), port_offset)
-    bound, _, port = extra["bind"].removeprefix("tcp://").rpartition(":")
+    bound, port = host_and_port(extra["bind"])
     if bound in EVERYWHERE:
         extra.setdefault("advertise", f"tcp://{host}:{port}")
 

@@ -9,12 +9,12 @@ the ticket in the form that routers know. kvflow does not act on them, because r
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from msgspec import Struct
 
 from kvflow import Ticket, is_traceparent
+from kvflow.addresses import host_and_port
 from kvflow.errors import TicketInvalid
 from kvflow.integrations.vllm.settings import Settings
 
@@ -119,7 +119,11 @@ def ticket_chars_max(block_sizes: Sequence[int], tokens_max: int) -> int:
 def describe_ticket(ticket: Ticket) -> dict[str, Any]:
     """Return the facts of a ticket under the names that routers know; TicketInvalid if its endpoint is malformed."""
     grant = ticket.grants[0]
-    host, port = _host_and_port(grant.ranks[0].endpoint)
+    endpoint = grant.ranks[0].endpoint
+    try:
+        host, port = host_and_port(endpoint)
+    except ValueError as error:
+        raise TicketInvalid(f"the endpoint in the ticket must be tcp://HOST:PORT, not {endpoint!r}") from error
     return {
         "remote_engine_id": grant.engine_id,
         "remote_request_id": grant.request_id,
@@ -128,14 +132,6 @@ def describe_ticket(ticket: Ticket) -> dict[str, Any]:
         "tp_size": sum([len(each.ranks) for each in ticket.grants]),
         "remote_num_tokens": max(grant.num_tokens),
     }
-
-
-@lru_cache(maxsize=1024)
-def _host_and_port(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.partition("://")[2].rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()):
-        raise TicketInvalid(f"the endpoint in the ticket must be tcp://HOST:PORT, not {endpoint!r}")
-    return host, int(port)
 
 
 def ticket_params(ticket: Ticket) -> dict[str, Any]:
@@ -232,13 +228,10 @@ class Untagged:
         )
 
     def _finding(self) -> str:
-        lacks = []
-        if self._settings.produces:
-            lacks.append("asked for a ticket")
-        if self._settings.consumes:
-            lacks.append("brought a ticket")
+        wanted = {"asked for": self._settings.produces, "brought": self._settings.consumes}
+        lacks = " or ".join(f"{verb} a ticket" for verb, is_meant in wanted.items() if is_meant)
         return (
-            f"none of the first {UNTAGGED_MAX} requests has {' or '.join(lacks)} (kv_transfer_params). This engine "
+            f"none of the first {UNTAGGED_MAX} requests has {lacks} (kv_transfer_params). This engine "
             "transfers nothing, and a prompt that two engines get is computed twice."
         )
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from kvflow import WorkerConfig
+from kvflow.addresses import PORT_MAX, host_and_port
 from kvflow.errors import ConfigInvalid, suggest
 
 OWN_KEYS = frozenset({"enable_cross_layers_blocks", "log_file", "log_level", "offer"})
@@ -29,8 +30,6 @@ SECRET_KEYS = frozenset({"cluster_secret", "cluster_secret_accepted", "private_k
 """Secrets, which belong in the environment: vLLM prints its configuration."""
 
 OFFERS = ("asked", "always")
-
-PORT_MAX = 65535
 
 RAY_REMEDY = (
     "Set VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVFLOW_ where vLLM is started: without it, Ray does not copy "
@@ -167,11 +166,7 @@ def _log_file(extra: Mapping[str, Any]) -> str | None:
 
 
 def _log_level(extra: Mapping[str, Any]) -> int:
-    value = extra.get("log_level", LOG_LEVELS[0])
-    if value not in LOG_LEVELS:
-        raise ConfigInvalid(
-            f"log_level must be one of {', '.join(LOG_LEVELS)}, not {value!r}", remedy=suggest(str(value), LOG_LEVELS)
-        )
+    value = _one_of("log_level", LOG_LEVELS, extra)
     if "log_level" in extra and extra.get("log_file") is None:
         remedy = "Set log_file, too, or set the levels of Python's loggers below kvflow."
         raise ConfigInvalid("log_level has no effect without log_file", remedy=remedy)
@@ -180,15 +175,23 @@ def _log_level(extra: Mapping[str, Any]) -> int:
 
 
 def _offers_always(extra: Mapping[str, Any], kv_role: str) -> bool:
-    value = extra.get("offer", OFFERS[0])
-    if value not in OFFERS:
-        raise ConfigInvalid(f"offer must be one of {', '.join(OFFERS)}, not {value!r}")
-    if value == "always" and kv_role != "kv_producer":
+    always = _one_of("offer", OFFERS, extra) == "always"
+    if always and kv_role != "kv_producer":
         raise ConfigInvalid(
             f"offer is always, but kv_role is {kv_role}: clients may ask such an engine for one token and no ticket",
             remedy="Set kv_role to kv_producer on the prefill engine, or remove offer.",
         )
-    return bool(value == "always")
+    return always
+
+
+def _one_of(name: str, values: tuple[str, ...], extra: Mapping[str, Any]) -> str:
+    """Return a setting that has one of these values; the first is the default."""
+    value = extra.get(name, values[0])
+    if value not in values:
+        raise ConfigInvalid(
+            f"{name} must be one of {', '.join(values)}, not {value!r}", remedy=suggest(str(value), values)
+        )
+    return str(value)
 
 
 def moved(endpoint: str, offset: int) -> str:
@@ -197,13 +200,11 @@ def moved(endpoint: str, offset: int) -> str:
     Raises:
         ConfigInvalid: the port would be above 65535.
     """
-    host, _, port = endpoint.rpartition(":")
-    if port == "0":
-        return endpoint
-    higher = int(port) + offset
+    port = host_and_port(endpoint)[1]
+    higher = port + offset if port else 0
     if higher > PORT_MAX:
         raise ConfigInvalid(f"{endpoint} plus {offset} for this rank is port {higher}, above the last port {PORT_MAX}")
-    return f"{host}:{higher}"
+    return f"{endpoint.rpartition(':')[0]}:{higher}"
 
 
 # The address of this host.
@@ -287,19 +288,15 @@ def _given_or_found(find_host: Callable[[], str]) -> tuple[str, str]:
 
 
 def _is_loopback(endpoint: str) -> bool:
-    host = _host_of(endpoint)
+    host = host_and_port(endpoint)[0]
     address = _address(host)
     return host == "localhost" or (address is not None and address.is_loopback)
 
 
 def _is_elsewhere(endpoint: str) -> bool:
     """Return whether an address belongs to another host; False for a name, which is not resolved."""
-    address = _address(_host_of(endpoint))
+    address = _address(host_and_port(endpoint)[0])
     return address is not None and not is_here(address)
-
-
-def _host_of(endpoint: str) -> str:
-    return endpoint.removeprefix("tcp://").rpartition(":")[0]
 
 
 def _address(host: str) -> IPv4Address | IPv6Address | None:
