@@ -21,81 +21,42 @@ from kvflow.validation import describe_refusal
 
 Describe = Callable[[ModelConfig, Options], dict[str, CacheSpec]]
 
+_PLAIN = (
+    "arcee", "cohere", "cwm", "ernie4_5", "ernie4_5_moe", "flex_olmo", "gemma", "glm", "glm4", "glm4_moe",
+    "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "hyperclovax", "jais2", "laguna",
+    "llama", "mellum", "ministral3", "mixtral", "olmo", "olmo2", "olmoe", "phi", "phi3", "seed_oss", "smollm3",
+    "stablelm", "starcoder2", "vaultgemma",
+)  # fmt: skip
+"""Model types with keys and values of one size in every layer."""
+
 FAMILIES: dict[str, Describe] = {
-    "arcee": attention.plain,
-    "axk1": attention.deepseek_v3,
+    **dict.fromkeys(_PLAIN, attention.plain),
+    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), attention.deepseek_v3),
     "bamba": recurrent.bamba,
-    "cohere": attention.plain,
-    "cohere2": partial(attention.plain, keys=attention.COHERE2),
-    "cohere2_moe": partial(attention.plain, keys=attention.COHERE2),
-    "cwm": attention.plain,
-    "deepseek_v2": attention.deepseek_v3,
-    "deepseek_v3": attention.deepseek_v3,
-    "deepseek_v32": attention.deepseek_v32,
+    **dict.fromkeys(("cohere2", "cohere2_moe"), partial(attention.plain, keys=attention.COHERE2)),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), attention.deepseek_v32),
     "deepseek_v4": attention.deepseek_v4,
-    "ernie4_5": attention.plain,
-    "ernie4_5_moe": attention.plain,
-    "exaone4": attention.exaone4,
-    "exaone4_5_text": attention.exaone4,
-    "exaone_moe": attention.exaone4,
+    **dict.fromkeys(("exaone4", "exaone4_5_text", "exaone_moe"), attention.exaone4),
     "falcon": attention.falcon,
-    "flex_olmo": attention.plain,
-    "gemma": attention.plain,
     "gemma2": partial(attention.plain, keys=attention.GEMMA2),
-    "gemma3": partial(attention.plain, keys=attention.GEMMA3),
-    "gemma3_text": partial(attention.plain, keys=attention.GEMMA3),
+    **dict.fromkeys(("gemma3", "gemma3_text"), partial(attention.plain, keys=attention.GEMMA3)),
     "gemma4_text": attention.gemma4,
-    "glm": attention.plain,
-    "glm4": attention.plain,
-    "glm4_moe": attention.plain,
-    "glm4_moe_lite": attention.deepseek_v3,
-    "glm_moe_dsa": attention.deepseek_v32,
-    "gpt2": partial(attention.plain, keys=attention.GPT2),
+    **dict.fromkeys(("gpt2", "gptj"), partial(attention.plain, keys=attention.GPT2)),
     "gpt_bigcode": attention.gpt_bigcode,
     "gpt_neox": partial(attention.plain, keys=attention.GPT_NEOX),
     "gpt_oss": partial(attention.plain, keys=attention.GPT_OSS),
-    "gptj": partial(attention.plain, keys=attention.GPT2),
-    "granite": attention.plain,
-    "granite_swa": attention.plain,
-    "granitemoe": attention.plain,
-    "granitemoe_swa": attention.plain,
     "granitemoehybrid": recurrent.granite_hybrid,
-    "granitemoeshared": attention.plain,
-    "hyperclovax": attention.plain,
-    "jais2": attention.plain,
-    "kimi_k2": attention.deepseek_v3,
-    "laguna": attention.plain,
-    "llama": attention.plain,
-    "llama4": attention.llama4,
-    "llama4_text": attention.llama4,
-    "mellum": attention.plain,
+    **dict.fromkeys(("llama4", "llama4_text"), attention.llama4),
     "mimo_v2_flash": attention.mimo_v2,
     "minimax_m2": attention.minimax_m2,
-    "ministral3": attention.plain,
     "mistral": partial(attention.plain, keys=attention.MISTRAL),
-    "mixtral": attention.plain,
     "nemotron_h": recurrent.nemotron_h,
-    "olmo": attention.plain,
-    "olmo2": attention.plain,
     "olmo3": partial(attention.plain, keys=attention.OLMO3),
-    "olmoe": attention.plain,
     "opt": partial(attention.plain, keys=attention.OPT),
-    "phi": attention.plain,
-    "phi3": attention.plain,
-    "qwen2": attention.qwen2,
-    "qwen2_moe": attention.qwen2,
-    "qwen3": attention.qwen2,
-    "qwen3_5_moe_text": recurrent.qwen3_next,
-    "qwen3_5_text": recurrent.qwen3_next,
-    "qwen3_moe": attention.qwen2,
-    "qwen3_next": recurrent.qwen3_next,
-    "qwen3_vl_moe_text": attention.qwen2,
-    "qwen3_vl_text": attention.qwen2,
-    "seed_oss": attention.plain,
-    "smollm3": attention.plain,
-    "stablelm": attention.plain,
-    "starcoder2": attention.plain,
-    "vaultgemma": attention.plain,
+    **dict.fromkeys(
+        ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text"), attention.qwen2
+    ),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), recurrent.qwen3_next),
 }
 """``model_type`` of the text model -> its function. ``tests/data/vllm_specs.json`` has vLLM's answers."""
 
@@ -149,7 +110,9 @@ def from_hf_config(
     model = ModelConfig(read_config(config))
     unknown = _unknown(model)
     if unknown and not guess:
-        raise SpecInvalid(f"config: {unknown} is not known", remedy=f"{GUESS_REMEDY} Known are {', '.join(FAMILIES)}.")
+        raise SpecInvalid(
+            f"config: {unknown} is not known", remedy=f"{GUESS_REMEDY} Known are {', '.join(sorted(FAMILIES))}."
+        )
     describe = FAMILIES.get(model.model_type, attention.plain)
     model_dtype = dtype or model.dtype()
     chosen = {
