@@ -325,7 +325,7 @@ def test_no_agent_has_tcp_whatever_the_operator_allows(monkeypatch, transports):
             assert np.array_equal(*ends.caches)
         for backend in (ends.reader, ends.exporter):
             assert "tcp" not in {each.transport for each in backend._ours.interfaces}
-        assert listening() == before
+        assert listening() <= before  # some of an earlier test may end meanwhile
         assert os.environ.get("UCX_TLS") == transports
     finally:
         ends.reader.close()
@@ -335,15 +335,15 @@ def test_no_agent_has_tcp_whatever_the_operator_allows(monkeypatch, transports):
 @pytest.mark.nixl
 def test_the_reader_has_the_requested_progress_thread_also_after_a_reset(ends):
     def threads():
-        return len(list(Path("/proc/self/task").iterdir()))
+        return {each.name for each in Path("/proc/self/task").iterdir()}
 
     def added(**options):
-        before = threads()
+        before = threads()  # some of an earlier test may end meanwhile
         backend = NixlBackend("another", [ends.regions[0]], ends.table, **options)
         try:
             first = threads() - before
             backend.reset()
-            return [first, threads() - before]
+            return [len(first), len(threads() - before)]
         finally:
             backend.close()
 
