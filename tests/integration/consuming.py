@@ -3,7 +3,11 @@
 import asyncio
 from contextlib import asynccontextmanager
 
+import msgspec
+
 import kvflow
+from handshake.sockets import ZeroMqNetwork
+from kvflow import errors
 from kvflow.worker.environment import PRODUCTION
 
 from .producing import configured
@@ -31,6 +35,16 @@ class Consumer:
         """Pull what a router brought."""
         return await self.worker.pull(kvflow.Ticket.from_params(params), block_ids, **options)
 
+    async def pull_at_last(self, params, block_ids):
+        """Pull, and again after a deadline: the budgets of a test may be shorter than a machine stalls."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                try:
+                    return await self.pull(params, block_ids)
+                except (errors.DeadlineExceeded, errors.PeerLost):
+                    await self.worker.quiesced(kvflow.Ticket.from_params(params).request_id)
+                    await asyncio.sleep(0.01)  # nobody is dialed meanwhile, if that has failed too often
+
     def has(self, request, block_ids, num_tokens):
         """Assert that these blocks hold this request and that it ended where it should."""
         assert wrong(self.cache, request, block_ids, num_tokens) == []
@@ -45,10 +59,15 @@ class Consumer:
         assert {"pulls": snapshot.pulls, "quarantined": snapshot.quarantined} == AT_REST
 
 
-async def works(producer, consumer, request="good", blocks=((0, 1), (2, 3)), num_tokens=8, *, sources=None):
-    """Assert that a pull from one to the other succeeds, into these blocks; by default the first of both sides."""
+async def works(
+    producer, consumer, request="good", blocks=((0, 1), (2, 3)), num_tokens=8, *, sources=None, at_last=False
+):
+    """Assert that a pull from one to the other succeeds, into these blocks; by default the first of both sides.
+
+    ``at_last``: it may fail before, because the consumer has little time.
+    """
     params = await producer.offer(request, sources or blocks, num_tokens)
-    await consumer.pull(params, blocks)
+    await (consumer.pull_at_last if at_last else consumer.pull)(params, blocks)
     consumer.has(request, blocks, num_tokens)
     assert await producer.outcome(request) == "released"
 
@@ -60,3 +79,12 @@ async def consuming(shape=Shape(), *, engine_id="decode-0", hooks=(), environmen
     config = configured(engine_id, **settings)
     async with kvflow.open_worker(config, cache, hooks=hooks, environment=environment) as worker:
         yield Consumer(worker, cache)
+
+
+@asynccontextmanager
+async def dialing_once(**settings):
+    """Open a consumer of which each pull dials once: who is dead is found at once, who lives has the usual time."""
+    network = ZeroMqNetwork()
+    async with consuming(environment=msgspec.structs.replace(PRODUCTION, network=network), **settings) as consumer:
+        network.draw = lambda: 1e6  # of the pause before the next dial, which is too long for a pull
+        yield consumer

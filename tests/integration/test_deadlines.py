@@ -47,7 +47,7 @@ async def test_a_peer_that_is_not_met(near_world, stranger, phase, budget):
         assert (caught.value.phase, caught.value.quarantined) == (phase, False)
         assert caught.value.remedy
         consumer.at_rest()
-        await works(producer, consumer)
+        await works(producer, consumer, at_last=True)
 
 
 async def test_a_read_that_does_not_end(near_world, gate):
@@ -60,7 +60,7 @@ async def test_a_read_that_does_not_end(near_world, gate):
         gate.open()
         await consumer.worker.quiesced("r")
         consumer.at_rest()
-        await consumer.pull(params, BLOCKS)
+        await consumer.pull_at_last(params, BLOCKS)
         consumer.has("r", BLOCKS, 8)
 
 
@@ -72,4 +72,4 @@ async def test_an_admission_that_does_not_come(near_world):
             await consumer.pull(ticket.to_params(), BLOCKS)
         assert (caught.value.phase, caught.value.quarantined) == ("fence", False)
         consumer.at_rest()
-        await works(producer, consumer)
+        await works(producer, consumer, at_last=True)

@@ -10,7 +10,7 @@ from kvflow import errors
 from kvflow.events import TransferCompleted
 
 from .conftest import ELSEWHERE, OVER_TCP
-from .consuming import PATIENCE_S, consuming, until, works
+from .consuming import PATIENCE_S, consuming, dialing_once, until, works
 from .shapes import Shape
 
 pytestmark = ELSEWHERE
@@ -53,7 +53,7 @@ async def test_after_it_was_met(elsewhere, spawn):
     async with (
         doomed.producing(Shape()) as victim,
         elsewhere.producing(Shape()) as other,
-        consuming(connect_s=0.3) as consumer,
+        dialing_once() as consumer,
     ):
         await works(victim, consumer)
         params = await victim.offer("r", BLOCKS, 8)
@@ -125,7 +125,7 @@ async def verdict_on(consumer, params):
 @pytest.mark.parametrize("late", [False, True], ids=["successor at once", "successor when its breaker is open"])
 async def test_a_restarted_producer_knows_its_old_tickets_no_more(spawn, late):
     doomed, heir = spawn(), spawn()
-    async with doomed.producing(Shape()) as victim, consuming(connect_s=0.3) as consumer:
+    async with doomed.producing(Shape()) as victim, dialing_once() as consumer:
         await works(victim, consumer)
         old = await victim.offer("r", BLOCKS, 8)
         doomed.kill()
