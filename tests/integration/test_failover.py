@@ -7,6 +7,7 @@ import pytest
 from kvflow import errors
 from kvflow.events import BreakerClosed, BreakerOpened, PeerConnected, PeerDropped
 from kvflow.worker.connections import FAILURES_MAX
+from tests.ports import free_port
 
 from .consuming import dialing_once, works
 from .shapes import Shape
@@ -69,10 +70,11 @@ async def test_a_worker_that_left_is_not_dialed_for_its_old_tickets(world):
 async def test_a_successor_at_the_same_address_is_found_by_its_ticket(world):
     heard = Heard()
     async with world.consuming(hooks=[heard]) as consumer:
-        async with world.producing() as producer:
+        bind = f"tcp://127.0.0.1:{free_port()}"
+        async with world.producing(bind=bind) as producer:
             await works(producer, consumer)
             old = await producer.offer("old", BLOCKS, 8)
-        async with world.producing(bind=producer.endpoint) as successor:
+        async with world.producing(bind=bind) as successor:
             await works(successor, consumer)
             with pytest.raises(errors.StaleLease, match="is closed"):
                 await consumer.pull(old, BLOCKS)
@@ -85,8 +87,9 @@ async def test_a_successor_at_the_same_address_is_found_by_its_ticket(world):
 async def test_a_dead_producer_costs_three_attempts_and_its_successor_none(elsewhere, spawn):
     heard = Heard()
     doomed = spawn()
+    bind = f"tcp://127.0.0.1:{free_port()}"
     async with (
-        doomed.producing(Shape()) as victim,
+        doomed.producing(Shape(), bind=bind) as victim,
         elsewhere.producing(Shape(), engine_id="steady") as steady,
         dialing_once(hooks=[heard]) as consumer,
     ):
@@ -104,7 +107,7 @@ async def test_a_dead_producer_costs_three_attempts_and_its_successor_none(elsew
         assert all(0 <= failure.retry_after_s <= 15 for failure in failures if failure.code == "peer_unavailable")
         assert len(heard.of(BreakerOpened)) == 1
         await works(steady, consumer)
-        async with elsewhere.producing(Shape(), bind=victim.endpoint) as successor:
+        async with elsewhere.producing(Shape(), bind=bind) as successor:
             await works(successor, consumer)  # at once: its ticket shows that somebody lives there again
             assert len(heard.of(BreakerClosed)) == 1
             with pytest.raises(errors.StaleLease):

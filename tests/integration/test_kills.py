@@ -8,6 +8,7 @@ import pytest
 
 from kvflow import errors
 from kvflow.events import TransferCompleted
+from tests.ports import free_port
 
 from .conftest import ELSEWHERE, OVER_TCP
 from .consuming import PATIENCE_S, consuming, dialing_once, until, works
@@ -125,7 +126,8 @@ async def verdict_on(consumer, params):
 @pytest.mark.parametrize("late", [False, True], ids=["successor at once", "successor when its breaker is open"])
 async def test_a_restarted_producer_knows_its_old_tickets_no_more(spawn, late):
     doomed, heir = spawn(), spawn()
-    async with doomed.producing(Shape()) as victim, dialing_once() as consumer:
+    bind = f"tcp://127.0.0.1:{free_port()}"
+    async with doomed.producing(Shape(), bind=bind) as victim, dialing_once() as consumer:
         await works(victim, consumer)
         old = await victim.offer("r", BLOCKS, 8)
         doomed.kill()
@@ -133,7 +135,7 @@ async def test_a_restarted_producer_knows_its_old_tickets_no_more(spawn, late):
             with pytest.raises(errors.PeerLost) as caught:
                 await consumer.pull(old, BLOCKS)
             late = not isinstance(caught.value, errors.PeerUnavailable)
-        async with heir.producing(Shape(), bind=victim.endpoint) as successor:
+        async with heir.producing(Shape(), bind=bind) as successor:
             assert successor.endpoint == victim.endpoint
             assert isinstance(await verdict_on(consumer, old), errors.StaleLease)
             await works(successor, consumer)
