@@ -18,7 +18,7 @@ from kvflow.reads.reach import host_facts, reach, unreached
 from kvflow.rendezvous.issuer import draw_pair
 from tests.ports import free_port
 
-from .consuming import consuming, until, works
+from .consuming import consuming, dialing_once, until, works
 from .elsewhere import TESTS
 from .producing import producing
 from .shapes import Shape
@@ -296,7 +296,7 @@ async def test_a_tcp_plane_that_is_not_reached_is_not_needed_where_nixl_fits(els
     async with elsewhere.producing(Shape(), tcp_advertise=wrong) as producer:
         async with consuming(hooks=[heard.append]) as ours:
             assert await pulled(producer, ours, heard) == ("nixl", "cma")
-        async with consuming(transport="tcp", connect_s=0.3) as consumer:
+        async with dialing_once(transport="tcp") as consumer:
             params = await producer.offer("nobody there", BLOCKS, 8)
             with pytest.raises(errors.PeerLost) as caught:
                 await consumer.pull(params, BLOCKS)
