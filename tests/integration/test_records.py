@@ -5,11 +5,13 @@ import json
 import logging
 import threading
 
+import msgspec
 import pytest
 
 import kvflow
 from kvflow import errors
 from kvflow.events import OfferRefused, PeerConnected, PullFailed, TransferCompleted, TransferStarted
+from kvflow.leases.tickets import RankAddress
 from kvflow.observability.logs import configure_logging
 from kvflow.worker import open_pulls
 
@@ -206,13 +208,25 @@ async def test_a_read_that_hangs(near_world, heard, gate):
     assert record.timings_s["wire"] > 0.1
 
 
+async def brief(producer, request):
+    """Offer a request whose lease is short; other leases of the producer are not."""
+    address = msgspec.convert(await producer.address(), RankAddress)
+    mint = kvflow.TicketMint("prefill-0", [address], cluster_secret=SECRET, lease_s=0.2)
+    ticket, grant = mint.offer(request, block_ids=BLOCKS, num_tokens=8)
+    await producer.write(request, BLOCKS, 8)
+    await producer.admit(msgspec.to_builtins(grant))
+    return ticket.to_params()
+
+
 @pytest.mark.parametrize("how", ["expired", "revoked", "used", "released"])
 async def test_a_stale_lease_says_how_it_had_ended(world, heard, how, monkeypatch):
     monkeypatch.setattr(open_pulls, "EXPLAIN_S", PATIENCE_S)
-    lease_s = 1.0 if how == "expired" else 30.0
-    async with world.producing(lease_s=lease_s) as producer, world.consuming(hooks=[heard]) as consumer:
+    async with world.producing() as producer, world.consuming(hooks=[heard]) as consumer:
         await works(producer, consumer)
-        params = await producer.offer("r", BLOCKS, 8)
+        if how == "expired":
+            params = await brief(producer, "r")
+        else:
+            params = await producer.offer("r", BLOCKS, 8)
         match how:
             case "revoked":
                 await producer.revoke("r")
