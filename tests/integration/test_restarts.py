@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from kvflow import errors
+from tests.ports import free_port
 
 from .conftest import ELSEWHERE, OVER_TCP
 from .consuming import consuming
@@ -127,7 +128,7 @@ def descriptors():
 async def test_a_producer_is_killed_and_started_again(elsewhere, wire, capsys):
     """At its old address, with tickets of its old life still on their way."""
     kills, rng = KILLS or 1, random.Random(5)
-    restarts, ends, endpoint, old = [], {}, "tcp://127.0.0.1:0", None
+    restarts, ends, endpoint, old = [], {}, f"tcp://127.0.0.1:{free_port()}", None
     async with (
         ready(kills + 1, Child) as take,
         elsewhere.producing(SHAPE, engine_id="steady") as steady,
@@ -139,7 +140,6 @@ async def test_a_producer_is_killed_and_started_again(elsewhere, wire, capsys):
             try:
                 life = child.producing(SHAPE, bind=endpoint, **WIRES[wire])
                 victim = await life.__aenter__()
-                endpoint = victim.endpoint
                 first = await victim.offer(f"first {kill}", [[510], [511]], 16)
                 begun_s = time.monotonic()
                 await consumer.pull(first, [[510], [511]])
