@@ -215,7 +215,8 @@ GREEDY, MODEST = "a" * 64, "b" * 64
 async def members_hall(**limits):
     """A hall of members that are told apart by their keys."""
     allowed = AllowedKeys([GREEDY, MODEST])
-    hall = Hall(Limits(closing_s=0.01, **limits), security=SECURITY.with_own_key(bytes(31) + b"k", allowed))
+    limits = Limits(**{"closing_s": 0.01, "handshake_s": 4 * PATIENCE_S} | limits)
+    hall = Hall(limits, security=SECURITY.with_own_key(bytes(31) + b"k", allowed))
     hall.allowed = allowed
     try:
         yield hall
