@@ -69,7 +69,7 @@ async def test_a_hung_producer_that_was_never_met(spawn):
         assert caught.value.phase == "handshake"
         consumer.at_rest()
         sleepy.resume()
-        await works(producer, consumer)
+        await works(producer, consumer, at_last=True)
 
 
 async def test_leaving_with_a_hung_read(spawn):
