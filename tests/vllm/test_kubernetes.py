@@ -4,15 +4,17 @@ What Kubernetes does is done here: pods get addresses and names, variables are f
 """
 
 import json
+import time
 
 import pytest
 
 from tests.docs.manifests import ENGINES, container, ports, transfer_config, workload
 
 from .clients import BLOCK_BYTES, blocks_of
+from .engines import ANSWER_S
 from .hosts import TOKENS, FarServers
 from .prompts import prompt_of
-from .servers import PATIENCE, PROGRAMS
+from .servers import PATIENCE, PAUSE_S, PROGRAMS
 
 LENGTHS = (3, 150, 333, 400, 512, 700)
 MODEL = "Qwen/Qwen3-8B"
@@ -62,6 +64,13 @@ class Cluster(FarServers):
         """Return the sum of a metric over all servers of a kind."""
         return sum(server.metric(metric, **labels) for pod, server in self.servers.items() if pod.startswith(kind))
 
+    def wait_total(self, value, kind, metric):
+        """Wait until a metric has a value over all servers of a kind: vLLM tells of a step after the step."""
+        deadline = time.monotonic() + ANSWER_S
+        while (found := self.total(kind, metric)) != value:
+            assert time.monotonic() < deadline, f"{metric} is {found} and not {value}"
+            time.sleep(PAUSE_S)
+
 
 @pytest.fixture(scope="module")
 def cluster(pairs, tmp_path_factory):
@@ -81,6 +90,6 @@ def test_the_router_has_every_prompt_prefilled_and_its_cache_read(cluster):
     alone = [cluster.servers["decode-0"].tokens(each, model=cluster.model, cache_salt="alone") for each in prompts]
     assert all(len(tokens) == TOKENS for tokens in alone)
     assert [cluster.servers["router"].tokens(each, model=cluster.model) for each in prompts] == alone
-    assert cluster.total("decode", "vllm:kvflow_transfer_seconds_count") == len(prompts)
+    cluster.wait_total(len(prompts), "decode", "vllm:kvflow_transfer_seconds_count")
     assert cluster.total("decode", "vllm:kvflow_transfer_bytes_sum") == sum(map(blocks_of, LENGTHS)) * BLOCK_BYTES
     assert cluster.total("decode", "vllm:kvflow_failed_transfers_total") == 0
