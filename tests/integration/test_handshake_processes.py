@@ -1,19 +1,20 @@
 """Servers in processes of their own that are killed, or hang."""
 
+import msgspec
 import pytest
 
 from handshake.errors import Closed
-from handshake.limits import Limits
 from tests.integration.handshake_processes import server_process
-from tests.unit.handshake.helpers import EXAMPLES, SECRET, Recorder, connected, patiently
+from tests.ports import free_port
+from tests.unit.handshake.helpers import EXAMPLES, PATIENT, SECRET, Recorder, connected, patiently
 
-DEAF = Limits(ping_interval_s=300, silence_s_max=600)
+DEAF = msgspec.structs.replace(PATIENT, ping_interval_s=300, silence_s_max=600)
 
 
 async def test_a_killed_server_is_reported_and_its_successor_needs_a_new_client():
-    recorder = Recorder()
+    recorder, bind = Recorder(), f"tcp://127.0.0.1:{free_port()}"  # which stays free while nobody listens
     async with (
-        server_process("tcp://127.0.0.1:0", SECRET) as first,
+        server_process(bind, SECRET) as first,
         connected(first.endpoint, on_event=recorder, limits=DEAF) as client,
     ):
         assert client.identity.incarnation == first.incarnation
@@ -21,7 +22,7 @@ async def test_a_killed_server_is_reported_and_its_successor_needs_a_new_client(
         ending = await patiently(client.wait_closed())  # the monitor told: a ping comes much later
         assert (ending.code, ending.refused) == ("connection_lost", False)
         assert recorder.seen[-1] == (ending,)
-        async with server_process(first.endpoint, SECRET) as second:
+        async with server_process(bind, SECRET) as second:
             with pytest.raises(Closed):
                 client.send(EXAMPLES["release"])
             async with connected(second.endpoint) as successor:
@@ -30,7 +31,7 @@ async def test_a_killed_server_is_reported_and_its_successor_needs_a_new_client(
 
 async def test_a_server_that_hangs_is_given_up_after_silence():
     recorder = Recorder()
-    limits = Limits(ping_interval_s=0.1, silence_s_max=0.5, closing_s=0.05)
+    limits = msgspec.structs.replace(PATIENT, ping_interval_s=0.1, silence_s_max=0.5, closing_s=0.05)
     async with (
         server_process("tcp://127.0.0.1:0", SECRET) as server,
         connected(server.endpoint, on_event=recorder, limits=limits) as client,
