@@ -14,6 +14,7 @@ from kvflow.events import OfferRefused, PeerConnected, PullFailed, TransferCompl
 from kvflow.leases.tickets import RankAddress
 from kvflow.observability.logs import configure_logging
 from kvflow.worker import open_pulls
+from tests.ports import free_port
 
 from .conftest import OVER_TCP
 from .consuming import PATIENCE_S, consuming, until, works
@@ -86,7 +87,7 @@ def peer_of(params):
 
 
 async def test_a_peer_that_is_unreachable(near_world, heard):
-    async with near_world.producing() as producer:
+    async with near_world.producing(bind=f"tcp://127.0.0.1:{free_port()}") as producer:
         params = await producer.offer("r", BLOCKS, 8)
     async with near_world.consuming(hooks=[heard]) as consumer:
         _, record = await failed(heard, consumer, params)
@@ -259,8 +260,9 @@ async def test_a_stale_lease_of_a_producer_that_does_not_answer(near_world, hear
 
 
 async def test_a_ticket_of_a_producer_that_was_restarted(near_world, heard):
-    async with near_world.producing() as producer:
-        params, bind = await producer.offer("r", BLOCKS, 8), producer.endpoint
+    bind = f"tcp://127.0.0.1:{free_port()}"
+    async with near_world.producing(bind=bind) as producer:
+        params = await producer.offer("r", BLOCKS, 8)
     async with near_world.producing(bind=bind), near_world.consuming(hooks=[heard]) as consumer:
         error, record = await failed(heard, consumer, params)
         assert (record.code, record.phase, record.lease_ended_by) == ("stale_lease", "handshake", "gone")

@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import json
-import socket
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
@@ -11,6 +10,7 @@ import pytest
 
 from kvflow.tools.proxy import ProxyConfig
 from kvflow.tools.proxy.server import open_proxy
+from tests.ports import free_port
 
 from .upstream import DECODED, PREFILLED, TICKET, hang, hang_up, open_upstream, stream, text
 
@@ -20,9 +20,7 @@ ASKED = {"model": "tiny", "prompt": "a", "max_tokens": 5}
 
 def closed_url():
     """Return the URL of a port at which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 class Rig:
