@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 from packaging.requirements import Requirement
 
-from kvflow.tools.cli.entry import build_parser
+from kvflow.tools.cli import build_parser
 
 from .pages import ROOT, Block
 

@@ -25,7 +25,7 @@ from kvflow.events import Event, LeaseEnded, PeerDropped, PullFailed, TransferCo
 from kvflow.observability.logs import LEVELS
 from kvflow.observability.metrics import METRICS
 from kvflow.report import TransferReport
-from kvflow.tools.cli.entry import build_parser
+from kvflow.tools.cli import build_parser
 from kvflow.tools.doctor.codes import CODES
 from tests.vllm.replaying import facts
 

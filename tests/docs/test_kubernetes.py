@@ -12,7 +12,7 @@ import yaml
 
 from kvflow.config import SECRET_VARIABLE, WorkerConfig
 from kvflow.integrations.vllm.settings import HOST_VARIABLE, EngineFacts, read_settings
-from kvflow.tools.cli.entry import build_parser, main
+from kvflow.tools.cli import build_parser, main
 
 from .manifests import (
     ENGINES,

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from kvflow.tools.cli.entry import build_parser
+from kvflow.tools.cli import build_parser
 from tests.vllm.replaying import facts
 
 from .pages import ROOT, blocks

@@ -18,7 +18,7 @@ from kvflow.integrations.vllm import NAME
 from kvflow.integrations.vllm.params import UNTAGGED_MAX, Untagged
 from kvflow.integrations.vllm.settings import HOST_VARIABLES, EngineFacts, read_settings
 from kvflow.integrations.vllm.versions import NEWEST
-from kvflow.tools.cli.entry import build_parser
+from kvflow.tools.cli import build_parser
 from kvflow.tools.proxy.completions import OFFER
 from tests.vllm.howto import fences, log_line
 

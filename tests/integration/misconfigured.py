@@ -28,7 +28,7 @@ from .saying import Said, Sayings
 from .shapes import Shape
 
 ROOT = TESTS.parent
-MAIN = "import sys; from kvflow.tools.cli.entry import main; sys.exit(main())"
+MAIN = "import sys; from kvflow.tools.cli import main; sys.exit(main())"
 BLOCKS = [[0, 1], [2, 3]]
 NUM_TOKENS = 8
 TINY = Shape(num_blocks=8, layers=2)

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, redirect_stdout
 import uvloop
 
 import kvflow
-from kvflow.tools.cli.entry import main as main_of_commands
+from kvflow.tools.cli import main as main_of_commands
 
 from .saying import Sayings
 from .shapes import Shape

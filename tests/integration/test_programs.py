@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvflow.integrations.vllm.admission import Contact, EarlyAdmission
-from kvflow.tools.cli.entry import PIPE_CLOSED
+from kvflow.tools.cli import PIPE_CLOSED
 from tests.unit.kvflow.integrations.vllm_like import new_ticket
 
-PROGRAM = (sys.executable, "-c", "import sys; from kvflow.tools.cli.entry import main; sys.exit(main())")
+PROGRAM = (sys.executable, "-c", "import sys; from kvflow.tools.cli import main; sys.exit(main())")
 STEP = 5
 TICKET = new_ticket()
 

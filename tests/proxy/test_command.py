@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvflow.tools.cli.entry import build_parser
+from kvflow.tools.cli import build_parser
 from kvflow.tools.proxy import ProxyConfig
 
 from .upstream import DECODED, PREFILLED, open_upstream

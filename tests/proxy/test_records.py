@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvflow.tools.cli.entry import main
+from kvflow.tools.cli import main
 from kvflow.tools.proxy.completions import ERROR_CHARACTERS_MAX, REMEDIES, Outcome, shown_error
 from kvflow.tools.trace.joining import read_trace
 from kvflow.tools.trace.text import waterfall_lines

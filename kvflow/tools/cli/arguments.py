@@ -4,22 +4,19 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Self, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec import Struct
 
 import kvflow
 from kvflow.addresses import PORT_MAX, host_and_port
 from kvflow.config import KEY_VARIABLE, WorkerConfig
-from kvflow.errors import KvflowError
 
-if TYPE_CHECKING:
-    # argparse gives this class no public name.
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
-
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001
+"""argparse gives this class no public name, and at run time no parameter."""
 
 CHECKOUT = Path(kvflow.__file__).parents[1]
 """The root of kvflow's repository, if this runs from a checkout."""
@@ -30,13 +27,28 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Add a command whose ``--help`` shows its description, and examples of one line each."""
     lines = [f"  {line}" for line in examples.strip().splitlines()]
-    return commands.add_parser(
+    parser = commands.add_parser(
         name,
         help=summary,
         description=description,
         epilog="\n".join([f"example{'s' if len(lines) > 1 else ''}:", *lines]),
         formatter_class=_Formatter,
     )
+    parser.set_defaults(prog=parser.prog)
+    return parser
+
+
+def with_default(parser: argparse.ArgumentParser, flag: str, default: object, meaning: str, **how: Any) -> None:
+    """Add an option whose help ends with its default."""
+    parser.add_argument(flag, default=default, help=f"{meaning} (default: %(default)s)", **how)
+
+
+class CommandFailed(Exception):
+    """Why a command cannot do what it was told, as one line for standard error; 2 stands for a wrong command line."""
+
+    def __init__(self, message: str, *, status: int = 2) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -113,22 +125,26 @@ def missing_checkout(module: str, command: str) -> str:
     return f"{command} needs a checkout of kvflow's repository: kvflow was imported from {CHECKOUT}"
 
 
+def require_extra(**extras: str) -> None:
+    """Refuse a command if a module is missing. ``extras``: of kvflow, by the modules that they install."""
+    for module, extra in extras.items():
+        if find_spec(module) is None:
+            package = module.replace("_", "-")
+            raise CommandFailed(f"{package} is not installed. Install it with pip install 'kvflow[{extra}]'")
+
+
+def read_file(path: Path, bytes_max: int) -> bytes:
+    """Return the bytes of a file, and at most one byte more than is allowed."""
+    try:
+        with path.open("rb") as file:
+            return file.read(bytes_max + 1)
+    except OSError as error:
+        raise CommandFailed(f"{path} cannot be read: {error.strerror}") from error
+
+
 def control_endpoint(text: str) -> str:
     """Return an address with ``tcp://``; the handshake checks the rest."""
     return text if "://" in text else f"tcp://{text}"
-
-
-class FailureFigures(Struct, frozen=True, kw_only=True):
-    """What failed, as ``--json`` prints it."""
-
-    code: str
-    message: str
-    remedy: str
-
-
-def failure_of(error: KvflowError) -> FailureFigures:
-    """Return an error as it is printed."""
-    return FailureFigures(code=str(error.code), message=error.message, remedy=error.remedy)
 
 
 def print_json(value: object) -> None:
@@ -136,16 +152,11 @@ def print_json(value: object) -> None:
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
-def print_failure(command: str, error: KvflowError, *, as_json: bool, status: int = 1) -> int:
-    """Print why a command failed, with ``as_json`` on standard output too, and return its exit status."""
-    if as_json:
-        print_json({"error": failure_of(error)})
-    print(f"{command}: {error}", file=sys.stderr)
-    return status
-
-
 class ProgressLine:
-    """One line on standard error that replaces itself: on a terminal, and for people who read no JSON."""
+    """One line on standard error that replaces itself: on a terminal, and for people who read no JSON.
+
+    As a context manager it clears the line at the end.
+    """
 
     def __init__(self, *, as_json: bool = False) -> None:
         self.is_shown = not as_json and sys.stderr.isatty()
@@ -154,6 +165,12 @@ class ProgressLine:
         """Show a text; an empty one clears the line."""
         if self.is_shown:
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self("")
 
 
 def print_facts(facts: Iterable[tuple[str, object]]) -> None:

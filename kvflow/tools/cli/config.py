@@ -2,11 +2,10 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -14,11 +13,8 @@ from msgspec import Struct
 from kvflow.config import SECRETS, SETTINGS, VARIABLES, WorkerConfig
 from kvflow.errors import ConfigInvalid, KvflowError
 from kvflow.integrations.vllm import settings as vllm
-from kvflow.tools.cli.arguments import add_command, print_facts, print_json
+from kvflow.tools.cli.arguments import CommandFailed, Subparsers, add_command, print_facts, print_json, read_file
 from kvflow.tools.doctor.addresses import own_address
-
-if TYPE_CHECKING:
-    from kvflow.tools.cli.arguments import Subparsers
 
 FILE_BYTES_MAX = 16 << 20
 """65,536 allowed keys take 4.5 MB."""
@@ -81,7 +77,7 @@ class Given(Struct, frozen=True):
     kv_role: str = "kv_both"
 
 
-def add_parser(commands: "Subparsers") -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add ``config`` to the command line."""
     parser = add_command(
         commands,
@@ -104,20 +100,13 @@ def run(options: argparse.Namespace) -> int:
     """Show the settings; 1 if something is wrong with them, 2 if the file cannot be read."""
     try:
         given = _given(options)
-    except OSError as error:
-        print(f"kvflow config: {error.filename} cannot be read: {error.strerror}", file=sys.stderr)
-        return 2
     except ConfigInvalid as error:
-        print(f"kvflow config: {error}", file=sys.stderr)
-        return 2
+        raise CommandFailed(str(error)) from error
     findings, config = examine(given)
     figures = ConfigFigures(
         settings=tuple(_settings(given, config)), cluster=_cluster(config), findings=tuple(findings)
     )
-    if options.json:
-        print_json(figures)
-    else:
-        _print(figures)
+    (print_json if options.json else _print)(figures)
     return int(bool(findings))
 
 
@@ -136,24 +125,19 @@ def examine(given: Given) -> tuple[list[SettingProblem], WorkerConfig | None]:
 
 def _given(options: argparse.Namespace) -> Given:
     if options.file is not None:
-        values = _object(_contents(options.file), str(options.file))
+        values = _object(read_file(options.file, FILE_BYTES_MAX), str(options.file))
         return Given(values, str(options.file))
     if options.vllm is None:
         return Given({})
     is_text = options.vllm.lstrip().startswith("{")
     source = "--vllm" if is_text else options.vllm
-    found = _object(options.vllm.encode() if is_text else _contents(Path(options.vllm)), source)
+    found = _object(options.vllm.encode() if is_text else read_file(Path(options.vllm), FILE_BYTES_MAX), source)
     extra = found.get("kv_connector_extra_config")
     if extra is None and "kv_connector" not in found:
         return Given(found, source, is_vllm=True)
     if not isinstance(extra or {}, dict):
         raise ConfigInvalid(f"{source}: kv_connector_extra_config must be an object, not {type(extra).__name__}")
     return Given(extra or {}, source, is_vllm=True, kv_role=str(found.get("kv_role", "kv_both")))
-
-
-def _contents(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(FILE_BYTES_MAX + 1)
 
 
 def _object(text: bytes, source: str) -> dict[str, Any]:

@@ -6,44 +6,39 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
-from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 from kvflow.addresses import host_and_port
 from kvflow.config import WILDCARD_HOSTS, Tuning, WorkerConfig
-from kvflow.errors import ConfigInvalid, KvflowError
+from kvflow.errors import ConfigInvalid
 from kvflow.reprs import counted
 from kvflow.tools.cli import config as settings
 from kvflow.tools.cli.arguments import (
+    CommandFailed,
+    Subparsers,
     above_0,
     add_command,
     address,
     at_least,
     bound_address,
     member_config,
-    print_failure,
     print_json,
+    require_extra,
     server,
+    with_default,
 )
 from kvflow.tools.doctor.addresses import own_address
 from kvflow.tools.doctor.codes import Finding, exit_status, ok, summarized
 from kvflow.tools.trace.text import printable
-
-if TYPE_CHECKING:
-    from kvflow.tools.cli.arguments import Subparsers
 
 MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "failed": "FAILED"}
 
 LINE_MAX = 2000
 """Characters of evidence that a terminal gets; --json has all of them."""
 
-LIVE_NEEDS = (("aiohttp", "aiohttp", "proxy"), ("prometheus_client", "prometheus-client", "metrics"))
-"""Modules that --live needs, with their packages and kvflow's extras."""
-
 TRANSPORTS = ("auto", "nixl", "tcp")
 
 
-def add_parser(commands: "Subparsers") -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add ``doctor`` to the command line."""
     parser = add_command(
         commands,
@@ -80,19 +75,13 @@ def add_parser(commands: "Subparsers") -> None:
         "--tcp-bind", type=bound_address, metavar="HOST:PORT", help="with --listen, where the TCP plane listens"
     )
     parser.add_argument("--key", metavar="KEY", help="public key of the worker, if it has one of its own")
-    parser.add_argument(
-        "--transport",
-        choices=TRANSPORTS,
-        default=TRANSPORTS[0],
-        help="data planes that ENDPOINT and --listen may use (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--device", default="cpu", help="where probe blocks lie: cpu, cuda or cuda:1 (default: %(default)s)"
-    )
+    planes = "data planes that ENDPOINT and --listen may use"
+    with_default(parser, "--transport", TRANSPORTS[0], planes, choices=TRANSPORTS)
+    with_default(parser, "--device", "cpu", "where probe blocks lie: cpu, cuda or cuda:1")
     _add_live(parser)
     parser.add_argument("--strict", action="store_true", help="exit with 1 for warnings, too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, misuse=ConfigInvalid)
 
 
 def _add_live(parser: argparse.ArgumentParser) -> None:
@@ -103,30 +92,16 @@ def _add_live(parser: argparse.ArgumentParser) -> None:
         metavar=("PREFILL", "DECODE", "ROUTER"),
         help="base URLs, http://HOST:PORT, of two running servers of vLLM and of the router before them",
     )
-    parser.add_argument(
-        "--prompt-tokens",
-        type=at_least(1),
-        default=512,
-        metavar="N",
-        help="with --live, length of a prompt, roughly; several blocks of the cache (default: %(default)s)",
-    )
+    length = "with --live, length of a prompt, roughly; several blocks of the cache"
+    with_default(parser, "--prompt-tokens", 512, length, type=at_least(1), metavar="N")
     parser.add_argument(
         "--api-key", metavar="KEY", help="with --live, key that the servers expect (default: the variable VLLM_API_KEY)"
     )
-    parser.add_argument(
-        "--timeout-s",
-        type=above_0(float),
-        default=120.0,
-        metavar="SECONDS",
-        help="with --live, timeout of one request (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--settle-s",
-        type=above_0(float),
-        default=5.0,
-        metavar="SECONDS",
-        help="with --live, how long counters may take to show a request (default: %(default)s)",
-    )
+    for flag, default, meaning in (
+        ("--timeout-s", 120.0, "timeout of one request"),
+        ("--settle-s", 5.0, "how long counters may take to show a request"),
+    ):
+        with_default(parser, flag, default, f"with --live, {meaning}", type=above_0(float), metavar="SECONDS")
 
 
 def _listening(text: str) -> str:
@@ -140,23 +115,12 @@ def _endpoint(text: str) -> str:
 def run(options: argparse.Namespace) -> int:
     """Examine what the command line names; 1 if something failed, 2 if the command line is wrong."""
     if sum(given is not None for given in (options.endpoint, options.listen, options.live)) > 1:
-        print("kvflow doctor: give one of ENDPOINT, --listen and --live", file=sys.stderr)
-        return 2
+        raise CommandFailed("give one of ENDPOINT, --listen and --live")
     if options.live is not None:
-        for module, package, extra in LIVE_NEEDS:
-            if find_spec(module) is None:
-                remedy = f"Install it with pip install 'kvflow[{extra}]'"
-                print(f"kvflow doctor: {package} is not installed. {remedy}", file=sys.stderr)
-                return 2
-    try:
-        if options.listen is not None:
-            return asyncio.run(_listen(options))
-        return asyncio.run(_show(_examined(options), as_json=options.json, strict=options.strict))
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except KvflowError as error:
-        status = 2 if isinstance(error, ConfigInvalid) else 1
-        return print_failure("kvflow doctor", error, as_json=options.json, status=status)
+        require_extra(aiohttp="proxy", prometheus_client="metrics")
+    if options.listen is not None:
+        return asyncio.run(_listen(options))
+    return asyncio.run(_show(_examined(options), as_json=options.json, strict=options.strict))
 
 
 def _examined(options: argparse.Namespace) -> AsyncIterator[Finding]:

@@ -2,9 +2,7 @@
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
@@ -22,20 +20,18 @@ from kvflow.planning.assignment import assign_sources
 from kvflow.planning.plan import GroupPlan, TransferPlan, explain_stop, plan_transfer
 from kvflow.reprs import counted
 from kvflow.tools.cli.arguments import (
+    CommandFailed,
     ProgressLine,
+    Subparsers,
     add_command,
     at_least,
     control_endpoint,
     member_config,
     print_facts,
-    print_failure,
     print_json,
+    with_default,
 )
 from kvflow.tools.cli.layout import specs_of
-
-if TYPE_CHECKING:
-    from kvflow.tools.cli.arguments import Subparsers
-
 
 NUM_BLOCKS = 1024
 RANKS_MAX = 256
@@ -191,7 +187,7 @@ class ExplainFigures(Struct, frozen=True, kw_only=True):
     changes: tuple[ChangeFigures, ...]
 
 
-def add_parser(commands: "Subparsers") -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add ``explain`` to the command line."""
     parser = add_command(
         commands,
@@ -216,44 +212,23 @@ def add_parser(commands: "Subparsers") -> None:
     parser.add_argument(
         "--key", dest="keys", action="append", metavar="KEY", help="public keys of these workers, in the same order"
     )
-    parser.add_argument(
-        "--tokens", type=at_least(1), default=TOKENS, metavar="N", help="tokens of the request (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--link-gbit-s",
-        type=_positive,
-        default=LINK_GBIT_S,
-        metavar="G",
-        help="rate of the link, in Gbit/s (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--descriptor-us",
-        type=_positive,
-        default=DESCRIPTOR_US,
-        metavar="US",
-        help="cost of a descriptor, in microseconds (default: %(default)s)",
-    )
+    with_default(parser, "--tokens", TOKENS, "tokens of the request", type=at_least(1), metavar="N")
+    with_default(parser, "--link-gbit-s", LINK_GBIT_S, "rate of the link, in Gbit/s", type=_positive, metavar="G")
+    cost = "cost of a descriptor, in microseconds"
+    with_default(parser, "--descriptor-us", DESCRIPTOR_US, cost, type=_positive, metavar="US")
     parser.add_argument(
         "--guess", action="store_true", help="describe an unknown model type as plain attention, and say so"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, misuse=SpecInvalid)
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan the read and explain it; 1 if the caches do not fit or a worker does not answer, 2 for a wrong command."""
     if (options.model is None) == (options.endpoints is None) or len(options.endpoints or "ab") != 2:
-        print("kvflow explain: give a model, or --from twice", file=sys.stderr)
-        return 2
-    progress = ProgressLine(as_json=options.json)
-    try:
+        raise CommandFailed("give a model, or --from twice")
+    with ProgressLine(as_json=options.json) as progress:
         figures = _of_workers(options) if options.model is None else _of_model(options, progress)
-    except KvflowError as error:
-        status = 2 if isinstance(error, SpecInvalid) else 1
-        progress("")
-        return print_failure("kvflow explain", error, as_json=options.json, status=status)
-    finally:
-        progress("")
     if options.json:
         print_json(figures)
     else:

@@ -3,26 +3,26 @@
 import argparse
 import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvflow.errors import ConfigInvalid, KvflowError
+from kvflow.errors import ConfigInvalid
 from kvflow.reprs import quoted
 from kvflow.tools.cli.arguments import (
+    Subparsers,
     add_command,
     control_endpoint,
     member_config,
     print_facts,
-    print_failure,
     print_json,
 )
 
 if TYPE_CHECKING:
     from kvflow.rendezvous.publication import Advertisement
     from kvflow.rendezvous.visitor import Visit
-    from kvflow.tools.cli.arguments import Subparsers
     from kvflow.worker.snapshot import Inspection, Snapshot
 
 
@@ -76,7 +76,7 @@ class InspectFigures(Struct, frozen=True, kw_only=True):
     inspection: "Inspection"
 
 
-def add_parser(commands: "Subparsers") -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add ``inspect`` to the command line."""
     parser = add_command(
         commands,
@@ -96,18 +96,13 @@ def add_parser(commands: "Subparsers") -> None:
     parser.add_argument("--key", metavar="KEY", help="public key of the worker, if it has one of its own")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--watch", action="store_true", help="ask again each second, until Ctrl-C")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, misuse=ConfigInvalid)
 
 
 def run(options: argparse.Namespace) -> int:
     """Ask the worker and show the answer; 1 if it does not answer."""
-    try:
+    with suppress(KeyboardInterrupt):
         asyncio.run(_inspect(options))
-    except KeyboardInterrupt:
-        return 0
-    except KvflowError as error:
-        status = 2 if isinstance(error, ConfigInvalid) else 1
-        return print_failure("kvflow inspect", error, as_json=options.json, status=status)
     return 0
 
 

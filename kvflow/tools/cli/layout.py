@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
@@ -22,11 +21,7 @@ from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
 from kvflow.planning.assignment import assign_sources
 from kvflow.planning.plan import plan_transfer
-from kvflow.tools.cli.arguments import add_command, at_least, print_failure, print_json
-
-if TYPE_CHECKING:
-    from kvflow.tools.cli.arguments import Subparsers
-
+from kvflow.tools.cli.arguments import CommandFailed, Subparsers, add_command, at_least, print_json, with_default
 
 NUM_BLOCKS = 1024
 
@@ -118,7 +113,7 @@ class Report(Struct, frozen=True):
     layers: dict[str, LayerFigures]
 
 
-def add_parser(commands: "Subparsers") -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add ``layout`` to the command line."""
     parser = add_command(
         commands,
@@ -129,67 +124,40 @@ def add_parser(commands: "Subparsers") -> None:
         examples="kvflow layout gemma-3-4b --layout BLHNC\nkvflow layout ./my-model --tp 4 --rank 1",
     )
     parser.add_argument("model", metavar="MODEL", help="a bundled model, or the path to a config.json or its folder")
-    parser.add_argument(
-        "--tp",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="tensor-parallel ranks of the engine (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--rank", type=at_least(0), default=0, metavar="R", help="rank to show, counted from 0 (default: %(default)s)"
-    )
+    with_default(parser, "--tp", 1, "tensor-parallel ranks of the engine", type=at_least(1), metavar="N")
+    with_default(parser, "--rank", 0, "rank to show, counted from 0", type=at_least(0), metavar="R")
     parser.add_argument(
         "--peer-tp",
         type=at_least(1),
         metavar="N",
         help="tensor-parallel ranks of the engine that reads this one: for the number of descriptors (default: --tp)",
     )
-    parser.add_argument(
-        "--dcp",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="neighboring ranks that divide the tokens: decode context parallelism (default: %(default)s)",
+    divided = "neighboring ranks that divide the tokens: decode context parallelism"
+    with_default(parser, "--dcp", 1, divided, type=at_least(1), metavar="N")
+    kept = "consecutive tokens that one of these ranks keeps"
+    with_default(parser, "--dcp-interleave", 1, kept, type=at_least(1), metavar="N")
+    with_default(parser, "--layout", "auto", "order of the axes", choices=("auto", *LAYOUTS))
+    where = (
+        "where V lies: beside K in each token (content), in a second half of the tensor (split), or in a second "
+        "half of each block (block_split)"
     )
-    parser.add_argument(
-        "--dcp-interleave",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="consecutive tokens that one of these ranks keeps (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--layout", choices=("auto", *LAYOUTS), default="auto", help="order of the axes (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--kv",
-        choices=KV_FORMS,
-        default="content",
-        help="where V lies: beside K in each token (content), in a second half of the tensor (split), or in a second "
-        "half of each block (block_split) (default: %(default)s)",
-    )
+    with_default(parser, "--kv", "content", where, choices=KV_FORMS)
     parser.add_argument("--block-size", type=at_least(1), metavar="N", help="tokens in one block; 16 for most models")
-    parser.add_argument(
-        "--blocks", type=_block_count, default=NUM_BLOCKS, metavar="N", help="blocks in the pool (default: %(default)s)"
-    )
+    with_default(parser, "--blocks", NUM_BLOCKS, "blocks in the pool", type=_block_count, metavar="N")
     parser.add_argument("--cross-layers", action="store_true", help="let --layout auto choose a packed layout")
     parser.add_argument(
         "--guess", action="store_true", help="describe an unknown model type as plain attention, and say so"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, misuse=KvflowError)
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan the cache and show it; 2 if the model or the options cannot be used."""
     try:
         report = _describe(options)
-    except KvflowError as error:
-        return print_failure("kvflow layout", error, as_json=options.json, status=2)
     except msgspec.ValidationError as error:
-        print(f"kvflow layout: {error}", file=sys.stderr)
-        return 2
+        raise CommandFailed(str(error)) from error
     if options.json:
         print_json(report)
     else:

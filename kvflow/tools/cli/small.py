@@ -1,4 +1,4 @@
-"""``kvflow trace``, ``bench``, ``demo`` and ``proxy``: their flags, and how they begin and end."""
+"""``kvflow trace``, ``keys``, ``bench``, ``demo`` and ``proxy``: their flags, and how they begin and end."""
 
 import argparse
 import asyncio
@@ -9,27 +9,28 @@ import signal
 import socket
 import sys
 from contextlib import AsyncExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic, sleep
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvflow.addresses import host_and_port
-from kvflow.errors import KvflowError
+from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE
 from kvflow.observability.logs import configure_logging
 from kvflow.reprs import counted
 from kvflow.tools.cli.arguments import (
+    CommandFailed,
     ProgressLine,
+    Subparsers,
     above_0,
     add_command,
     address,
     at_least,
     bound_address,
     missing_checkout,
-    print_failure,
+    require_extra,
     server,
+    with_default,
 )
 from kvflow.tools.proxy import ProxyConfig
 from kvflow.tools.trace import page, perfetto
@@ -37,11 +38,8 @@ from kvflow.tools.trace.joining import read_trace
 from kvflow.tools.trace.records import Reading, RequestTrace, Trace
 from kvflow.tools.trace.text import list_lines, reading_lines, waterfall_lines
 
-if TYPE_CHECKING:
-    from kvflow.tools.cli.arguments import Subparsers
 
-
-def add_trace(commands: "Subparsers") -> None:
+def add_trace(commands: Subparsers) -> None:
     """Add ``trace`` to the command line."""
     parser = add_command(
         commands,
@@ -69,29 +67,25 @@ def run_trace(options: argparse.Namespace) -> int:
         line(f"{reading.lines:,} lines of {reading.files + 1} of {counted(len(options.files), 'file')}")
 
     try:
-        trace = read_trace(options.files, show_progress)
-        line("joining records")
-        if options.request is not None:
-            trace.requests = [request for request in trace.requests if options.request in _names_of(request)]
-        if options.html:
-            options.html.write_text(page.render(trace), encoding="utf-8")
-        if options.perfetto:
-            options.perfetto.write_bytes(perfetto.encode(trace))
+        with line:
+            trace = read_trace(options.files, show_progress)
+            line("joining records")
+            if options.request is not None:
+                trace.requests = [request for request in trace.requests if options.request in _names_of(request)]
+            if options.html:
+                options.html.write_text(page.render(trace), encoding="utf-8")
+            if options.perfetto:
+                options.perfetto.write_bytes(perfetto.encode(trace))
     except OSError as error:
-        line("")
-        print(f"kvflow trace: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    finally:
-        line("")
+        raise CommandFailed(f"{error.filename}: {error.strerror}") from error
     if options.json:
         print(msgspec.json.encode(trace).decode())
     else:
         for text in _trace_lines(options, trace):
             print(text)
     if not trace.requests:
-        what = "has no request" if options.request is None else f"has no request {options.request!r}"
-        print(f"kvflow trace: the log {what}", file=sys.stderr)
-        return 1
+        which = "" if options.request is None else f" {options.request!r}"
+        raise CommandFailed(f"the log has no request{which}", status=1)
     return 0
 
 
@@ -104,6 +98,74 @@ def _trace_lines(options: argparse.Namespace, trace: Trace) -> list[str]:
         return [line for request in trace.requests for line in waterfall_lines(request)]
     lines = list(reading_lines(trace) if options.html or options.perfetto else list_lines(trace))
     return lines + [f"written: {path}" for path in (options.html, options.perfetto) if path]
+
+
+PRIVATE_KEY_BYTES = 32
+
+
+def add_keys(commands: Subparsers) -> None:
+    """Add ``keys`` to the command line."""
+    parser = add_command(
+        commands,
+        "keys",
+        summary="draw a cluster secret, or a key pair for one worker",
+        description="Draw the secret that all workers of a cluster share, or a key pair for one worker beside it.",
+        examples="kvflow keys secret >> kvflow.env",
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    add_command(
+        kinds,
+        "secret",
+        summary="draw a cluster secret and print it",
+        description="Print KVFLOW_CLUSTER_SECRET= and a new secret of 256 bits, for every worker of the cluster.",
+        examples="(umask 077; kvflow keys secret >> kvflow.env)",
+    )
+    add_command(
+        kinds,
+        "pair",
+        summary="draw a key pair for one worker and print it",
+        description="Print KVFLOW_PRIVATE_KEY= and a new private key for one worker. A comment above it holds the "
+        "public key, which the other workers list in allowed_keys.",
+        examples="(umask 077; kvflow keys pair >> prefill-0.env)",
+    )
+    add_command(
+        kinds,
+        "public",
+        summary="read a private key from standard input and print its public key",
+        description="Read a private key, or the output of kvflow keys pair, from standard input, and print its public "
+        "key. A private key is no argument, because every user of the machine sees arguments.",
+        examples="kvflow keys public < prefill-0.env",
+    )
+    parser.set_defaults(run=run_keys)
+
+
+def run_keys(options: argparse.Namespace) -> int:
+    """Print a new cluster secret or key pair as lines of an environment file, or the public key of a private one."""
+    from kvflow.rendezvous.issuer import draw_pair, draw_secret, public_key  # noqa: PLC0415 - --help needs no ZeroMQ
+
+    match options.kind:
+        case "secret":
+            print(f"{SECRET_VARIABLE}={draw_secret()}")
+        case "pair":
+            private, public = draw_pair()
+            print(f"# public key, for allowed_keys of the others: {public}")
+            print(f"{KEY_VARIABLE}={private}")
+        case "public":
+            print(public_key(_private_key()))
+    return 0
+
+
+def _private_key() -> bytes:
+    """Read a private key from standard input: never an argument, because every user of the machine sees those."""
+    lines = [line.strip() for line in sys.stdin if line.strip() and not line.startswith("#")]
+    try:
+        (text,) = lines
+        private = bytes.fromhex(text.removeprefix(f"{KEY_VARIABLE}="))
+    except ValueError:
+        private = b""
+    if len(private) != PRIVATE_KEY_BYTES:
+        raise CommandFailed("standard input holds no private key. Give one line of 64 hexadecimal digits.")
+    return private
 
 
 BENCHMARKS = {
@@ -128,7 +190,7 @@ CONNECT_S = 10.0
 SOURCE_START_S = 15.0
 
 
-def add_bench(commands: "Subparsers") -> None:
+def add_bench(commands: Subparsers) -> None:
     """Add ``bench`` to the command line."""
     parser = add_command(
         commands,
@@ -142,10 +204,8 @@ def add_bench(commands: "Subparsers") -> None:
         kind = add_command(
             kinds, name, summary=summary, description=f"Measure the {summary}.", examples=f"kvflow bench {name}"
         )
-        kind.add_argument(
-            "--rounds", type=at_least(1), default=rounds, help="most paired rounds (default: %(default)s)"
-        )
-        kind.add_argument("--seed", type=int, default=0, help="seed of the block ids (default: %(default)s)")
+        with_default(kind, "--rounds", rounds, "most paired rounds", type=at_least(1))
+        with_default(kind, "--seed", 0, "seed of the block ids", type=int)
         kind.add_argument("--json", action="store_true", help="print JSON instead of tables")
         if name in AT_SOURCES:
             kind.add_argument(
@@ -155,9 +215,7 @@ def add_bench(commands: "Subparsers") -> None:
                 help="address of a running source (python -m kvflow.tools.bench.source --listen HOST:PORT)",
             )
         if name in ON_DEVICES:
-            kind.add_argument(
-                "--device", default="cpu", help="where our cache lies: cpu, cuda or cuda:1 (default: %(default)s)"
-            )
+            with_default(kind, "--device", "cpu", "where our cache lies: cpu, cuda or cuda:1")
             kind.add_argument("--source-device", help="where the source's cache lies (default: that of --device)")
     parser.set_defaults(run=run_bench)
 
@@ -175,7 +233,6 @@ def run_bench(options: argparse.Namespace) -> int:
         print(f"no source at {source}: {reason}; {remedy}", file=sys.stderr)
         return 1
     # Loaded here, so that other commands and --help wait for neither torch nor NIXL.
-    import msgspec  # noqa: PLC0415
     import uvloop  # noqa: PLC0415
 
     from kvflow.memory.device import require_device  # noqa: PLC0415
@@ -185,18 +242,12 @@ def run_bench(options: argparse.Namespace) -> int:
     about = header()
     benchmark = importlib.import_module(module)
     extra = {"source_address": source} if options.benchmark in AT_SOURCES else {}
-    progress = ProgressLine(as_json=options.json)
-    try:
+    with ProgressLine(as_json=options.json) as progress:
         if options.benchmark in ON_DEVICES:
             extra["devices"] = devices = Devices(here=options.device, there=options.source_device or options.device)
             for device in {devices.here, *([] if source else [devices.there])}:
                 require_device(device)
         tables = uvloop.run(benchmark.run(options.rounds, options.seed, progress, **extra))
-    except KvflowError as error:
-        progress("")
-        return print_failure(f"kvflow bench {options.benchmark}", error, as_json=options.json)
-    finally:
-        progress("")
     result = Result(name=options.benchmark, header=about, tables=tables)
     print(msgspec.json.encode(result).decode() if options.json else result)
     return 0
@@ -224,7 +275,7 @@ ENGINES = {"prefill": "KVFLOW_DEMO_PREFILL", "decode": "KVFLOW_DEMO_DECODE"}
 """Engines that may run elsewhere -> the variable that can name each."""
 
 
-def add_demo(commands: "Subparsers") -> None:
+def add_demo(commands: Subparsers) -> None:
     """Add ``demo`` to the command line."""
     parser = add_command(
         commands,
@@ -234,16 +285,9 @@ def add_demo(commands: "Subparsers") -> None:
         "every token with a process that does both. All parts run on the CPU of this machine.",
         examples="kvflow demo --prompts 8",
     )
-    parser.add_argument(
-        "--prompts", type=_prompt_count, default=NUM_PROMPTS, help="number of prompts, 2 or more (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--texts",
-        type=Path,
-        default=Path(),
-        help="folder with README.md and docs/, from which the prompts come (default: %(default)s)",
-    )
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for logs (default: %(default)s)")
+    with_default(parser, "--prompts", NUM_PROMPTS, "number of prompts, 2 or more", type=_prompt_count)
+    with_default(parser, "--texts", Path(), "folder with README.md and docs/, from which the prompts come", type=Path)
+    with_default(parser, "--out", Path("out/demo"), "folder for logs", type=Path)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables, and no progress")
     for role, variable in ENGINES.items():
         parser.add_argument(
@@ -258,15 +302,9 @@ def add_demo(commands: "Subparsers") -> None:
 
 def run_demo(options: argparse.Namespace) -> int:
     """Run the demo; 0 if every token is equal and nothing was left leased or quarantined."""
-    for package in ("rich", "aiohttp"):
-        if find_spec(package) is None:
-            print(
-                f"kvflow demo: {package} is not installed. Install it with pip install 'kvflow[demo]'", file=sys.stderr
-            )
-            return 2
+    require_extra(rich="demo", aiohttp="demo")
     if (options.prefill is None) != (options.decode is None):
-        print("kvflow demo: give both --prefill and --decode, or neither", file=sys.stderr)
-        return 2
+        raise CommandFailed("give both --prefill and --decode, or neither")
     # Loaded here, so that other commands and --help do not wait for it.
     from kvflow.tools.demo.run import Engines, run_and_show  # noqa: PLC0415
 
@@ -303,7 +341,7 @@ SETTINGS = {
 """Numbers of ``ProxyConfig``, each a flag of that name."""
 
 
-def add_proxy(commands: "Subparsers") -> None:
+def add_proxy(commands: Subparsers) -> None:
     """Add ``proxy`` to the command line."""
     parser = add_command(
         commands,
@@ -322,40 +360,26 @@ def add_proxy(commands: "Subparsers") -> None:
             metavar="URL",
             help=f"a {role} server, http://HOST:PORT; repeat it for more servers, which take turns",
         )
-    parser.add_argument(
-        "--listen",
-        type=bound_address,
-        default=LISTEN,
-        metavar="HOST:PORT",
-        help="address for clients (default: %(default)s)",
-    )
+    with_default(parser, "--listen", LISTEN, "address for clients", type=bound_address, metavar="HOST:PORT")
     fields = {field.name: field for field in msgspec.structs.fields(ProxyConfig)}
     for name, meaning in SETTINGS.items():
-        seconds = fields[name].type is float
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=above_0(float if seconds else int),
-            default=fields[name].default,
-            metavar="SECONDS" if seconds else "N",
-            help=f"{meaning} (default: %(default)s)",
-        )
+        kind, metavar = (float, "SECONDS") if fields[name].type is float else (int, "N")
+        flag = f"--{name.replace('_', '-')}"
+        with_default(parser, flag, fields[name].default, meaning, type=above_0(kind), metavar=metavar)
     parser.add_argument("--log", type=Path, help="file for the log, as JSON lines; standard error if not given")
     parser.set_defaults(run=run_proxy)
 
 
 def run_proxy(options: argparse.Namespace) -> int:
     """Serve until told to stop; 0 then, 1 if the address is taken, 2 without aiohttp or a log that can be written."""
-    if find_spec("aiohttp") is None:
-        print("kvflow proxy: aiohttp is not installed. Install it with pip install 'kvflow[proxy]'", file=sys.stderr)
-        return 2
+    require_extra(aiohttp="proxy")
     # Loaded here, so that other commands and --help do not wait for it.
     import uvloop  # noqa: PLC0415
 
     try:
         configure_logging(options.log)
     except OSError as error:
-        print(f"kvflow proxy: --log {options.log} cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
+        raise CommandFailed(f"--log {options.log} cannot be written: {error.strerror}") from error
     config = ProxyConfig(
         prefill=tuple(options.prefill),
         decode=tuple(options.decode),
@@ -385,8 +409,7 @@ async def _serve(config: ProxyConfig, listen: str) -> int:
             listening_at = await stack.enter_async_context(open_proxy(config, host, port))
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else error
-            print(f"kvflow proxy: cannot listen on {listen}: {reason}", file=sys.stderr)
-            return 1
+            raise CommandFailed(f"cannot listen on {listen}: {reason}", status=1) from error
         print(f"listening at http://{listening_at}", flush=True)
         await stopped.wait()
     return 0

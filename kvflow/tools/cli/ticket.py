@@ -6,27 +6,24 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct, UnsetType
 
 from kvflow.config import SECRET_VARIABLE
-from kvflow.errors import KvflowError, StaleLease, TicketInvalid
+from kvflow.errors import StaleLease, TicketInvalid
 from kvflow.leases.tickets import TICKET_CHARS_MAX, Grant, Ticket
 from kvflow.reprs import counted, quoted
 from kvflow.tools.cli.arguments import (
-    FailureFigures,
+    Subparsers,
     add_command,
-    failure_of,
     member_config,
     print_facts,
-    print_failure,
     print_json,
+    read_file,
 )
-
-if TYPE_CHECKING:
-    from kvflow.tools.cli.arguments import Subparsers
+from kvflow.tools.doctor.codes import FailureFigures, failure_of
 
 INPUT_BYTES_MAX = TICKET_CHARS_MAX + (1 << 20)
 """The longest ticket, and 1 MiB of JSON around it."""
@@ -86,7 +83,7 @@ class TicketFigures(Struct, frozen=True, kw_only=True):
     grants: tuple[GrantFigures, ...]
 
 
-def add_parser(commands: "Subparsers") -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add ``ticket`` to the command line."""
     parser = add_command(
         commands,
@@ -107,24 +104,13 @@ def add_parser(commands: "Subparsers") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Show a ticket; 1 if it is invalid, has a wrong signature or has expired, 2 if it cannot be read."""
-    try:
-        given = _read(options.ticket, options.file)
-    except OSError as error:
-        print(f"kvflow ticket: {options.file} cannot be read: {error.strerror}", file=sys.stderr)
-        return 2
-    try:
-        ticket = Ticket.from_params({"kvflow": _unwrapped(given)})
-        wrong = _check(ticket)
-    except KvflowError as error:
-        return print_failure("kvflow ticket", error, as_json=options.json)
+    ticket = Ticket.from_params({"kvflow": _unwrapped(_read(options.ticket, options.file))})
+    wrong = _check(ticket)
     grants = tuple(_figures(grant, time.time()) for grant in ticket.grants)
     signature: Signature = "wrong" if wrong else "valid" if os.environ.get(SECRET_VARIABLE) else "not checked"
     refused = wrong or _expired(grants)
     figures = TicketFigures(signature=signature, failure=failure_of(refused) if refused else None, grants=grants)
-    if options.json:
-        print_json(figures)
-    else:
-        _print(figures)
+    (print_json if options.json else _print)(figures)
     return int(refused is not None)
 
 
@@ -134,8 +120,7 @@ def _read(text: str | None, path: Path | None) -> bytes:
         return text.encode(errors="surrogateescape")
     if path is None:
         return sys.stdin.buffer.read(INPUT_BYTES_MAX + 1)
-    with path.open("rb") as file:
-        return file.read(INPUT_BYTES_MAX + 1)
+    return read_file(path, INPUT_BYTES_MAX)
 
 
 def _unwrapped(given: bytes) -> Any:

@@ -330,6 +330,14 @@ class Finding(Struct, frozen=True, kw_only=True):
     remedy: str = ""
 
 
+class FailureFigures(Struct, frozen=True, kw_only=True):
+    """What failed: an error of kvflow, as ``--json`` prints it."""
+
+    code: str
+    message: str
+    remedy: str
+
+
 class Findings(Struct, frozen=True, kw_only=True):
     """What ``kvflow doctor --json`` prints.
 
@@ -370,7 +378,12 @@ def note(subject: str, evidence: str, *, remedy: str = "") -> Finding:
     return Finding(status="note", subject=subject, evidence=evidence, remedy=remedy)
 
 
-def failure(error: KvflowError, subject: str) -> Finding:
+def failure_of(error: KvflowError) -> FailureFigures:
+    """Return an error as it is printed."""
+    return FailureFigures(code=str(error.code), message=error.message, remedy=error.remedy)
+
+
+def failure(error: KvflowError | FailureFigures, subject: str) -> Finding:
     """Return an error of kvflow as a finding, with the code and the remedy of the error."""
     return Finding(code=str(error.code), status="failed", subject=subject, evidence=error.message, remedy=error.remedy)
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE, SETTINGS, VARIABLES
 from kvflow.integrations.vllm.settings import OWN_KEYS
-from kvflow.tools.cli.entry import main
+from kvflow.tools.cli import main
 
 SECRET = "the secret of the test cluster"
 OTHER = "the secret of another cluster"

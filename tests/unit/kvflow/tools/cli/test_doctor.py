@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvflow.config import ACCEPTED_VARIABLE, KEY_VARIABLE, SECRET_VARIABLE, WorkerConfig
-from kvflow.tools.cli import doctor
-from kvflow.tools.cli.entry import main
+from kvflow.tools.cli import doctor, main
 from kvflow.tools.doctor import host
 from kvflow.worker.runtime import open_worker
 from tests.ports import free_port

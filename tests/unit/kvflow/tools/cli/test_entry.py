@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kvflow.tools.cli.entry import INTERRUPTED, build_parser, main
+from kvflow.tools.cli import INTERRUPTED, build_parser, main
 from kvflow.tools.demo.__main__ import build_parser as build_engine_parser
 
 SERVERS = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2")

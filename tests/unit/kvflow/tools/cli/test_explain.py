@@ -8,7 +8,7 @@ import pytest
 from kvflow.config import SECRET_VARIABLE, WorkerConfig
 from kvflow.errors import SpecInvalid
 from kvflow.planning.plan import plan_transfer
-from kvflow.tools.cli.entry import main
+from kvflow.tools.cli import main
 from kvflow.tools.cli.explain import Deployment, manifests_of, parse
 from kvflow.worker.runtime import open_worker
 from tests.unit.kvflow.worker.helpers import PATIENCE_S, SECRET, cache_of

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE, WorkerConfig
-from kvflow.tools.cli.entry import main
+from kvflow.tools.cli import main
 
 
 def printed(capsys, *arguments):

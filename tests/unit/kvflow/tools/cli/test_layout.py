@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvflow.models import names
-from kvflow.tools.cli.entry import main
+from kvflow.tools.cli import main
 
 ROOT = Path(__file__).parents[5]
 

@@ -11,8 +11,8 @@ import pytest
 from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE
 from kvflow.leases.tickets import RankAddress
 from kvflow.rendezvous.issuer import TicketMint
+from kvflow.tools.cli import main
 from kvflow.tools.cli import ticket as command
-from kvflow.tools.cli.entry import main
 
 SECRET = "the secret of the test cluster"
 RANKS = [RankAddress(rank, f"{rank:032x}", f"tcp://10.0.0.{rank}:7000", public_key="ab" * 32) for rank in range(2)]

@@ -11,8 +11,7 @@ from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE
 from kvflow.errors import PeerLost
 from kvflow.rendezvous.issuer import draw_pair
 from kvflow.rendezvous.visitor import open_visit
-from kvflow.tools.cli import inspect
-from kvflow.tools.cli.entry import main
+from kvflow.tools.cli import inspect, main
 from kvflow.worker.runtime import open_worker
 from tests.helpers.settings import flat_config
 from tests.unit.kvflow.worker.helpers import PATIENCE_S, SECRET, cache_of

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from kvflow.errors import FailureCode
-from kvflow.tools.cli.entry import main
+from kvflow.tools.cli import main
 from kvflow.tools.doctor import live
 from kvflow.tools.doctor.codes import CODES
 from kvflow.tools.proxy import ProxyConfig
@@ -399,6 +399,6 @@ def test_only_one_thing_is_examined_at_a_time(capsys):
 
 @pytest.mark.parametrize(("module", "extra"), [("aiohttp", "proxy"), ("prometheus_client", "metrics")])
 def test_a_library_that_is_missing_is_named_with_its_extra(module, extra, monkeypatch, capsys):
-    monkeypatch.setattr("kvflow.tools.cli.doctor.find_spec", lambda name: None if name == module else name)
+    monkeypatch.setattr("kvflow.tools.cli.arguments.find_spec", lambda name: None if name == module else name)
     assert main(["doctor", "--live", *["http://127.0.0.1:1"] * 3]) == 2
     assert f"Install it with pip install 'kvflow[{extra}]'" in capsys.readouterr().err
