@@ -18,7 +18,7 @@ from kvflow.planning.plan import plan_transfer
 from kvflow.report import TransferReport
 from kvflow.tools.bench.source import HOST, Devices, SourceProcess, open_source
 from kvflow.tools.bench.tables import Table, median_ratio, summarize
-from kvflow.tools.doctor.blocks import BLOCK_SIZE, Geometry
+from kvflow.tools.doctor.probe import BLOCK_SIZE, Geometry
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker

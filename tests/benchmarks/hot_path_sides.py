@@ -27,7 +27,7 @@ from kvflow.memory.cache import KVCache
 from kvflow.planning.pairs import Int64s
 from kvflow.reads.nixl.binding import Agent, load_binding
 from kvflow.tools.bench.ceilings import BareNixl, Opened
-from kvflow.tools.doctor.blocks import BLOCK_SIZE, Geometry
+from kvflow.tools.doctor.probe import BLOCK_SIZE, Geometry
 from tests.benchmarks.hot_path_calls import Calls, count_calls
 from tests.benchmarks.hot_path_children import Child
 from tests.benchmarks.loop import lag_during

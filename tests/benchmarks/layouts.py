@@ -15,7 +15,7 @@ from kvflow.planning.pairs import Int64s
 from kvflow.tools.bench.pull import Session, open_session
 from kvflow.tools.bench.source import HOST, Devices, SourceProcess, open_source
 from kvflow.tools.bench.tables import Table, median_ratio, summarize
-from kvflow.tools.doctor.blocks import Geometry
+from kvflow.tools.doctor.probe import Geometry
 
 LAYERS = 28
 HEAD_SIZE = 128

@@ -9,7 +9,7 @@ import numpy as np
 from kvflow.tools.bench.pull import Session, open_session
 from kvflow.tools.bench.source import open_source
 from kvflow.tools.bench.tables import Table, summarize
-from kvflow.tools.doctor.blocks import Geometry
+from kvflow.tools.doctor.probe import Geometry
 
 TICK_S = 0.001
 GIB = 1 << 30

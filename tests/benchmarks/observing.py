@@ -31,7 +31,7 @@ from kvflow import WorkerConfig, configure_logging, open_worker
 from kvflow.config import SECRET_VARIABLE
 from kvflow.events import Event
 from kvflow.tools.bench.tables import Result, Table, header, quantile
-from kvflow.tools.doctor.blocks import Geometry
+from kvflow.tools.doctor.probe import Geometry
 from tests.benchmarks.hot_path import KIB, US, packed, show
 from tests.benchmarks.hot_path_calls import Calls
 from tests.benchmarks.hot_path_children import Child

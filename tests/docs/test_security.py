@@ -70,8 +70,6 @@ NOT_WIRE = {
     "kvflow/tools/cli/ticket.py": "JSON around a ticket that the user gives; leases.tickets reads the ticket",
     "kvflow/config.py": "settings",
     "kvflow/tools/demo/run.py": "answers of engines that the demo names",
-    "kvflow/tools/doctor/child.py": "the doctor that has started this process",
-    "kvflow/tools/doctor/children.py": "processes that the doctor has started",
     "kvflow/tools/doctor/live.py": "answers of servers that the user names: bounded, and nothing is sized by them",
     "kvflow/tools/doctor/probe.py": "a worker that the user names, which has the secret",
     "kvflow/integrations/vllm/admission.py": "the engine's own scheduler, whose MAC is checked first",

@@ -5,7 +5,7 @@ import threading
 import msgspec
 import torch
 
-from kvflow.tools.doctor.blocks import Geometry
+from kvflow.tools.doctor.probe import Geometry
 
 SECRET = "a secret of the tests on GPUs"
 PACKED = Geometry(layers=4, num_kv_heads=4, head_size=64, num_blocks=64, layout="BLHNC", kv="content")

@@ -12,7 +12,7 @@ import msgspec
 import kvflow
 from kvflow.leases.epochs import EPOCH_BITS
 from kvflow.rendezvous.issuer import TicketMint
-from kvflow.tools.doctor.blocks import Geometry
+from kvflow.tools.doctor.probe import Geometry
 
 from .memory import SECRET, LateWrite, build, fill, pattern, rows, settle
 

@@ -10,7 +10,7 @@ import torch
 
 from kvflow.errors import StaleLease
 from kvflow.events import PeerMeasured, TransferRetried
-from kvflow.tools.doctor.blocks import Geometry
+from kvflow.tools.doctor.probe import Geometry
 
 from .memory import PACKED, build, fill, pattern, rows
 from .reading import PATIENCE_S, reading

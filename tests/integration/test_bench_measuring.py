@@ -17,7 +17,7 @@ from kvflow.tools.bench.ceilings import process_vm_readv
 from kvflow.tools.bench.pull import open_session
 from kvflow.tools.bench.source import SourceProcess
 from kvflow.tools.bench.tables import Result, header
-from kvflow.tools.doctor.blocks import Geometry
+from kvflow.tools.doctor.probe import Geometry
 from tests.benchmarks import descriptors
 from tests.ports import free_port
 

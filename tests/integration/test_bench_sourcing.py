@@ -8,7 +8,7 @@ import pytest
 
 from kvflow.errors import PeerLost
 from kvflow.tools.bench.source import OfferBlocks, OpenCache, Request, SourceProcess
-from kvflow.tools.doctor.blocks import Geometry
+from kvflow.tools.doctor.probe import Geometry
 
 GEOMETRY = Geometry(layers=1, num_kv_heads=1, head_size=32, num_blocks=16, layout="BLHNC", kv="content")
 

@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
 from kvflow.config import SECRET_VARIABLE
 from kvflow.reads.reach import PREFIXES
-from kvflow.tools.doctor import children, host
+from kvflow.tools.doctor import apart, host
+from kvflow.tools.doctor.codes import FailureFigures
 from tests.ports import free_port
 from tests.vllm.hosts import Hosts
 
@@ -183,18 +185,18 @@ BROKEN = {
 
 
 def broken(folder, program):
-    """Return the search path of a machine whose NIXL does something else."""
+    """Return the folder of a machine whose NIXL does something else."""
     for name in ("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm"):
         (folder / name).mkdir()
         (folder / name / "__init__.py").touch()
         (folder / name / "_bindings.py").write_text(program)
-    return os.pathsep.join([str(folder), *sys.path])
+    return str(folder)
 
 
 @pytest.mark.parametrize("how", BROKEN)
 async def test_a_nixl_that_is_broken_does_not_end_the_doctor(monkeypatch, tmp_path, how):
     program, code, words = BROKEN[how]
-    monkeypatch.setenv("PYTHONPATH", broken(tmp_path, program))
+    monkeypatch.syspath_prepend(broken(tmp_path, program))
     found = codes([each async for each in host.check_nixl()])
     assert list(found) == [code]
     assert words in found[code].evidence
@@ -202,14 +204,13 @@ async def test_a_nixl_that_is_broken_does_not_end_the_doctor(monkeypatch, tmp_pa
 
 
 async def test_a_nixl_that_hangs_is_ended(monkeypatch, tmp_path):
-    monkeypatch.setenv("PYTHONPATH", broken(tmp_path, "import threading\nthreading.Event().wait()"))
-    ended = await children.run(children.StartAgent(), limit_s=3.0)
-    assert isinstance(ended, children.ChildEnded)
+    monkeypatch.syspath_prepend(broken(tmp_path, "import threading\nthreading.Event().wait()"))
+    ended = await apart.run(apart.start_agent, limit_s=3.0)
+    assert isinstance(ended, apart.ChildEnded)
     assert ended.how == "did not answer within 3 s"
 
 
 async def test_a_reader_that_is_refused_names_the_error():
-    task = children.Read(f"tcp://127.0.0.1:{free_port()}", "tcp")
-    answer = await children.run(task)
-    assert isinstance(answer, children.Refused)
+    answer = await apart.run(partial(apart.read, f"tcp://127.0.0.1:{free_port()}", "tcp"))
+    assert isinstance(answer, FailureFigures)
     assert answer.code == "peer_lost"

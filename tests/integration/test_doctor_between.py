@@ -11,11 +11,11 @@ from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE
 from kvflow.errors import ProtocolViolation
 from kvflow.rendezvous.issuer import draw_pair
 from kvflow.rendezvous.visitor import open_visit
-from kvflow.tools.doctor import blocks, path, probe
-from kvflow.tools.doctor.blocks import build_cache, listening, read_probe
+from kvflow.tools.doctor import path, probe
+from kvflow.tools.doctor.codes import FailureFigures
+from kvflow.tools.doctor.probe import build_cache, listening, read_probe
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
-from kvflow.worker.snapshot import decode_inspection
 from tests.helpers.settings import flat_config
 from tests.ports import free_port
 from tests.unit.kvflow.worker.helpers import SECRET, cache_of
@@ -84,8 +84,7 @@ async def test_a_worker_with_its_own_key_is_examined_with_that_key():
     async with offering(private_key=theirs, allowed_keys=(our_key,)) as worker:
         known = config(private_key=ours, allowed_keys=(their_key,))
         async with open_visit(worker.endpoint, known, server_key=their_key) as visit:
-            told = decode_inspection(await visit.ask_report(), peer=worker.endpoint).told
-        assert probe.decode(told, peer="").advertised == worker.endpoint
+            assert (await probe.ask(visit)).advertised == worker.endpoint
         found = await examined(worker.endpoint, config=config())
     assert list(found) == ["address", "authentication_failed"]
 
@@ -146,7 +145,7 @@ async def test_a_byte_that_differs_is_counted(monkeypatch):
         caches.append(build_cache(*arguments))
         return caches[-1]
 
-    monkeypatch.setattr(blocks, "build_cache", build)
+    monkeypatch.setattr(probe, "build_cache", build)
     async with offering() as worker:
         caches[0].backing[5] ^= 1
         figures = await read_probe(worker.endpoint, config())
@@ -250,7 +249,7 @@ def test_other_bytes_than_were_offered_are_a_defect():
 
 
 def test_a_failure_after_some_reads_is_told_beside_them():
-    fault = probe.ReadFailure(code="peer_lost", message="it died", remedy="Start it.")
+    fault = FailureFigures(code="peer_lost", message="it died", remedy="Start it.")
     found = codes(replace(FIGURES, reads=READS[:1], failure=fault))
     assert (found["peer_lost"].evidence, found["peer_lost"].remedy) == ("it died", "Start it.")
     assert "small reads" in found

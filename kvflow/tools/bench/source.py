@@ -24,7 +24,7 @@ from kvflow.leases.tickets import Ticket
 from kvflow.memory.cache import KVCache
 from kvflow.reads.nixl.binding import Agent, load_binding
 from kvflow.tools.bench.ceilings import Opened, StreamSource, enter_device, pid_namespace
-from kvflow.tools.doctor.blocks import Geometry
+from kvflow.tools.doctor.probe import Geometry
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker
 

@@ -200,7 +200,7 @@ def line_of(finding: Finding) -> str:
 
 
 async def _listen(options: argparse.Namespace) -> int:
-    from kvflow.tools.doctor.blocks import listening  # noqa: PLC0415 - loads torch
+    from kvflow.tools.doctor.probe import listening  # noqa: PLC0415 - loads torch
 
     ended = asyncio.Event()
     for each in (signal.SIGINT, signal.SIGTERM):

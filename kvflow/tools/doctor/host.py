@@ -4,6 +4,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 from kvflow.config import (
     ACCEPTED_VARIABLE,
@@ -16,10 +17,9 @@ from kvflow.config import (
 from kvflow.errors import ConfigInvalid, KvflowError
 from kvflow.reads.reach import PREFIXES, network_cards
 from kvflow.rendezvous.visitor import open_visit
-from kvflow.tools.doctor import addresses, children, facts, probe
-from kvflow.tools.doctor.codes import Finding, found, note, ok
-from kvflow.tools.doctor.path import figures_of, latency, rate, unread, why_tcp, without_ucx
-from kvflow.worker.snapshot import decode_inspection
+from kvflow.tools.doctor import addresses, apart, facts, probe
+from kvflow.tools.doctor.codes import FailureFigures, Finding, found, note, ok
+from kvflow.tools.doctor.path import latency, rate, unread, why_tcp, without_ucx
 
 RESTRICTING = ("UCX_TLS", "UCX_NET_DEVICES")
 """Variables that leave transports or devices out."""
@@ -78,37 +78,37 @@ async def _gpus(*, expected: bool) -> AsyncIterator[Finding]:
     if not expected:
         yield note("GPU", "no /dev/nvidia*, and no /dev/kfd")
         return
-    answer = await children.run(children.ListGpus())
+    answer = await apart.run(apart.list_gpus)
     match answer:
-        case children.VisibleGpus(names=names, built_for=built_for) if names:
+        case apart.VisibleGpus(names=names, built_for=built_for) if names:
             listed = ", ".join(f"{index}: {name}" for index, name in enumerate(names))
             yield ok("GPU", f"{listed}; torch was built for {built_for}")
-        case children.VisibleGpus(built_for=built_for, refusal=refusal):
+        case apart.VisibleGpus(built_for=built_for, refusal=refusal):
             for_what = built_for or "processors alone"
             yield found(
                 "gpu_unusable", "GPU", f"torch, built for {for_what}, finds none: {refusal or 'no reason given'}"
             )
-        case children.ChildEnded(how=how, errors=errors):
+        case apart.ChildEnded(how=how, errors=errors):
             yield found("gpu_unusable", "GPU", f"the process that asked torch {how}: {errors[-400:]}")
 
 
 async def check_nixl(device: str = "cpu") -> AsyncIterator[Finding]:
     """Yield whether NIXL starts, what UCX offers, and what variables leave out."""
-    answer = await children.run(children.StartAgent(device))
+    answer = await apart.run(partial(apart.start_agent, device))
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
     if variables:
         yield note("UCX", ", ".join(f"{name}={value}" for name, value in variables.items()))
     match answer:
-        case children.AgentFigures(variant=variant, cuda=cuda, transports=transports):
+        case apart.AgentFigures(variant=variant, cuda=cuda, transports=transports):
             yield _matches(variant, cuda)
             shown = ", ".join(transports) or "unknown: this NIXL writes metadata of another form"
             yield ok("UCX", f"{shown} (kvflow leaves out tcp)")
             async for finding in _restricted(device, transports):
                 yield finding
-        case children.Refused(message=message, remedy=remedy):
+        case FailureFigures(message=message, remedy=remedy):
             code = "nixl_missing" if "cannot be imported" in message else "nixl_agent_failed"
             yield found(code, "NIXL", message, remedy=remedy)
-        case children.ChildEnded(how=how, errors=errors):
+        case apart.ChildEnded(how=how, errors=errors):
             yield found("nixl_agent_failed", "NIXL", f"the process that starts an agent {how}: {errors[-400:]}")
 
 
@@ -124,8 +124,8 @@ async def _restricted(device: str, transports: tuple[str, ...]) -> AsyncIterator
     restricting = {name: os.environ[name] for name in RESTRICTING if os.environ.get(name)}
     if not restricting:
         return
-    free = await children.run(children.StartAgent(device), without_ucx(os.environ))
-    if not isinstance(free, children.AgentFigures):
+    free = await apart.run(partial(apart.start_agent, device), without_ucx(os.environ))
+    if not isinstance(free, apart.AgentFigures):
         return
     left_out = sorted({*free.transports} - {*transports})
     shown = ", ".join(f"{name}={value}" for name, value in restricting.items())
@@ -142,24 +142,21 @@ async def check_reads(transport: TransportName, device: str = "cpu") -> Finding:
     """Read between two processes of this host over one data plane, with a secret of their own."""
     subject = f"read over {'NIXL' if transport == 'nixl' else 'TCP'}"
     secret = secrets.token_hex(32)
-    environment = children.environment_without(ACCEPTED_VARIABLE, KEY_VARIABLE, **{SECRET_VARIABLE: secret})
-    async with children.running(children.Listen(transport, device), environment) as listening:
-        if not isinstance(listening, children.ListenerReady):
-            refused = unread(listening, subject)
-            return found("self_read_failed", subject, f"{refused.evidence} [{refused.code}]", remedy=refused.remedy)
-        answer = await children.run(
-            children.Read(listening.endpoint, transport, device), environment, limit_s=children.READ_S
-        )
-        figures = figures_of(answer)
-        if figures is None:
+    environment = apart.environment_without(ACCEPTED_VARIABLE, KEY_VARIABLE, **{SECRET_VARIABLE: secret})
+    async with apart.running(partial(apart.listen, transport, device), environment) as endpoint:
+        answer = endpoint
+        if isinstance(endpoint, str):
+            answer = await apart.run(
+                partial(apart.read, endpoint, transport, device), environment, limit_s=apart.READ_S
+            )
+        if not isinstance(answer, probe.ProbeFigures):
             refused = unread(answer, subject)
             return found("self_read_failed", subject, f"{refused.evidence} [{refused.code}]", remedy=refused.remedy)
-        if figures.failure is not None:
-            return await _explained(subject, figures, listening.endpoint, secret)
-    if any(reads.wrong_bytes for reads in figures.reads):
-        wrong = sum(reads.wrong_bytes for reads in figures.reads)
-        return found("bytes_differ", subject, f"{wrong:,} bytes over {figures.transport}")
-    return ok(subject, f"{rate(figures)}; {latency(figures)}")
+        if answer.failure is not None:
+            return await _explained(subject, answer, endpoint, secret)
+    if wrong := sum(reads.wrong_bytes for reads in answer.reads):
+        return found("bytes_differ", subject, f"{wrong:,} bytes over {answer.transport}")
+    return ok(subject, f"{rate(answer)}; {latency(answer)}")
 
 
 async def _explained(subject: str, figures: probe.ProbeFigures, endpoint: str, secret: str) -> Finding:
@@ -174,7 +171,7 @@ async def _explained(subject: str, figures: probe.ProbeFigures, endpoint: str, s
     try:
         config = WorkerConfig(engine_id="doctor", cluster_secret=secret)
         async with open_visit(endpoint, config) as visit:
-            offer = probe.decode(decode_inspection(await visit.ask_report(), peer=endpoint).told, peer=endpoint)
+            offer = await probe.ask(visit)
         reasons = list(why_tcp(figures, offer)) if offer is not None else []
     except KvflowError:
         pass  # the first failure says more

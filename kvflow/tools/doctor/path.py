@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -13,11 +14,10 @@ from kvflow.reads.reach import PTRACE_REMEDY, host_facts, one_host, reach
 from kvflow.rendezvous.publication import Advertisement
 from kvflow.rendezvous.visitor import Visit, open_visit
 from kvflow.reprs import quoted
-from kvflow.tools.doctor import children, probe
+from kvflow.tools.doctor import apart, probe
 from kvflow.tools.doctor.addresses import accepts, dial, split
-from kvflow.tools.doctor.codes import Finding, failure, found, note, ok
+from kvflow.tools.doctor.codes import FailureFigures, Finding, failure, found, note, ok
 from kvflow.version import __version__
-from kvflow.worker.snapshot import decode_inspection
 
 PINGS = 5
 
@@ -56,8 +56,7 @@ async def examine(target: Target) -> AsyncIterator[Finding]:
             yield await _authenticated(visit)
             yield _clock(visit)
             told = await visit.read_manifest()
-            inspection = decode_inspection(await visit.ask_report(), peer=target.endpoint)
-            offer = probe.decode(inspection.told, peer=target.endpoint)
+            offer = await probe.ask(visit)
     except KvflowError as error:
         yield failure(error, "worker")
         return
@@ -136,38 +135,31 @@ def _advertised(endpoint: str, offer: probe.ProbeOffer) -> Finding | None:
 
 async def _reads(target: Target, offer: probe.ProbeOffer, told: Advertisement) -> AsyncIterator[Finding]:
     """Read in a child process, because NIXL and UCX may end the process that they run in."""
-    task = children.Read(target.endpoint, target.transport, target.device, target.key, _encryption(told))
-    answer = await children.run(task, limit_s=children.READ_S)
-    figures = figures_of(answer)
-    if figures is None:
-        yield unread(answer, "reads")
+    encryption: Encryption = "tls" if told.tcp_encryption == "tls" else "off"
+
+    async def read(transport: TransportName) -> probe.ProbeFigures | FailureFigures | apart.ChildEnded | None:
+        work = partial(apart.read, target.endpoint, transport, target.device, target.key, encryption)
+        return await apart.run(work, limit_s=apart.READ_S)
+
+    figures, detail = await read(target.transport), ""
+    if not isinstance(figures, probe.ProbeFigures):
+        yield unread(figures, "reads")
         return
     if figures.plane == "tcp" and "nixl" in told.planes and "nixl" not in figures.missing and not figures.failure:
         # Only a worker that has no other plane says why NIXL does not reach its peer.
-        alone = children.Read(target.endpoint, "nixl", target.device, target.key, _encryption(told))
-        refused = figures_of(await children.run(alone, limit_s=children.READ_S))
-        detail = refused.failure.message if refused is not None and refused.failure is not None else ""
-    else:
-        detail = ""
+        refused = await read("nixl")
+        if isinstance(refused, probe.ProbeFigures) and refused.failure is not None:
+            detail = refused.failure.message
     for finding in judged(figures, offer, detail):
         yield finding
 
 
-def _encryption(told: Advertisement) -> Encryption:
-    return "tls" if told.tcp_encryption == "tls" else "off"
-
-
-def figures_of(answer: children.Answer | children.ChildEnded) -> probe.ProbeFigures | None:
-    """Return what a reader found, if it did."""
-    return answer.figures if isinstance(answer, children.ReadResult) else None
-
-
-def unread(answer: children.Answer | children.ChildEnded, subject: str) -> Finding:
+def unread(answer: object, subject: str) -> Finding:
     """Return why a reader found nothing."""
     match answer:
-        case children.Refused(code=code, message=message, remedy=remedy):
-            return Finding(code=code, status="failed", subject=subject, evidence=message, remedy=remedy)
-        case children.ChildEnded(how=how, errors=errors):
+        case FailureFigures():
+            return failure(answer, subject)
+        case apart.ChildEnded(how=how, errors=errors):
             return found("reader_ended", subject, f"the process that read {how}{_quoted(errors)}")
         case _:
             return found("no_probe", subject, "it has stopped to offer probe blocks")
@@ -200,8 +192,7 @@ def judged(figures: probe.ProbeFigures, offer: probe.ProbeOffer, detail: str = "
     if figures.reads:
         yield ok("small reads", latency(figures))
     if figures.failure is not None:
-        fault = figures.failure
-        yield Finding(code=fault.code, status="failed", subject="reads", evidence=fault.message, remedy=fault.remedy)
+        yield failure(figures.failure, "reads")
     elif figures.reads:
         yield ok("large reads", rate(figures))
 
