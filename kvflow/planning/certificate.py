@@ -69,37 +69,43 @@ class Certificate(Struct, frozen=True):
         return not self.missing
 
 
-def certify(target: Manifest, planned: Sequence[tuple[GroupPair, RunTable, Units, Units]]) -> Certificate:
-    """Prove every group's runs against the manifests' geometry.
+class PlannedGroup(Struct, frozen=True, eq=False):
+    """The runs of one pair of groups, and how the blocks of both sides are cut."""
 
-    ``planned`` has each group pair with its runs, and how the blocks of both sides are cut.
+    pair: GroupPair
+    runs: RunTable
+    source: Units
+    target: Units
+
+
+def certify(target: Manifest, planned: Sequence[PlannedGroup]) -> Certificate:
+    """Prove every group's runs against the manifests' geometry.
 
     Raises:
         PlanUnsound: a byte is written twice, not at all, from the wrong place, or outside the components; or blocks are
-        cut
-            so that different tokens would be paired.
+            cut so that different tokens would be paired.
     """
     covered: dict[tuple[str, str], tuple[ComponentPair, bool]] = {}
     written = 0
-    for group, runs, source_units, target_units in planned:
-        _prove_cut(group, source_units, target_units)
-        cover = _Cover(runs, target_units)
+    for group in planned:
+        _prove_cut(group)
+        cover = _Cover(group.runs, group.target)
         expected = 0
-        for pairs in group_by_shape(group.pairs):
-            for some in _batches(pairs, target_units):
-                expected += _prove(cover, some, source_units, target_units)
-        if expected != runs.unit_bytes * target_units.per_block:
-            raise PlanUnsound(
-                f"runs write {runs.unit_bytes * target_units.per_block} bytes, the components have {expected}"
-            )
-        written += int(expected * group.token_share)
-        partly = group.token_share < 1
-        covered |= {(pair.layer, pair.target.role): (pair, partly) for pair in group.pairs}
+        for pairs in group_by_shape(group.pair.pairs):
+            for some in _batches(pairs, group.target):
+                expected += _prove(cover, some, group)
+        found = group.runs.unit_bytes * group.target.per_block
+        if expected != found:
+            raise PlanUnsound(f"runs write {found} bytes, the components have {expected}")
+        written += int(expected * group.pair.token_share)
+        partly = group.pair.token_share < 1
+        covered |= {(pair.layer, pair.target.role): (pair, partly) for pair in group.pair.pairs}
     return Certificate(_page_bytes(target), written, _missing(target, covered))
 
 
-def _prove_cut(pair: GroupPair, source: Units, target: Units) -> None:
+def _prove_cut(planned: PlannedGroup) -> None:
     """Check that equal units fill the blocks of both sides, and that each lies on one rank of each side."""
+    pair, source, target = planned.pair, planned.source, planned.target
     for side, group, units in (("source", pair.source, source), ("target", pair.target, target)):
         if units.tokens:
             fills = units.tokens * units.per_block == group.block_size and units.kernel_blocks == group.kernel_blocks
@@ -122,7 +128,6 @@ class _Cover:
     def __init__(self, runs: RunTable, units: Units) -> None:
         if np.any(runs.nbytes < 1):
             raise PlanUnsound("a run has no bytes")
-        self.runs = runs
         self.run = np.tile(np.arange(len(runs), dtype=np.int64), units.per_block)
         self.start = (runs.target[1] + units.offsets(runs.target[3], runs.target[4])).ravel()
         self.region = runs.target[0, self.run]
@@ -156,30 +161,30 @@ def _batches(pairs: Sequence[ComponentPair], units: Units) -> Iterator[Sequence[
     return (pairs[first : first + many] for first in range(0, len(pairs), many))
 
 
-def _prove(cover: _Cover, pairs: Sequence[ComponentPair], source_units: Units, target_units: Units) -> int:
+def _prove(cover: _Cover, pairs: Sequence[ComponentPair], group: PlannedGroup) -> int:
     """Check components of one shape in one target block; return their bytes."""
     walked, nbytes = pairs[0].walk
     part = pairs[0].target
     # Every coordinate of the block. Its tokens continue through its kernel blocks.
-    tokens = part.num_tokens * target_units.kernel_blocks
+    tokens = part.num_tokens * group.target.kernel_blocks
     index = np.indices(pairs[0].extents(tokens)[:walked], np.int64).reshape(walked, -1 if walked else 1)
     within, first = index.copy(), index.copy()
     kernel_block = np.zeros(index.shape[1], np.int64)
     if tokens:
         kernel_block, within[part.token_axis] = np.divmod(index[part.token_axis], part.num_tokens)
         # Where unit 0 of the source has this token. Other units follow by the strides, which are checked below.
-        first[part.token_axis] %= target_units.tokens
+        first[part.token_axis] %= group.target.tokens
     source = np.array([_first_bytes(pair, pair.source) for pair in pairs], np.int64).T[:, :, None]
     target = np.array([_first_bytes(pair, pair.target) for pair in pairs], np.int64).T[:, :, None]
     wanted = target[1] + kernel_block * target[3] + np.array(part.strides[:walked], np.int64) @ within
     run, inside = cover.find(target[0], wanted, nbytes)
     right = source[1] + np.array(pairs[0].source.strides[:walked], np.int64) @ first
-    runs = cover.runs
+    runs = group.runs
     elsewhere = (runs.source[1, run] + inside != right) | (runs.source[0, run] != source[0])
     _refuse(pairs, elsewhere, "a byte is read from elsewhere")
     for side, rows, where, units in (
-        (runs.source, source, pairs[0].source, source_units),
-        (runs.target, target, part, target_units),
+        (runs.source, source, pairs[0].source, group.source),
+        (runs.target, target, part, group.target),
     ):
         _refuse(pairs, side[2, run] != rows[2], "block strides differ")
         if units.kernel_blocks > 1:

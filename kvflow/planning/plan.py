@@ -8,7 +8,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-import msgspec
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import force_setattr
@@ -16,7 +15,7 @@ from msgspec.structs import force_setattr
 from kvflow.errors import CapacityExceeded, LayoutMismatch, PlanUnsound
 from kvflow.layout.manifest import Manifest
 from kvflow.layout.shards import Stripe
-from kvflow.planning.certificate import Certificate, Missing, certify
+from kvflow.planning.certificate import Certificate, Missing, PlannedGroup, certify
 from kvflow.planning.match import ComponentPair, GroupPair, HeadRanges, match_groups
 from kvflow.planning.runs import (
     UNITS_MAX,
@@ -29,14 +28,7 @@ from kvflow.planning.runs import (
     group_by_shape,
     merge_runs,
 )
-from kvflow.planning.staging import (
-    DIRECT,
-    Choice,
-    GroupsToRead,
-    StagedRuns,
-    choose,
-    explain_choice,
-)
+from kvflow.planning.staging import DIRECT, Choice, StagedRuns, choose, explain_choice
 from kvflow.reprs import counted
 
 
@@ -238,24 +230,14 @@ def plan_transfer(
     pairs = match_groups(source, target, head_ranges)
     _require_few_bytes(limits, pairs)
     _require_few_fragments(limits, pairs)
-    groups = [_plan_group(pair) for pair in pairs]
-    if sum(len(group.runs) for group in groups) > limits.runs_max:
+    planned = [_plan_group(pair) for pair in pairs]
+    if sum(len(group.runs) for group in planned) > limits.runs_max:
         raise CapacityExceeded("runs in one plan", limits.runs_max, remedy="Use layouts that merge further.")
-    certificate = certify(
-        target, [(pair, group.runs, group.source, group.target) for pair, group in zip(pairs, groups, strict=True)]
-    )
-    if staging_bytes:
-        groups = [
-            msgspec.structs.replace(
-                group,
-                choice=choose(
-                    GroupsToRead(pair, group.source, group.target), group.runs, (source, target), staging_bytes
-                ),
-            )
-            for pair, group in zip(pairs, groups, strict=True)
-        ]
-        _prove_staged(target, pairs, groups, certificate)
-    return TransferPlan(tuple(groups), certificate, (source.geometry_digest(), target.geometry_digest()))
+    certificate = certify(target, planned)
+    choices = [choose(group, (source, target), staging_bytes) if staging_bytes else DIRECT for group in planned]
+    _prove_staged(target, planned, choices, certificate)
+    groups = tuple(_chosen(group, choice) for group, choice in zip(planned, choices, strict=True))
+    return TransferPlan(groups, certificate, (source.geometry_digest(), target.geometry_digest()))
 
 
 def posted(group: GroupPlan) -> tuple[RunTable, Units]:
@@ -273,16 +255,15 @@ def dense_runs(runs: RunTable, source: Units, target: Units) -> int:
 
 
 def _prove_staged(
-    target: Manifest, pairs: Sequence[GroupPair], groups: Sequence[GroupPlan], certificate: Certificate
+    target: Manifest, planned: Sequence[PlannedGroup], choices: Sequence[Choice], certificate: Certificate
 ) -> None:
     """Prove that the staged copies fill the target as the direct runs do."""
-    if all(group.staged is None for group in groups):
+    staged = [choice.staged for choice in choices]
+    if not any(staged):
         return
     chosen = [
-        (pair, group.runs, group.source, group.target)
-        if group.staged is None
-        else (group.staged.landing, group.staged.scatter, group.staged.units, group.target)
-        for pair, group in zip(pairs, groups, strict=True)
+        group if way is None else PlannedGroup(way.landing, way.scatter, way.units, group.target)
+        for group, way in zip(planned, staged, strict=True)
     ]
     if certify(target, chosen) != certificate:
         raise PlanUnsound("staged runs fill other bytes of the target than direct ones")
@@ -314,12 +295,19 @@ def _require_few_bytes(limits: PlanLimits, pairs: Sequence[GroupPair]) -> None:
         raise CapacityExceeded("bytes in one block of a plan", limits.bytes_max, remedy="Use smaller blocks.")
 
 
-def _plan_group(pair: GroupPair) -> GroupPlan:
+def _plan_group(pair: GroupPair) -> PlannedGroup:
     source, target = _units(pair)
     runs = merge_runs([cut_fragments(parts, source, target) for parts in group_by_shape(pair.pairs)])
+    return PlannedGroup(pair, runs, source, target)
+
+
+def _chosen(group: PlannedGroup, choice: Choice) -> GroupPlan:
+    pair = group.pair
     windows = {layer.window if layer.kind != "chunked" else 0 for layer in pair.target.layers}
     window = windows.pop() if len(windows) == 1 else 0
-    return GroupPlan(pair.source_group, pair.target_group, source, target, runs, pair.pairs, window=window)
+    return GroupPlan(
+        pair.source_group, pair.target_group, group.source, group.target, group.runs, pair.pairs, choice, window
+    )
 
 
 def _units(pair: GroupPair) -> tuple[Units, Units]:

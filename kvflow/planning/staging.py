@@ -28,7 +28,7 @@ from kvflow.errors import PlanUnsound
 from kvflow.layout.component import Component, Region
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 from kvflow.layout.shards import ALL_TOKENS
-from kvflow.planning.certificate import certify
+from kvflow.planning.certificate import PlannedGroup, certify
 from kvflow.planning.match import ComponentPair, GroupPair
 from kvflow.planning.runs import Int64s, RunTable, Units, cut_fragments, group_by_shape, merge_runs
 
@@ -79,10 +79,6 @@ class CannotStage(Exception):
     """The group cannot be staged. The message gives the reason."""
 
 
-class TooManyCopies(Exception):
-    """A unit cannot be scattered with few copies. The text says how many it would take."""
-
-
 class Scatter(Struct, frozen=True, eq=False):
     """The copies from a staging buffer to the target.
 
@@ -111,7 +107,7 @@ class _Item:
 
 
 class StridedCopies:
-    """The strided copies of one staged group, without addresses. Raises ``TooManyCopies``.
+    """The strided copies of one staged group, without addresses. Raises ``CannotStage``.
 
     Attributes:
         table: as ``Scatter.table``, with offsets in regions instead of addresses in the target.
@@ -120,12 +116,12 @@ class StridedCopies:
 
     def __init__(self, scatter: RunTable) -> None:
         if len(scatter) > RUNS_MAX:
-            raise TooManyCopies(f"a unit has {len(scatter):,} runs (limit {RUNS_MAX:,})")
+            raise CannotStage(f"a unit has {len(scatter):,} runs (limit {RUNS_MAX:,})")
         items = _folded_runs(_columns(scatter))
         for _ in range(AXES_MAX - 1):
             items = _folded(items)
         if len(items) > COPIES_MAX:
-            raise TooManyCopies(f"a unit takes {len(items):,} copies (limit {COPIES_MAX:,})")
+            raise CannotStage(f"a unit takes {len(items):,} copies (limit {COPIES_MAX:,})")
         self.region: Int64s = np.array([item.shared[2] for item in items], np.int64)
         self.table: Int64s = np.array([_row(item) for item in items], np.int64)
 
@@ -141,7 +137,7 @@ class StridedCopies:
 
 
 def _folded_runs(columns: Int64s) -> list[_Item]:
-    """Return items of at most one axis, with one step of Python per item. Raises: TooManyCopies."""
+    """Return items of at most one axis, with one step of Python per item. Raises: CannotStage."""
     count = columns.shape[1]
     steps = np.diff(columns[6:])
     joins = np.all(columns[:6, 1:] == columns[:6, :-1], axis=0) & np.all(steps >= 0, axis=0)
@@ -152,7 +148,7 @@ def _folded_runs(columns: Int64s) -> list[_Item]:
     while at < count - 1 and (at := stops[at]) < count:
         starts.append(at)
     if len(starts) > FOLDED_MAX:
-        raise TooManyCopies(f"a unit has {len(starts):,} irregular runs (limit {FOLDED_MAX:,})")
+        raise CannotStage(f"a unit has {len(starts):,} irregular runs (limit {FOLDED_MAX:,})")
     counts = np.diff(starts, append=count).tolist()
     firsts = columns[:, starts].T.tolist()
     axes = np.append(steps, [[0], [0]], axis=1)[:, starts].T.tolist()
@@ -254,13 +250,14 @@ def buffer_bytes_of(staging_bytes: int) -> int:
     return staging_bytes // STAGING_BUFFERS // 4096 * 4096
 
 
-def stage(pair: GroupPair, source: Units, target: Units, *, staging_bytes: int) -> StagedRuns:
+def stage(group: PlannedGroup, staging_bytes: int) -> StagedRuns:
     """Plan both steps of a staged read, and prove the fetch. ``plan_transfer`` proves the scatter.
 
     Raises:
         CannotStage: a unit does not fit, or its pieces cannot lie densely in a place.
         PlanUnsound: the proof has failed.
     """
+    pair, source, target = group.pair, group.source, group.target
     buffer_bytes = buffer_bytes_of(staging_bytes)
     hull = [_all_held(each.layer, each.source, each.source) for each in pair.pairs]
     places = _places(group_by_shape(hull), source.tokens, buffer_bytes)
@@ -275,18 +272,14 @@ def stage(pair: GroupPair, source: Units, target: Units, *, staging_bytes: int) 
         for parts, table in pieces
         for layer, part in buffer.components(parts, table.source[:2].reshape(2, len(parts), -1))
     }
-    group = _slots_group(pair, staged, units)
+    slots = _slots_group(pair, staged, units)
     fetched = [_all_held(each.layer, each.source, staged[each.layer, each.source.role]) for each in pair.pairs]
     landed = [replace(each, source=staged[each.layer, each.source.role]) for each in pair.pairs]
-    fetching = replace(pair, target=group, pairs=tuple(fetched))
-    landing = replace(pair, source=group, pairs=tuple(landed))
+    fetching = replace(pair, target=slots, pairs=tuple(fetched))
+    landing = replace(pair, source=slots, pairs=tuple(landed))
     fetch = merge_runs([cut_fragments(parts, source, units) for parts in group_by_shape(fetching.pairs)])
     scatter = merge_runs([cut_fragments(parts, units, target) for parts in group_by_shape(landing.pairs)])
-    try:
-        copies = StridedCopies(scatter)
-    except TooManyCopies as error:
-        raise CannotStage(str(error)) from error
-    staged_runs = StagedRuns(places, buffer_bytes, fetch, scatter, copies, units, fetching, landing)
+    staged_runs = StagedRuns(places, buffer_bytes, fetch, scatter, StridedCopies(scatter), units, fetching, landing)
     prove(staged_runs, source)
     return staged_runs
 
@@ -302,7 +295,7 @@ def prove(staged: StagedRuns, source: Units) -> None:
     cache = Manifest(staged.places, (Region(0, staged.buffer_bytes),), (group,))
     # A place may have fewer tokens than the width of a stripe; a block of a cache may not.
     replace(cache, groups=(replace(group, stripe=ALL_TOKENS),)).check()
-    if not certify(cache, [(staged.fetching, fetch, source, staged.units)]).complete:
+    if not certify(cache, [PlannedGroup(staged.fetching, fetch, source, staged.units)]).complete:
         raise PlanUnsound("a byte of a staging place is not read")
     # The certificate checks one place at a time.
     order = np.argsort(fetch.target[1])
@@ -417,22 +410,14 @@ class Choice(Struct, frozen=True, eq=False):
 DIRECT = Choice()
 
 
-class GroupsToRead(Struct, frozen=True):
-    """One pair of groups, and how the blocks of both sides are cut."""
-
-    pair: GroupPair
-    source: Units
-    target: Units
-
-
-def choose(groups: GroupsToRead, runs: RunTable, sides: tuple[Manifest, Manifest], staging_bytes: int) -> Choice:
+def choose(group: PlannedGroup, sides: tuple[Manifest, Manifest], staging_bytes: int) -> Choice:
     """Compare the costs of a direct and a staged read of one unit; prefer the direct one if they are equal.
 
     Both estimates ignore that neighbors merge, because block ids are not known yet. If direct runs merge, the stretches
     on the source are not longer than the runs, so staging gains nothing. Raises ``PlanUnsound`` if a staged plan failed
     its proof.
     """
-    nbytes = runs.unit_bytes
+    runs, nbytes = group.runs, group.runs.unit_bytes
     direct_s = len(runs) * DESCRIPTOR_S + nbytes * READ_BYTE_S
     copied_s = POST_S + nbytes * COPIED_BYTE_S
     words = f"direct takes {_count(len(runs), 'descriptor')} and about {direct_s * 1e6:,.0f} us"
@@ -444,7 +429,7 @@ def choose(groups: GroupsToRead, runs: RunTable, sides: tuple[Manifest, Manifest
         if found != {STAGED_MEMORY}:
             return Choice(None, f"{words}; not staged, because the {side} is {min(found - {STAGED_MEMORY})}")
     try:
-        staged = stage(groups.pair, groups.source, groups.target, staging_bytes=staging_bytes)
+        staged = stage(group, staging_bytes)
     except CannotStage as error:
         return Choice(None, f"{words}; not staged, because {error}")
     fetch, copies = len(staged.fetch), len(staged.copies)

@@ -19,7 +19,7 @@ from kvflow.layout.shards import Shard
 from kvflow.layout.specs import FullAttention
 from kvflow.memory.cache import allocate
 from kvflow.planning.assignment import assign_sources
-from kvflow.planning.certificate import certify
+from kvflow.planning.certificate import PlannedGroup, certify
 from kvflow.planning.match import GroupPair, match_groups
 from kvflow.planning.plan import GroupPlan, plan_transfer
 from kvflow.planning.runs import RunTable, cut_fragments
@@ -44,7 +44,7 @@ class Planned:
         """Certify the plan, or what a defect made of its runs or of how blocks are cut."""
         plan = self.plan
         runs = plan.runs if runs is None else runs  # a table without runs is false
-        return certify(self.target, [(self.pair, runs, source or plan.source, target or plan.target)])
+        return certify(self.target, [PlannedGroup(self.pair, runs, source or plan.source, target or plan.target)])
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +265,7 @@ def test_a_unit_that_lies_on_two_ranks_fails_the_proof():
     (pair,) = match_groups(whole, finer)
     cut = replace(plan.target, stripe=shards[1].stripe)
     with pytest.raises(PlanUnsound, match="are cut into units of 4"):
-        certify(finer, [(pair, plan.runs, plan.source, cut)])
+        certify(finer, [PlannedGroup(pair, plan.runs, plan.source, cut)])
 
 
 def test_merging_changes_no_byte(plans):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from kvflow.errors import LayoutMismatch, PlanUnsound
-from kvflow.planning.certificate import certify
+from kvflow.planning.certificate import PlannedGroup, certify
 from kvflow.planning.staging import prove
 from tests.fakes.staging import plan_at
 
@@ -79,7 +79,7 @@ def test_each_defect_in_either_half_of_a_staged_read_fails_its_proof(staged_grou
             if half == "fetch":
                 prove(replace(staged, fetch=runs), group.source)
             else:
-                certify(target, [(pair, runs, *sides)])
+                certify(target, [PlannedGroup(pair, runs, *sides)])
         except PlanUnsound:
             caught[name] += 1
         else:

@@ -5,7 +5,7 @@ import pytest
 
 from kvflow.errors import PlanUnsound
 from kvflow.planning import certificate
-from kvflow.planning.certificate import Missing, certify
+from kvflow.planning.certificate import Missing, PlannedGroup, certify
 from kvflow.planning.match import match_groups
 from kvflow.planning.plan import plan_transfer
 from kvflow.planning.runs import RunTable, Units, cut_fragments, group_by_shape
@@ -30,7 +30,7 @@ def runs_of():
 
 
 def test_a_complete_plan_writes_the_page():
-    proven = certify(CACHE, [(PAIR, runs_of(), CUT, CUT)])
+    proven = certify(CACHE, [PlannedGroup(PAIR, runs_of(), CUT, CUT)])
     assert proven.written_bytes == proven.page_bytes == 2 * 16 * 4 * 8 * 2
     assert proven.complete
 
@@ -44,11 +44,11 @@ def test_of_many_layers_of_one_shape_the_wrong_one_is_named(monkeypatch, proven_
     assert [len(pairs) for pairs in group_by_shape(pair.pairs)] == [6]
     whole = Units(tokens=16, per_kernel_block=1, kernel_blocks=1)
     runs = cut_fragments(pair.pairs, whole, whole)
-    assert certify(cache, [(pair, runs, whole, whole)]).complete
+    assert certify(cache, [PlannedGroup(pair, runs, whole, whole)]).complete
     (of_v,) = np.flatnonzero(runs.target[1] == pair.pairs[3].target.offset)
     runs.source[1, of_v] += 1
     with pytest.raises(PlanUnsound, match=r"b\.v: a byte is read from elsewhere"):
-        certify(cache, [(pair, runs, whole, whole)])
+        certify(cache, [PlannedGroup(pair, runs, whole, whole)])
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_wrong_number_says_what_it_would_do(side, row, words):
     runs = runs_of()
     getattr(runs, side)[row, 5] += 1
     with pytest.raises(PlanUnsound, match=words):
-        certify(CACHE, [(PAIR, runs, CUT, CUT)])
+        certify(CACHE, [PlannedGroup(PAIR, runs, CUT, CUT)])
 
 
 @pytest.mark.parametrize(("at", "to", "words"), [(5, 4, "write the same byte"), (0, 1 << 20, "not written")])
@@ -76,7 +76,7 @@ def test_a_moved_target_leaves_a_hole_or_an_overlap(at, to, words):
     runs = runs_of()
     runs.target[1, at] = runs.target[1, to] if to < len(runs) else to
     with pytest.raises(PlanUnsound, match=words):
-        certify(CACHE, [(PAIR, runs, CUT, CUT)])
+        certify(CACHE, [PlannedGroup(PAIR, runs, CUT, CUT)])
 
 
 @pytest.mark.parametrize("row", [3, 4])
@@ -84,7 +84,7 @@ def test_strides_that_lead_away_from_the_page_leave_a_hole(row):
     runs = runs_of()
     runs.target[row] += 1 << 20
     with pytest.raises(PlanUnsound, match="not written"):
-        certify(CACHE, [(PAIR, runs, CUT, CUT)])
+        certify(CACHE, [PlannedGroup(PAIR, runs, CUT, CUT)])
 
 
 def test_a_run_beside_the_components_is_found():
@@ -93,14 +93,14 @@ def test_a_run_beside_the_components_is_found():
     wider = RunTable(runs.nbytes[extra], runs.source[:, extra], runs.target[:, extra])
     wider.target[1, -1] = 1 << 20
     with pytest.raises(PlanUnsound, match="runs write"):
-        certify(CACHE, [(PAIR, wider, CUT, CUT)])
+        certify(CACHE, [PlannedGroup(PAIR, wider, CUT, CUT)])
 
 
 def test_a_run_without_bytes_is_refused():
     runs = runs_of()
     runs.nbytes[3] = 0
     with pytest.raises(PlanUnsound, match="no bytes"):
-        certify(CACHE, [(PAIR, runs, CUT, CUT)])
+        certify(CACHE, [PlannedGroup(PAIR, runs, CUT, CUT)])
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_run_without_bytes_is_refused():
 )
 def test_blocks_that_units_do_not_fill_are_named(source, target, words):
     with pytest.raises(PlanUnsound, match=words):
-        certify(CACHE, [(PAIR, runs_of(), source, target)])
+        certify(CACHE, [PlannedGroup(PAIR, runs_of(), source, target)])
 
 
 def test_no_plan_at_all_leaves_everything_missing():

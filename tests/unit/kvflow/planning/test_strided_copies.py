@@ -12,8 +12,8 @@ from kvflow.planning.staging import (
     FIXED,
     FOLDED_MAX,
     RUNS_MAX,
+    CannotStage,
     StridedCopies,
-    TooManyCopies,
     room_left,
 )
 
@@ -105,7 +105,7 @@ def uneven(count):
     ids=["runs", "stretches", "copies"],
 )
 def test_what_would_take_long_to_fold_or_to_prove_is_refused(runs, words):
-    with pytest.raises(TooManyCopies, match=words):
+    with pytest.raises(CannotStage, match=words):
         StridedCopies(table_of(*runs))
 
 
