@@ -32,9 +32,9 @@ def __getattr__(name: str) -> Any:
     """Load the connector when vLLM asks for it, after a check of vLLM's release, which may lack its base classes."""
     if name not in {NAME, ALIAS}:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvflow.integrations.vllm.versions import require_supported  # noqa: PLC0415 - see above
+    from kvflow.integrations.vllm.versions import features  # noqa: PLC0415 - see above
 
-    require_supported()
+    features()  # refuses a release that is not supported
     from kvflow.integrations.vllm.connector import KVFlowConnector  # noqa: PLC0415
 
     return KVFlowConnector

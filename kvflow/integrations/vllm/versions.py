@@ -49,11 +49,6 @@ class Features(Struct, frozen=True, kw_only=True):
     sleep: bool  # vLLM calls its connectors when the engine sleeps and wakes
 
 
-def require_supported() -> None:
-    """Refuse an unsupported release of vLLM with ConfigInvalid, which names the supported range."""
-    check_release(installed_release())
-
-
 def installed_release() -> str:
     """Return the installed release of vLLM; empty if vLLM is not installed."""
     for name in DISTRIBUTIONS:
@@ -97,7 +92,7 @@ def connector_bases() -> tuple[type, ...]:
     With ``SupportsHMA`` vLLM puts layers of different kinds into different groups. Releases that cannot report a failed
     load of such a model get a connector without it: vLLM then puts all layers into one group, as full attention.
     """
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415 - see require_supported
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415 - see check_release
         KVConnectorBase_V1,
         SupportsHMA,
     )
@@ -130,7 +125,7 @@ def _results_class() -> type:
 
 def extra_keys() -> Callable[[Any, int, int, int], Keys]:
     """Return vLLM's ``generate_block_hash_extra_keys``, which names the kind of each key in all releases."""
-    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys  # noqa: PLC0415 - see require_supported
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys  # noqa: PLC0415 - see check_release
 
     if features().named_keys:
         return generate_block_hash_extra_keys  # type: ignore[no-any-return]
