@@ -37,16 +37,7 @@ class _Attachment:
 
 
 class LoopbackBackend(Backend):
-    """Move bytes between transports of one process.
-
-    Args:
-        agent_name: unique per incarnation.
-        regions: the cache, in DRAM.
-        epochs: our epoch table.
-
-    Raises:
-        TransportUnavailable: a region is not DRAM, or the name is in use.
-    """
+    """Move bytes between transports of one process. Raises TransportUnavailable for VRAM, or a name that is in use."""
 
     def __init__(self, agent_name: str, regions: Sequence[Region], epochs: Region) -> None:
         self._agent_name = agent_name
@@ -61,7 +52,6 @@ class LoopbackBackend(Backend):
             _exporters[agent_name] = self._exporter
 
     def add(self, address: PeerAddress) -> Carrier:
-        """Find a peer's exporter in this process."""
         try:
             envelope = unseal(address.planes["loopback"], transport="loopback", agent=address.agent)
         except ValueError as error:
@@ -76,11 +66,9 @@ class LoopbackBackend(Backend):
         return Carrier("loopback", "kind")
 
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:
-        """Forget a peer."""
         self._peers.pop(peer_id, None)
 
     def prepare(self, prepared: CheckedList) -> None:
-        """Check that the rows lie in what the peer exports."""
         peer = self._peers[prepared.prepared_list.peer]
         try:
             check_inside(prepared.source, peer.exporter.regions, prepared.prepared_list.source_memory)
@@ -89,7 +77,6 @@ class LoopbackBackend(Backend):
         peer.prepared_lists[prepared.prepared_list.list_id] = prepared
 
     def post(self, chunk: Chunk) -> PostedWork | int:
-        """Copy a chunk."""
         portion = chunk.portion
         peer = self._peers[portion.peer]
         prepared_list = peer.prepared_lists[portion.list_id]
@@ -104,7 +91,6 @@ class LoopbackBackend(Backend):
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
     ) -> PostedWork | Sequence[int]:
-        """Return the values of the slots."""
         peer = self._peers[peer_id]
         with peer.exporter.lock:
             _require_open(peer.exporter)
@@ -112,19 +98,15 @@ class LoopbackBackend(Backend):
             return list(slots)
 
     def ends_at_once(self, peer: PeerId) -> bool:
-        """Return True: the post is the copy."""
         return True
 
     def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
-        """Reads end at once, so there is nothing to ask about."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Forget the peers. Reads end at once, so there is nothing to destroy."""
         self._peers.clear()
 
     def close(self) -> None:
-        """Return when no peer reads from us."""
         with _exporters_lock:
             del _exporters[self._agent_name]
         with self._exporter.lock:

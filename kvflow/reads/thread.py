@@ -48,15 +48,9 @@ PAUSE_S_MAX = 1e-3
 """The pause between two polls. It doubles while nothing happens. A small TCP read takes 25 to 70 us, and polling
 without a pause takes the CPU that moves the bytes. A command ends the pause at once."""
 
-HANGS_S = 10.0
-"""Seconds after which ``close`` logs what it waits for."""
-
-CLOSE_GRACE_S = 2.0
-"""How long ``close`` waits for work in flight before it destroys the agents."""
-
-
-IDLE_PROGRESS_S = 1.0
-"""How often the deadlines of work over sockets are checked while nothing happens."""
+HANGS_S = 10.0  # after which ``close`` logs what it waits for
+CLOSE_GRACE_S = 2.0  # in which work in flight may end before ``close`` destroys the agents
+IDLE_PROGRESS_S = 1.0  # between two checks of the deadlines of work over sockets
 
 
 class Bell:
@@ -149,11 +143,9 @@ class ThreadedTransport:
 
     @property
     def name(self) -> str:
-        """The setting for data planes."""
         return self._name
 
     def start(self, regions: Sequence[Region], epochs: Region, serving: Serving = SERVES_NOTHING) -> None:
-        """Register memory and start the read thread, once, even if the start fails."""
         with self._lock:
             assert not self._threads, "a transport starts once"
             assert not self._closed, "a closed transport does not start"
@@ -165,28 +157,22 @@ class ThreadedTransport:
         self._published.result()
 
     def staging(self) -> StagingUse:
-        """Return how many staging buffers are taken."""
         return self._staging.use
 
     def published(self) -> Published:
-        """Return what a peer needs to read from us."""
         assert self._published.done(), "start comes first"
         return self._published.result()
 
     def add_peer(self, address: PeerAddress) -> None:
-        """Connect to a peer's exporter."""
         self._command(address)
 
     def remove_peer(self, peer: PeerId, *, gone: bool = False) -> None:
-        """Forget a peer."""
         self._command(RemovePeer(peer, gone))
 
     def prepare(self, prepared_list: PreparedList) -> None:
-        """Prepare descriptor lists."""
         self._command(prepared_list)
 
     def post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
-        """Start reads, and move small ones at once."""
         if self._inline_s_max and self._guard.acquire(blocking=False):
             try:
                 # Queued commands came before, and are processed under the lock, so nothing comes between.
@@ -202,18 +188,13 @@ class ThreadedTransport:
         return []
 
     def cancel(self, read_ids: Sequence[int]) -> None:
-        """Drop chunks that were not posted yet."""
         self._command(CancelReads(tuple(read_ids)))
 
     def reset_reader(self) -> None:
-        """End what is in flight from hung peers."""
         self._command(ResetReader())
 
     def close(self) -> None:
-        """Destroy the agents and join the read thread. Blocks for two seconds, unless a call into the library hangs.
-
-        In that case it logs what it waits for, because the memory must not be freed before the call returns.
-        """
+        """Destroy the agents and join the read thread. Logs what it waits for while a call into a library hangs."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -279,7 +260,7 @@ class ThreadedTransport:
                 time.sleep(PAUSE_S_MAX)
 
     def _take(self) -> list[Command | None]:
-        """Process all waiting commands."""
+        """Take all waiting commands."""
         return [self._commands.popleft() for _ in range(len(self._commands))]
 
 

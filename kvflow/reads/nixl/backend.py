@@ -98,12 +98,9 @@ class _Posted(PostedWork):
 
 
 class Uses(NamedTuple):
-    """What a worker does with its cache, as far as that decides what NIXL registers.
+    """What a worker does with its cache, as far as that decides what NIXL registers: its role, and ``Agent.sleeps``.
 
-    Attributes:
-        role: as ``WorkerConfig.role``. A ``consumer`` exports its epoch table only. A ``producer`` registers its cache
-            for reads only when it reads.
-        sleeps: see ``Agent``.
+    A ``consumer`` exports its epoch table only. A ``producer`` registers its cache for reads only when it reads.
     """
 
     role: str = "both"
@@ -119,12 +116,10 @@ class NixlBackend(Backend):
     Args:
         agent_name: unique per incarnation.
         regions: the cache.
-        epochs: our epoch table.
         staging: memory that only the reader knows.
         known_only: refuse peers whose transport cannot be determined.
-        reader_progress: run a progress thread at the reader, too. What a network card's queue could not hold, UCX
-            passes on while it makes progress; without the thread, only in our polls. Our calls may wait for its lock.
-            None: run one if this host has a network that UCX uses, or the cache is in VRAM.
+        reader_progress: run a progress thread at the reader, too: without it UCX passes on what a network card's queue
+            could not hold only in our polls. None: if this host has a network that UCX uses, or the cache is in VRAM.
         params: ``WorkerConfig.nixl_backend_params``, for both agents.
 
     Raises:
@@ -184,7 +179,6 @@ class NixlBackend(Backend):
             raise TransportUnavailable(f"NIXL cannot start: {words_of(error)}{hint} ({name})", remedy=remedy) from error
 
     def add(self, address: PeerAddress) -> Carrier:
-        """Connect to a peer's exporter, or use a connection that exists."""
         try:
             agent = None if address.agent is None else exporter_name(address.agent)
             envelope = unseal(address.planes["nixl"], transport="nixl", agent=agent)
@@ -212,7 +206,6 @@ class NixlBackend(Backend):
         return carrier
 
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:
-        """Forget a peer. Its connection is kept unless it has failed or the peer is gone."""
         peer = self._peers.pop(peer_id, None)
         if peer is None:
             if gone:
@@ -236,7 +229,6 @@ class NixlBackend(Backend):
             self._forget(oldest)
 
     def prepare(self, prepared: CheckedList) -> None:
-        """Prepare both sides of a list."""
         prepared_list = prepared.prepared_list
         peer = self._peers[prepared_list.peer]
         try:
@@ -251,7 +243,6 @@ class NixlBackend(Backend):
         peer.handles[prepared_list.list_id] = (source, target)
 
     def post(self, chunk: Chunk) -> PostedWork | int:
-        """Read a chunk."""
         portion = chunk.portion
         peer = self._peers[portion.peer]
         source, target = peer.handles[portion.list_id]
@@ -269,7 +260,6 @@ class NixlBackend(Backend):
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
     ) -> PostedWork | Sequence[int]:
-        """Read epoch slots into a span of scratch memory."""
         peer, count = self._peers[peer_id], last + 1 - first
         if not self._reader.free_spans:
             raise BackendError(FailureCode.TRANSPORT_ERROR, "too many checks of hung peers are in flight")
@@ -283,24 +273,20 @@ class NixlBackend(Backend):
         return self._begin(handle, peer, span, count)
 
     def ends_at_once(self, peer_id: PeerId) -> bool:
-        """Return True: over shared memory the post is the copy; over RDMA it is short, too."""
-        return True
+        return True  # over shared memory the post is the copy; over RDMA it is short, too
 
     def chunk_descriptors(self, peer_id: PeerId) -> int:
-        """Return how many descriptors a card or a driver queues in good time; 0 without a progress thread."""
         if not self._reader.progress:
             return 0
         copies = "cuda_ipc" in self._peers[peer_id].carrier or self._peers[peer_id].carrier == UNKNOWN_CARRIER.name
         return _COPIED_DESCRIPTORS_MAX if copies else _QUEUED_DESCRIPTORS_MAX
 
     def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
-        """Ask once about work in flight."""
         assert isinstance(posted, _Posted)
         values = self._ask(posted, self._reader.agent.poll) if posted.handle else None
         return values if values is None or posted.count else 0
 
     def reset(self) -> None:
-        """Destroy the reader and create a new one."""
         # The handles in flight are not released: that stops nothing, and only the end of their agent does.
         self._peers.clear()
         self._kept.clear()
@@ -310,13 +296,11 @@ class NixlBackend(Backend):
         self._require_reader()
 
     def close(self) -> None:
-        """Destroy the reader, then the exporter."""
         with self._exporting:  # is destroyed after the reader, even if destroying that fails
             if not self._reader_is_gone:
                 self._destroy_reader()
 
     def _destroy_reader(self) -> None:
-        """Destroy the reader: nothing of it writes after this."""
         self._reader.agent.destroy()
 
     def _connect(self, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> _RemoteAgent:
@@ -463,14 +447,12 @@ class DeviceNixlBackend(NixlBackend):
         super().__init__(*arguments, **options)
 
     def ends_at_once(self, peer_id: PeerId) -> bool:
-        """Return False: a device copies later, and only this thread has entered it."""
-        return False
+        return False  # a device copies later, and only this thread has entered it
 
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
     ) -> PostedWork | Sequence[int]:
-        """Read epoch slots. Before a fence, what has arrived becomes visible to the device."""
-        if fence:
+        if fence:  # what has arrived becomes visible to the device
             self._device.make_visible()
         return super().post_check(peer_id, first, last, reads, fence=fence)
 
