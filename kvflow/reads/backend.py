@@ -86,11 +86,7 @@ class Chunk(Struct, frozen=True, eq=False, gc=False):
 
 
 def share_numbers(chunk: Chunk) -> npt.NDArray[np.uint16] | None:
-    """Return the share that each descriptor of a chunk belongs to; None if the portion has one share.
-
-    Returns:
-        uint16, shape (descriptors,): an index into ``chunk.portion.shares``.
-    """
+    """Return the share of each descriptor of a chunk, uint16, shape (descriptors,); None if the portion has one."""
     shares = chunk.portion.shares
     if len(shares) == 1:
         return None
@@ -111,8 +107,7 @@ class CheckedList(Struct, frozen=True, eq=False, gc=False):
 
     Attributes:
         target: its target rows; for a staged list, those of all staging buffers, one after the other.
-        source_units: units of the source are in ``[0, source_units)``.
-        target_units: units of the target are in ``[0, target_units)``.
+        source_units: how many the source has, and ``target_units`` the target.
         pair_bytes: bytes that one pair of units fills.
         pair_s: estimated seconds that one pair adds to a post.
         portion_pairs: most pairs of one read that are bound together.
@@ -132,7 +127,7 @@ class CheckedList(Struct, frozen=True, eq=False, gc=False):
 
 
 class PostedWork:
-    """Work that was not done when its post returned. Each backend defines its own class.
+    """Work that was not done when its post returned. Each backend derives a class.
 
     Attributes:
         polled: whether only ``poll`` detects its end; otherwise the backend's descriptor becomes readable.
@@ -205,8 +200,7 @@ class Backend(Protocol):
     def chunk_descriptors(self, peer: PeerId) -> int:
         """Return the most descriptors of one post for a peer whose posts are asynchronous.
 
-        With 0, chunks stay small and few. This is right if a post is the copy, or if posted work advances only when a
-        thread polls.
+        0 keeps chunks small and few: right if a post is the copy, or if posted work advances only in polls.
         """
         return 0
 
@@ -219,9 +213,9 @@ class Backend(Protocol):
         ...
 
     def post(self, chunk: Chunk) -> PostedWork | int:
-        """Start to move a chunk of checked reads. Return 0 if it has arrived.
+        """Start to move a chunk of checked reads. Return 0 if all of it has arrived.
 
-        A backend whose exporter serves reads returns ``PostedWork``, which has what was refused.
+        If an exporter serves the reads, it may refuse some: the ``PostedWork`` of such a backend has them.
 
         Raises:
             BackendError: as the class says.
@@ -233,12 +227,8 @@ class Backend(Protocol):
     ) -> PostedWork | Sequence[int]:
         """Start to read the epoch slots from ``first`` to ``last`` of an added peer, at most ``SPAN_MAX`` slots.
 
-        Args:
-            peer: a peer that was added.
-            first: the lowest slot.
-            last: the highest slot.
-            reads: ids and leases of the reads that are checked; their slots are in this range.
-            fence: whether all bytes of these reads have arrived. Otherwise nothing of them was posted.
+        ``reads`` are ids and leases of the reads that are checked; their slots are in this range. ``fence``: whether
+        all bytes of these reads have arrived. Otherwise nothing of them was posted.
 
         Returns:
             The values of the slots in order, if they are known already. Values of slots that no read has are undefined.
@@ -258,9 +248,7 @@ class Backend(Protocol):
 
 
 BackendFactory = Callable[[Sequence[Region], Region, Serving], Backend]
-"""Creates the backend of one plane from the regions, the epoch table and what to serve. If it raises
-``TransportUnavailable``, nothing remains."""
-
+"""Regions, epoch table, what to serve -> the backend of one plane, or ``TransportUnavailable`` and nothing remains."""
 
 _MAGIC = b"kvt1"
 _DIGEST_BYTES = 16
@@ -279,8 +267,8 @@ class Envelope(Struct, frozen=True):
         transport: name of the plane, which readers must use, too.
         agent: the exporter's name, unique per incarnation.
         blob: what the plane's library needs.
-        settings: what must be equal on both sides; None if the peer did not state it.
-        facts: what explains which carriers reach the exporter; None if the peer did not state it.
+        settings: what must be equal on both sides; None if the peer did not state it, as for the next.
+        facts: what explains which carriers reach the exporter.
     """
 
     transport: Annotated[str, Meta(max_length=32)]

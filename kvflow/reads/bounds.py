@@ -13,8 +13,9 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from kvflow.layout.component import ADDRESS_MAX, Region
-from kvflow.planning.bind import Bound
+from kvflow.planning.bind import Bound, Int32s
 from kvflow.planning.pairs import UnitPairs
+from kvflow.planning.runs import Int64s
 from kvflow.planning.staging import COLUMNS, FIXED, room_left
 from kvflow.reads.contract import PreparedList
 
@@ -30,8 +31,6 @@ _INTEGERS = {int}
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _DTYPES = (_INT32, _INT32, _INT64)
 
-Int64s = npt.NDArray[np.int64]
-Int32s = npt.NDArray[np.int32]
 Intps = npt.NDArray[np.intp]
 Flags = npt.NDArray[np.bool_]
 
@@ -41,15 +40,14 @@ class OutOfBounds(Exception):
 
 
 class CheckedRows(Struct, frozen=True, eq=False):
-    """Checked strided rows, and the number of each row's first descriptor.
+    """Checked strided rows: address, nbytes, device, stride, count.
 
     Attributes:
-        table: int64, shape (rows, 5): address, nbytes, device, stride, count.
+        table: int64, shape (rows, 5).
         firsts: int64, shape (rows,): number of each row's first descriptor.
         dense: shape (rows,): True if the descriptors of the row touch, and may merge.
         count: descriptors of all rows together, in [1, ``INDEX_MAX``].
-        nbytes_max: length of the longest descriptor.
-        uniform: whether all descriptors are of that length.
+        nbytes_max: length of the longest descriptor; ``uniform``: whether all are of that length.
     """
 
     table: Int64s
@@ -134,12 +132,7 @@ def check_inside(rows: CheckedRows, regions: Sequence[Region], memory: str) -> N
 
 
 def check_pairs(pairs: UnitPairs, source_units: int, target_units: int) -> None:
-    """Check that pairs of units can be bound.
-
-    Raises:
-        OutOfBounds: wrong dtype or shape, no pair, or a unit that is not in ``[0, source_units)`` or ``[0,
-            target_units)``.
-    """
+    """Check that pairs of units can be bound. OutOfBounds: wrong dtype or shape, no pair, or no such unit."""
     source, target = pairs.source, pairs.target
     if isinstance(source, tuple) and isinstance(target, tuple) and len(source) == len(target):
         both = source + target
@@ -184,8 +177,7 @@ def check_bound(bound: Bound, pairs: int, source: CheckedRows, target: CheckedRo
 def check_staged_bound(bound: Bound, pairs: int, scatter: CheckedScatter) -> None:
     """Check what a binding of a staged list returned, as ``check_bound`` does.
 
-    Raises:
-        OutOfBounds: also if a chunk has more units than a buffer has places, or the numbers of units and pairs differ.
+    Raises OutOfBounds also if a chunk has more units than a buffer has places, or there are not as many as pairs.
     """
     n = _check_index(bound, scatter.source_units, math.prod(scatter.units))
     if n != pairs:
@@ -237,13 +229,7 @@ def check_scatter(
 ) -> CheckedScatter:
     """Check that what a staged list fetches fits a buffer, and that its copies stay in the buffer and in one region.
 
-    Args:
-        prepared_list: a staged list.
-        source: its checked source rows.
-        target: its checked target rows, addressed from the start of a buffer.
-        buffer_bytes: length of each buffer; 0 if there are none.
-        regions: where targets may lie.
-        memory: kind of the buffers' memory.
+    Its checked ``target`` rows count addresses from the start of a buffer. ``buffer_bytes`` is 0 if there are none.
 
     Raises:
         OutOfBounds: names what cannot be used, and why.

@@ -55,7 +55,6 @@ CHUNK_BYTES_MAX = 8 << 20
 CHUNK_DESCRIPTORS_MAX = 256
 """Most merged descriptors of one chunk: at 2 to 9 us each, about 1 ms, too."""
 
-
 INLINE_S_MAX = 100e-6
 """Longest time that a post may hold the event loop."""
 
@@ -70,11 +69,9 @@ Verdict = Literal["held", "early", "stale", "failed"]
 
 
 class Part(Struct, frozen=True, eq=False, gc=False):
-    """What one group of a source rank gives to a pull.
+    """What one group of a source rank gives to a pull: at least one pair of units, ascending by source.
 
-    Attributes:
-        pairs: units to copy, at least one pair, ascending by source.
-        binding: the binding of the list, for the report of the pull. The data plane uses that of its list.
+    ``binding`` is that of the list, for the report of the pull; the data plane uses that of its list.
     """
 
     list_id: int
@@ -100,21 +97,17 @@ class LeaseName(Struct, frozen=True, gc=False):
 class Outstanding:
     """Whether a peer owes something that was posted. Thread: the data plane writes, any thread reads.
 
-    Attributes:
-        since: when it last completed something, or when something was first posted if that is later, in seconds of the
-            data plane's clock; infinite while it owes nothing.
+    ``since``: when it last completed something, or when something was first posted if that is later, in seconds of the
+    data plane's clock; infinite while it owes nothing.
     """
 
     since: float = math.inf
 
 
 class ArrivedChunk(NamedTuple):
-    """One chunk of a read that has arrived, for the trace of its pull.
+    """One chunk of a read that has arrived, for the trace of its pull. Other reads may have shared it.
 
-    Attributes:
-        arrived_at: when all of it was where it belongs.
-        read_bytes: bytes of the read that had arrived by then, with this chunk.
-        descriptors: descriptors of the chunk before neighbors merge. Other reads may have shared it.
+    ``read_bytes`` of the read had arrived by then. ``descriptors`` are those of the chunk before neighbors merge.
     """
 
     list_id: int
@@ -248,17 +241,11 @@ class PeerAddress(Struct, frozen=True):
 
 
 class PairBinder(Protocol):
-    """What the transport must know about a group's plan to read with it. The bindings of a plan fit.
+    """What the transport must know about a group's plan to read with it. The numbers are those of one pair of units."""
 
-    Attributes:
-        unit_bytes: bytes that one pair of units fills.
-        read_bytes: bytes that are read for one pair; more than ``unit_bytes`` if it is staged.
-        unit_descriptors: descriptors of one pair before neighbors merge.
-    """
-
-    unit_bytes: int
-    read_bytes: int
-    unit_descriptors: int
+    unit_bytes: int  # that it fills
+    read_bytes: int  # that are read for it: more if it is staged
+    unit_descriptors: int  # before neighbors merge
 
     def bind(self, pairs: UnitPairs, *, chunk_bytes: int, chunk_descriptors: int) -> Bound:
         """Return the descriptor numbers of these pairs, cut into chunks: run by run, and within a run pair by pair."""
@@ -378,14 +365,13 @@ class StagingUse(Struct, frozen=True, kw_only=True):
 
 
 class Carrier(Struct, frozen=True):
-    """What carries the bytes that are read from one peer.
+    """What carries the bytes that are read from one peer. The choice of the plane adds ``plane``.
 
     Attributes:
         name: ``loopback``, or UCX's name of its transport: ``cma`` (shared memory), ``rc_mlx5``, ``cuda_ipc``.
             Several with a bar between them if it is one of these; ``unknown`` if not even that is known.
         known_by: ``kind``: the data plane has no other transport. ``addresses``: only one transport of both sides
             reaches the peer. ``candidates``: several do. ``nothing``: the two sides could not be compared.
-        plane: ``nixl``, ``tcp`` or ``loopback``. The code that chooses the plane adds it.
     """
 
     name: str
@@ -416,10 +402,8 @@ class RateLearned(Struct, frozen=True):
 class PeerFailed(Struct, frozen=True):
     """The peer is lost or could not be added. Its prepared lists are gone. Add it again to retry.
 
-    Attributes:
-        code: ``peer_lost``, ``metadata_invalid``, ``transport_error``, or ``plane_unfit`` if no data plane of both
-            sides can read from it.
-        detail: the message of the foreign library.
+    ``code``: ``peer_lost``, ``metadata_invalid``, ``transport_error``, or ``plane_unfit`` if no data plane of both
+    sides can read from it. ``detail``: the message of the foreign library.
     """
 
     peer: PeerId
@@ -432,8 +416,8 @@ class ResetDone(Struct, frozen=True):
 
     Attributes:
         ended: chunks and fences in flight that the reset ended; 0 if all had ended in time, so the reader was kept.
-        drain_s: seconds without new chunks, while chunks of other peers had time to arrive.
-        reset_s: seconds to renew the reader, and to add peers and prepared lists again.
+        drain_s: without new chunks, while chunks of other peers had time to arrive.
+        reset_s: to renew the reader, and to add peers and prepared lists again.
     """
 
     ended: int
@@ -454,12 +438,7 @@ class Transport(Protocol):
         ...
 
     def start(self, regions: Sequence[Region], epochs: Region, serving: Serving = SERVES_NOTHING) -> None:
-        """Register memory with both agents and start the read thread.
-
-        Args:
-            regions: the cache. Peers may read it; our own reads may write to it.
-            epochs: our epoch table in DRAM, ``nbytes`` a multiple of 8. Peers may read it.
-            serving: what a data plane that serves reads must know.
+        """Register the cache, and our epoch table in DRAM, with both agents, and start the read thread.
 
         Raises:
             TransportUnavailable: no data plane, or not the required one, can start.
@@ -493,9 +472,7 @@ class Transport(Protocol):
     def post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
         """Start reads from any peers. Thread: one at a time; the worker's event loop.
 
-        Returns:
-            The answers of reads that were small enough to be moved at once, on the calling thread; they are not passed
-            to ``sink``.
+        Return the answers of reads that were moved at once, on the calling thread; ``sink`` does not get them.
         """
         ...
 
@@ -511,9 +488,8 @@ class Transport(Protocol):
         """End what is in flight from hung peers: destroy the reader and create a new one.
 
         No new chunk is posted until then. Peers that were not removed get ``RESET_DRAIN_S`` for what they have in
-        flight. What has not arrived by then ends with ``peer_lost``, and its peer with ``PeerFailed``. All other peers
-        and their prepared lists are kept, and their reads continue. The result is ``ResetDone``, unless the transport
-        is closed before.
+        flight. What has not arrived by then ends with ``peer_lost``, and its peer with ``PeerFailed``. All others are
+        kept, and their reads continue. The result is ``ResetDone``, unless the transport is closed before.
         """
         ...
 

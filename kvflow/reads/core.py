@@ -69,20 +69,20 @@ RESET = Cause(FailureCode.PEER_LOST, "it did not answer, and the reader was rese
 
 
 class RemovePeer(Struct, frozen=True):
-    """``Transport.remove_peer``."""
+    """Forget a peer."""
 
     peer: PeerId
     gone: bool = False
 
 
 class PostReads(Struct, frozen=True):
-    """``Transport.post``."""
+    """Start reads."""
 
     reads: tuple[RankRead, ...]
 
 
 class ResetReader(Struct, frozen=True):
-    """``Transport.reset_reader``."""
+    """End what is in flight from hung peers."""
 
 
 Command = PeerAddress | RemovePeer | PreparedList | PostReads | CancelReads | ResetReader
@@ -124,14 +124,9 @@ class _InFlight:
 
 
 class ReadCore:
-    """Process the commands of one transport. Thread: one at a time.
+    """Process the commands of one transport over an open backend. Thread: one at a time.
 
-    Args:
-        backend: an open backend.
-        regions: where targets may lie.
-        sink: takes the events.
-        now: returns seconds of a monotonic clock.
-        staging: buffers for staged lists.
+    Targets lie in ``regions``, ``sink`` takes the events, and ``now`` returns seconds of a monotonic clock.
     """
 
     def __init__(

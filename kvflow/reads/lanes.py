@@ -57,39 +57,24 @@ NOTHING_REFUSED: Mapping[int, Cause] = MappingProxyType({})
 
 
 class OpenRead(Struct, eq=False, gc=False):
-    """A read that has not ended. The garbage collector does not visit it; ``Lanes.abandon`` cuts it from its lane.
-
-    Attributes:
-        prepared_lists: the checked lists, one for each part of the read.
-        pairs: all pairs of the part that is posted next.
-        age: number that orders the reads that wait for a turn.
-        overtaken: more urgent chunks that were posted before it since its last one.
-        waits: whether a chunk of it must still be posted.
-        part: the part that is posted next.
-        cursor: pairs of this part that were bound.
-        portion: the portion of this part that was bound and is not posted completely.
-        cut: number of the portion's cut at which the next chunk begins.
-        alone: whether it shares no chunk with other reads.
-        failure: why it ends ``failed`` as soon as nothing of it is in flight.
-        unserved: whether the exporter refused bytes because the lease was not held.
-    """
+    """A read that has not ended. The garbage collector does not visit it; ``Lanes.abandon`` cuts it from its lane."""
 
     read: RankRead
-    prepared_lists: Sequence[CheckedList]
+    prepared_lists: Sequence[CheckedList]  # one for each part
     lane: "Lane"
-    pairs: UnitPairs
+    pairs: UnitPairs  # of the part that is posted next
     taken_at: float
-    age: int = 0
-    overtaken: int = 0
-    waits: bool = False
-    part: int = 0
-    cursor: int = 0
-    portion: Portion | None = None
-    cut: int = 0
-    alone: bool = False
+    age: int = 0  # orders the reads that wait for a turn
+    overtaken: int = 0  # more urgent chunks that were posted before it since its last one
+    waits: bool = False  # whether a chunk of it must still be posted
+    part: int = 0  # that is posted next
+    cursor: int = 0  # pairs of this part that were bound
+    portion: Portion | None = None  # of this part that was bound and is not posted completely
+    cut: int = 0  # of the portion, at which the next chunk begins
+    alone: bool = False  # shares no chunk with other reads
     in_flight: int = 0
-    failure: Cause | None = None
-    unserved: bool = False
+    failure: Cause | None = None  # why it ends ``failed`` as soon as nothing of it is in flight
+    unserved: bool = False  # the exporter refused bytes because the lease was not held
     chunks: int = 0
     arrived_at: float = 0.0
     bind_s: float = 0.0
@@ -108,26 +93,18 @@ class OpenRead(Struct, eq=False, gc=False):
 
 
 class Lane(Struct, eq=False):
-    """The reads and the work in flight of one peer. If ``closed`` has a reason, the lane is closed and only drains.
-
-    Attributes:
-        weight: chunks in one turn.
-        queues: priority -> reads that wait.
-        checks: reads whose first check is due.
-        fences: reads whose fence is due.
-        pace: the pace of its chunks; None unless its posts may be asynchronous.
-    """
+    """The reads and the work in flight of one peer. If ``closed`` has a reason, the lane is closed and only drains."""
 
     peer: PeerId
-    weight: int = 1
+    weight: int = 1  # chunks in one turn
     outstanding: Outstanding = field(default_factory=Outstanding)
-    queues: "dict[int, Queue]" = {}
-    checks: list[OpenRead] = []
-    fences: list[OpenRead] = []
+    queues: "dict[int, Queue]" = {}  # by priority
+    checks: list[OpenRead] = []  # whose first check is due
+    fences: list[OpenRead] = []  # whose fence is due
     chunks_in_flight: int = 0
     checks_in_flight: int = 0
     closed: Cause | None = None
-    pace: Pace | None = None
+    pace: Pace | None = None  # of its chunks; None unless its posts may be asynchronous
 
     @property
     def has_room(self) -> bool:
@@ -145,36 +122,25 @@ class Lane(Struct, eq=False):
 
 
 class Queue(Struct, eq=False):
-    """Waiting reads of one lane and one priority, the oldest first. Some may no longer wait.
-
-    Attributes:
-        turn: number of its last turn, which orders queues with equal times.
-        taken: chunks of its present turn.
-    """
+    """Waiting reads of one lane and one priority, the oldest first. Some may no longer wait."""
 
     lane: Lane
     priority: int
     reads: deque[OpenRead] = field(default_factory=deque)
     turn_at: float = -math.inf
-    turn: int = 0
-    taken: int = 0
+    turn: int = 0  # number of its last turn, which orders queues with equal times
+    taken: int = 0  # chunks of its present turn
 
 
 class TakenChunk(Struct, eq=False):
-    """A chunk that was taken. ``reads`` are in the order of its portion's shares.
-
-    Attributes:
-        bind_s: seconds that binding its portion took; 0 if an earlier chunk has them.
-        posted_at: when its post began, in seconds.
-        scatter_s: seconds that the copies out of its buffer took.
-    """
+    """A chunk that was taken. ``reads`` are in the order of its portion's shares."""
 
     lane: Lane
     chunk: Chunk
     prepared_list: CheckedList
     reads: list[OpenRead]
     nbytes: int
-    bind_s: float
+    bind_s: float  # 0 if an earlier chunk has that of the portion
     posted_at: float = 0.0
     post_s: float = 0.0
     scatter_s: float = 0.0
@@ -186,17 +152,13 @@ class TakenChunk(Struct, eq=False):
 
 
 class Check(Struct, eq=False):
-    """One read of the epoch slots ``first`` to ``last``, for all these reads. Each slot is compared with one epoch.
-
-    Attributes:
-        fence: whether all bytes of the reads have arrived; otherwise it is their first check.
-    """
+    """One read of the epoch slots ``first`` to ``last``, for all these reads. Each slot is compared with one epoch."""
 
     lane: Lane
     reads: list[OpenRead]
     first: int
     last: int
-    fence: bool
+    fence: bool  # all bytes of the reads have arrived; otherwise it is their first check
 
 
 Work = TakenChunk | Check
@@ -205,10 +167,8 @@ Work = TakenChunk | Check
 class Lanes:
     """Account for the reads of one transport, and choose what is next. Thread: one at a time.
 
-    Args:
-        answer: takes the answer of each read.
-        clock: returns seconds of a monotonic clock.
-        num_buffers: staging buffers for the chunks of staged reads.
+    ``answer`` takes the answer of each read, ``clock`` returns seconds of a monotonic clock, and ``num_buffers`` are
+    staging buffers for the chunks of staged reads.
     """
 
     def __init__(self, answer: Callable[[ReadEnded], None], clock: Callable[[], float], num_buffers: int = 0) -> None:
@@ -337,10 +297,7 @@ class Lanes:
     ) -> None:
         """Report that a chunk has arrived, and was scattered if its read still wants it.
 
-        Args:
-            carried: the chunk.
-            unheld: slot and epoch of each lease under which the exporter refused bytes.
-            refused: id of each read that the exporter refused -> why.
+        ``unheld`` and ``refused`` are those of its ``PostedWork``.
         """
         now = self._clock()
         if len(carried.reads) == 1:
@@ -392,7 +349,6 @@ class Lanes:
         self._chunk_is_over(work, now)
 
     def _queue(self, opened: OpenRead) -> None:
-        """Add a read to its queue."""
         self._numbers += 1
         opened.age = self._numbers
         opened.waits = True

@@ -17,32 +17,18 @@ WINDOW_MIN = 2 * CHUNK_BYTES_MAX
 WINDOW_MAX = 2 << 30
 """Bytes in flight of one peer. The largest value is ``HORIZON_S`` at 200 GB/s."""
 
-WINDOW_CHUNKS = 8
-"""Chunks in a full window. A chunk then takes one millisecond or more, and one ends before the next poll."""
-
+WINDOW_CHUNKS = 8  # of a full window: one then takes a millisecond or more, and one ends before the next poll
 LARGE_CHUNK_BYTES_MAX = 256 << 20
-
-CHUNKS_MAX = 64
-"""Most chunks in flight of one peer. Small reads of many lists do not fill a window."""
-
-ASYNCHRONOUS_POSTS = 3
-"""How many posts must have returned in less than half of the time that their bytes took."""
-
-REST_S_MAX = 0.1
-"""Longest pause before an expected end."""
-
-
-MEASURED_BYTES = 64 << 20
-"""Bytes after which the rate of a peer is known: 30 ms at 2 GB/s."""
+CHUNKS_MAX = 64  # in flight of one peer: small reads of many lists do not fill a window
+ASYNCHRONOUS_POSTS = 3  # that must have returned in less than half of the time that their bytes took
+REST_S_MAX = 0.1  # longest pause before an expected end
+MEASURED_BYTES = 64 << 20  # after which the rate of a peer is known: 30 ms at 2 GB/s
 
 
 class Gauge:
-    """Measures the rate of one peer, once. Thread: one at a time.
+    """Measures the rate of one peer, once, for the kinds of memory of its first chunk. Thread: one at a time.
 
     Chunks that were posted before the first one ended do not count: with them the connection is made.
-
-    Attributes:
-        memories: kinds of the source and the target memory of what is counted: those of the first chunk.
     """
 
     def __init__(self) -> None:
@@ -71,16 +57,9 @@ class Gauge:
 
 
 class Pace:
-    """The window of one peer. Thread: one at a time.
+    """The window of one peer, in bytes, and the most bytes and merged descriptors of one chunk. Thread: one at a time.
 
-    Args:
-        descriptors_max: most descriptors of one chunk, once the window has grown.
-
-    Attributes:
-        window: bytes to keep in flight.
-        chunk_bytes: bytes of one chunk, at most.
-        chunk_descriptors: merged descriptors of one chunk, at most.
-        bytes_per_s: the rate of the link that was observed; 0 if unknown.
+    A chunk has ``descriptors_max`` once the window has grown. ``bytes_per_s`` is the observed rate; 0: unknown.
     """
 
     def __init__(self, descriptors_max: int) -> None:
@@ -110,10 +89,7 @@ class Pace:
         self.bytes_in_flight += nbytes
 
     def expected_at(self, nbytes: int) -> float:
-        """Return when to poll the oldest chunk in flight; 0: now.
-
-        After an end, the next chunk is polled at once, because a late poll finds several ends.
-        """
+        """Return when to poll the oldest chunk in flight; 0: now, as after an end: a late poll finds several."""
         if not (self._seen and self.bytes_per_s):
             return 0.0
         return self._began_at + nbytes / self.bytes_per_s

@@ -27,7 +27,6 @@ PORTION_BYTES_MAX = 32 << 20
 PORTION_DESCRIPTORS_MAX = 8192
 """Most descriptors of one portion before they merge: about 100 us of binding."""
 
-
 # Estimates of the seconds that a post blocks its thread. Each post corrects them.
 
 READ_S = 12e-6
@@ -59,11 +58,8 @@ class PostCosts:
 
 def check_list(prepared_list: PreparedList, regions: Sequence[Region], staging: StagingMemory) -> CheckedList:
     """Check the rows of a prepared list, and return what reading with it needs. Raises ``OutOfBounds``."""
-    source, target, binding = (
-        check_rows(prepared_list.source_rows),
-        check_rows(prepared_list.target_rows),
-        prepared_list.binding,
-    )
+    source, target = check_rows(prepared_list.source_rows), check_rows(prepared_list.target_rows)
+    binding = prepared_list.binding
     if binding is None:
         raise OutOfBounds("a prepared list without a binding")
     staged = None

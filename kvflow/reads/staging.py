@@ -26,15 +26,11 @@ Bytes = npt.NDArray[np.uint8]
 class StagingMemory:
     """The staging buffers of one transport, in host memory until ``place`` finds that the cache is on a device.
 
+    ``staging_bytes`` are those of all buffers together; 0 for none. Raises ConfigInvalid if there is not enough memory.
+
     Attributes:
         buffers: one region for each buffer; empty if nothing may be staged.
         use: how many are taken, after the core's last step. Thread: the core writes, any reads.
-
-    Args:
-        staging_bytes: of all buffers together; 0 for none.
-
-    Raises:
-        ConfigInvalid: there is not enough memory.
     """
 
     def __init__(self, staging_bytes: int) -> None:
@@ -143,7 +139,7 @@ class Buffers:
         return buffer
 
     def give_back(self, buffer: int) -> None:
-        """Record that nothing reads or writes the buffer."""
+        """Take a buffer back that nothing reads or writes."""
         del self._taken[buffer]
         self._free.append(buffer)
 
@@ -155,14 +151,10 @@ class Buffers:
 
 
 class Scatterer(Scatters):
-    """Run the copies of one prepared list in host memory.
+    """Run the checked copies of one prepared list in host memory; ``target`` returns the bytes at an address of it.
 
     NumPy moves each contiguous piece by one memmove, on this thread alone. torch's indexed copies take 3 to 12 times as
     long there, and its strided ones start threads that spin.
-
-    Args:
-        scatter: checked copies.
-        target: returns the bytes at an address of the cache; None uses the memory of this process.
     """
 
     def __init__(self, scatter: CheckedScatter, target: Callable[[int, int], Bytes] | None = None) -> None:

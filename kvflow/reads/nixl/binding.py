@@ -35,8 +35,7 @@ SPANS = 1024
 """Where checks land: 4 MiB. A peer has at most eight checks in flight, so this is enough for 128 hung peers."""
 
 _READER_DELAY_US = 2000
-"""How long the reader's progress thread sleeps when nothing wakes it: about 1 % of a core. UCX may not wake it for each
-transport, and a card's queue must not run dry for longer."""
+"""The same for the reader, about 1 % of a core: UCX may not wake it, and a card's queue must not run dry for longer."""
 
 _ENGINE_CONFIG = {
     # Over TCP, UCX emulates remote reads with messages from the exporter's process, and aborts that process where such
@@ -64,10 +63,8 @@ _SIZES_MUST_AGREE = ("_FIFO_SIZE", "_FIFO_ELEM_SIZE", "_SEG_SIZE", "_ERROR_HANDL
 """Suffixes of variables whose value each side uses for the other's queues and buffers, too."""
 
 _PUBLISHED_MAX, _PUBLISHED_CHARACTERS = 32, 64
-"""Most settings that are published, and most characters of each."""
 
 _ANY_BACKEND: list[int] = []
-"""The requested backends: any."""
 
 QUIET, DEVICE = "FATAL", "WARN"
 """Log levels of NIXL for a cache in host memory and on a device. We report every error as an event. But only a warning
@@ -111,9 +108,8 @@ _creating = threading.Lock()
 def load_binding(log_level: str = QUIET) -> ModuleType:
     """Import the binding of an installed NIXL, quietly. Raises ``TransportUnavailable`` if there is none.
 
-    Only one of the CUDA variants can be loaded into a process: one that is loaded already wins; then the one of torch's
-    CUDA, if torch is there. The ``nixl`` package would import torch to find that out. NIXL reads ``log_level`` once for
-    a process, unless the environment has one.
+    A process can load one CUDA variant: one that is loaded already wins; then that of torch's CUDA, if torch is there.
+    NIXL reads ``log_level`` once for a process, unless the environment has one.
     """
     # UCX writes its log to standard output, which belongs to the process that embeds us.
     os.environ.setdefault("UCX_LOG_FILE", "stderr")
@@ -225,16 +221,14 @@ class Agent:
     """One NIXL agent with the UCX backend and without TCP, which only reads.
 
     Calls raise the exceptions of ``error_types``. Handles and lists are ints, and must be released. Calls may come from
-    several threads, but only one at a time: NIXL takes no lock for us, and without a progress thread UCX runs as
-    ``UCS_THREAD_MODE_SERIALIZED``: two calls at a time would then crash the process.
+    several threads, but only one at a time: without a progress thread, two calls at a time crash the process.
 
     Args:
         binding: from ``load_binding``.
         name: unique per incarnation.
-        progress: True runs a progress thread, which serves peers while nothing calls the agent.
-        connects: True has UCX exchange messages with the peers that it reads from, and watch over them: network cards
-            need that. False reads without a message to the other process. An exporter connects to no peer; it needs
-            True to start where a reader may connect to it.
+        progress: whether a progress thread serves peers while nothing calls the agent.
+        connects: whether UCX exchanges messages with the peers that it reads from, which network cards need. An
+            exporter connects to no peer, but needs True to start where a reader may connect to it.
         params: ``WorkerConfig.nixl_backend_params``.
         delay_us: how long the progress thread sleeps when nothing wakes it.
         sleeps: whether memory that it registers is freed and comes again while processes of peers live. It then does

@@ -28,19 +28,12 @@ _logger = logging.getLogger(__name__)
 REGIONS_MAX = 20_000
 """As many as fit into the largest metadata that is published."""
 
-_ADDRESS_VERSION = 0
-"""What UCX calls version 1, in the low half of the first byte."""
+_ADDRESS_VERSION = 0  # what UCX calls version 1, in the low half of the first byte
+_HAS_UUID = 2  # the only flag that the addresses of workers have, in the high half of the first byte
 
-_HAS_UUID = 2
-"""The only flag that the addresses of workers have, in the high half of the first byte."""
-
-_INTERFACES_MAX = 128
-"""As many as UCX has room for."""
-
+_INTERFACES_MAX = 128  # as many as UCX has room for
 _DEVICE_INDEX_MAX = 1023
-
-_MEMORY_TYPE_MAX = 8
-"""Kinds of memory that UCX knows; the number is an index into its tables."""
+_MEMORY_TYPE_MAX = 8  # an index into UCX's tables
 
 _LAST, _SECOND, _THIRD = 0x80, 0x40, 0x20
 """Flags above a length: the last of its kind; then, of an interface, endpoints follow; of a device, a number of paths
@@ -89,11 +82,7 @@ class Exported(NamedTuple):
 
 
 def inspect(blob: bytes, agent: str) -> Exported:
-    """Check that NIXL can read an exporter's metadata, and return its contents.
-
-    Args:
-        blob: what ``nixlAgent.getLocalMD`` returns for an agent with the UCX backend.
-        agent: the name that it must have.
+    """Check that NIXL can read the metadata of an exporter of this name, and return its contents.
 
     Raises:
         ValueError: says what is wrong. NIXL must not read this metadata.
@@ -134,8 +123,7 @@ def inspect_own(ours: Envelope, *, on_device: bool) -> Exported | None:
         return None
 
 
-_DRAM, _VRAM = _KINDS = (0, 1)
-"""DRAM and VRAM as NIXL numbers them."""
+_DRAM, _VRAM = _KINDS = (0, 1)  # as NIXL numbers them
 
 
 def carrier_between(ours: Exported, theirs: Exported, may_copy_from: Callable[[int], bool]) -> Carrier | None:
@@ -179,11 +167,8 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str] | None) -> str
     return ""
 
 
-_PID_BYTES = 4
-"""Of the addresses of ``cma`` and ``cuda_ipc``; in a container the PID namespace follows."""
-
-_PID_MAX = 2**31 - 1
-"""The bit above says that a PID namespace follows."""
+_PID_BYTES = 4  # of the addresses of ``cma`` and ``cuda_ipc``; in a container the PID namespace follows
+_PID_MAX = 2**31 - 1  # the bit above says that a PID namespace follows
 
 _WITHIN_A_HOST = frozenset({"self", "sysv", "posix", "cma", "xpmem", "knem", "cuda_copy", "cuda_ipc", "gdr_copy"})
 
