@@ -71,12 +71,8 @@ def complete(extra: dict[str, Any], *, host: str, port_offset: int) -> None:
     """Complete ``kv_connector_extra_config`` of one replica, in place.
 
     Without ``bind``, the replica listens at a free port of its node's address. Ports in the settings are those of the
-    first replica. A replica that listens at all addresses advertises the address of its node.
-
-    Args:
-        extra: ``kv_connector_extra_config`` of the deployment.
-        host: address of the node, as other nodes reach it.
-        port_offset: added to each port that is not 0, because replicas on one node need different ports.
+    first replica: others on one node need different ones. A replica that listens at all addresses advertises ``host``,
+    the address at which other nodes reach its node.
 
     Raises:
         ConfigInvalid: the secret is missing, an address is malformed, or a port is above 65535.

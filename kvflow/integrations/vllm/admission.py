@@ -40,7 +40,7 @@ QUEUE_MAX = 128
 
 
 class _TicketNotice(Struct, frozen=True, array_like=True):
-    """A message after its MAC: arguments of ``EarlyAdmission.admit``, with the text of the ticket."""
+    """A message after its MAC, with the text of the ticket."""
 
     step: int
     ticket: str
@@ -74,12 +74,7 @@ _ranks: "WeakValueDictionary[str, Admits]" = WeakValueDictionary()
 
 @contextmanager
 def reachable(rank: Admits, *, apart: bool) -> Iterator[Contact]:
-    """Yield the contact of a rank, which the scheduler's side can reach while the context is open.
-
-    Args:
-        rank: to be reached.
-        apart: whether the scheduler's side may be in another process.
-    """
+    """Yield the contact of a rank while the context is open. ``apart``: the scheduler's side may be another process."""
     name, key = secrets.token_hex(16), secrets.token_bytes(32)
     listener = _listen(rank, key) if apart else None
     _ranks[name] = rank
@@ -179,13 +174,9 @@ class EarlyAdmission:
                 logger.info("kvflow: a rank on another host, or without a socket, holds each lease a step later")
 
     def admit(self, ticket: Ticket, step: int) -> None:
-        """Tell every reachable rank to hold the lease of a new ticket, without waiting.
+        """Ask every reachable rank to hold the lease of a new ticket; ``step`` was the last to write into its blocks.
 
-        A rank that has ended, or whose queue is full, raises nothing: the command of the step follows.
-
-        Args:
-            ticket: the new ticket.
-            step: number of the last step that wrote into its blocks.
+        Does not wait. A rank that has ended, or whose queue is full, raises nothing: the command of the step follows.
         """
         for name in self._near:
             rank = _ranks.get(name)

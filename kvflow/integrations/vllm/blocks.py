@@ -64,13 +64,10 @@ def offered_blocks(groups: Sequence[TransferGroup], listed: Sequence[Sequence[in
 def loaded_blocks(
     groups: Sequence[TransferGroup], listed: Sequence[Sequence[int]], *, end: int, num_tokens: int
 ) -> BlockIds:
-    """Return the blocks into which a consumer reads those of a ticket.
+    """Return the blocks into which a consumer reads those of a ticket of ``num_tokens`` tokens.
 
-    Args:
-        groups: that are transferred.
-        listed: block ids of each group of vLLM, with ``NULL_BLOCK`` for a block that is filled already.
-        end: index after the last token to load.
-        num_tokens: tokens of the ticket, which may be more.
+    ``listed`` are the block ids of each group of vLLM, with ``NULL_BLOCK`` for a block that is filled already, and
+    ``end`` is the index after the last token to load.
 
     Raises:
         BlockIdsInvalid: a list has fewer blocks than the tokens need, or no block for a state.
@@ -110,6 +107,7 @@ def _wanted(each: TransferGroup, ids: Sequence[int], end: int) -> tuple[int, ...
 Request = Any  # of vLLM's scheduler
 
 DIGEST_BYTES = 16
+TOKEN_BYTES = 4
 
 START = blake2b(b"kvflow.integrations.vllm content 1", digest_size=DIGEST_BYTES).digest()
 """Start of every chain. Change it if digests are computed in another way."""
@@ -119,8 +117,6 @@ PLAIN, KEYED = (blake2b(digest_size=DIGEST_BYTES, person=person) for person in (
 
 BLOCK_SIZES_MAX = 16
 """Largest number of different block sizes in one ticket. Engines have one to three."""
-
-TOKEN_BYTES = 4
 
 ExtraKeys = Callable[[Any, int, int, int], tuple[tuple[Any, ...] | None, int]]
 """vLLM's ``generate_block_hash_extra_keys``: request, first token, end, first media item -> keys, next media item."""
@@ -139,11 +135,7 @@ class Contents:
     ) -> Digests:
         """Return the digest of each of the last blocks of each group; empty for a missing block.
 
-        Args:
-            request: owner of the blocks.
-            block_ids: one list for each group.
-            block_sizes: tokens in a block of each group, 0 for states.
-            num_tokens: tokens in the blocks.
+        The blocks of a request hold ``num_tokens`` tokens; ``block_sizes`` are 0 for states.
 
         Raises:
             ContentMismatch: the request has fewer tokens, or a token id is not an unsigned 32-bit integer.

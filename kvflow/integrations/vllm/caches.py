@@ -54,23 +54,14 @@ PORTABLE_STATES = ("conv", "ssm")
 
 
 class EngineShape(Struct, frozen=True, kw_only=True):
-    """Facts of an engine that its specs do not have.
+    """Facts of an engine that its specs do not have. Mappings are from the name of a layer."""
 
-    Attributes:
-        tp_size: ranks that divide the heads: vLLM's specs count those of one rank.
-        num_kv_heads: layer name -> KV heads of the layer in the whole model, where it is known.
-        kernel_tokens: layer name -> tokens of one block of the attention kernel, as the layer's tensor has them.
-        conv_channels_first: whether convolution states lie channels first (vLLM's layout ``DS``).
-        element_types: layer name -> what the bytes of its cache are, where vLLM's tensor has ``uint8``.
-        arrangements: layer name -> name of how its bytes are arranged, for caches that no description of ours fits.
-    """
-
-    tp_size: int = 1
-    num_kv_heads: Mapping[str, int] = {}
-    kernel_tokens: Mapping[str, int] = {}
-    conv_channels_first: bool = True
-    element_types: Mapping[str, str] = {}
-    arrangements: Mapping[str, str] = {}
+    tp_size: int = 1  # ranks that divide the heads: vLLM's specs count those of one rank
+    num_kv_heads: Mapping[str, int] = {}  # in the whole model, where it is known
+    kernel_tokens: Mapping[str, int] = {}  # in one block of the attention kernel, as the layer's tensor has them
+    conv_channels_first: bool = True  # convolution states lie channels first (vLLM's layout ``DS``)
+    element_types: Mapping[str, str] = {}  # what the bytes are, where vLLM's tensor has ``uint8``
+    arrangements: Mapping[str, str] = {}  # how the bytes are arranged, for caches that no description of ours fits
 
 
 def read_groups(groups: Iterable[Any]) -> tuple[Group, ...]:
@@ -121,10 +112,7 @@ def retained_tokens(group: Any) -> int:
 def byte_format(cache_dtype: str, *, platform_fp8: str, backend: str = "") -> str:
     """Return torch's name of what vLLM keeps in a cache of ``uint8``; empty if it is not known.
 
-    Args:
-        cache_dtype: vLLM's name, resolved for one layer: ``fp8``, ``fp8_e5m2``, ...
-        platform_fp8: torch's name of the platform's ``fp8_dtype()``.
-        backend: of the layer's attention.
+    ``cache_dtype`` is vLLM's name, resolved for one layer, and ``platform_fp8`` torch's of its ``fp8_dtype()``.
     """
     match cache_dtype:
         case "fp8" | "fp8_e4m3" | "fp8_per_token_head" | "fp8_ds_mla":
@@ -337,8 +325,8 @@ def adopt_caches(
     Args:
         kv_caches: layer name -> ``[blocks, heads, tokens, content]``, or for states ``[blocks, 1, 1, bytes]``; layers
             that are not in a group, because they use another one's cache, are left out.
-        groups: vLLM's groups that travel.
-        shape: of the engine; the kernels' blocks are read from the tensors.
+        groups: vLLM's groups that are transferred.
+        shape: of the engine, but for the kernels' blocks, which the tensors have.
         tp_rank: of this worker.
         kernels: what ``cpu_kernels`` returns.
 

@@ -59,12 +59,9 @@ NO_WAIT = LoadWait(0.0, 0.0)
 
 
 def engine_facts(vllm_config: "VllmConfig", *, ranked: bool, told_of_sleep: bool) -> EngineFacts:
-    """Return who the engine is.
+    """Return who the engine is. A process that is not ``ranked``, a scheduler's, has the settings of rank 0.
 
-    Args:
-        vllm_config: the engine's.
-        ranked: whether this process has a rank; a scheduler's settings are those of rank 0.
-        told_of_sleep: whether this release of vLLM tells a connector when the engine sleeps and wakes.
+    ``told_of_sleep``: this release of vLLM tells a connector when the engine sleeps and wakes.
     """
     parallel = vllm_config.parallel_config
     require_parallelism(parallel)

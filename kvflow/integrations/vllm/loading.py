@@ -42,13 +42,9 @@ class _Load:
 
 
 class Loading:
-    """Requests of one engine that read their prompts from other engines.
+    """Requests of one engine that read their prompts from other engines. Thread: the scheduler's.
 
-    Args:
-        groups: that are transferred.
-        tokens_max: tokens of the longest request of this engine (``max_model_len``).
-
-    Thread: the scheduler's.
+    ``tokens_max`` is ``max_model_len`` of this engine.
     """
 
     def __init__(self, groups: Sequence[TransferGroup], tokens_max: int) -> None:
@@ -63,13 +59,7 @@ class Loading:
         self._waited: list[str] = []
 
     def announce(self, request_id: str, ticket: Ticket, *, wanted: int) -> None:
-        """Take a request with a ticket.
-
-        Args:
-            request_id: in this engine.
-            ticket: verified, and with blocks that hold the beginning of this request.
-            wanted: tokens of the prompt that this engine can load.
-        """
+        """Take a request, and a verified ticket whose blocks hold its beginning; ``wanted`` tokens can be loaded."""
         if ticket.sealed in self._loaders:
             self._loads[request_id] = _Load(wanted, follows=self._loaders[ticket.sealed])
             return
@@ -124,12 +114,9 @@ class Loading:
         return max(0, load.end - computed)
 
     def allocated(self, request_id: str, listed: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """Order the load of a request for which vLLM has allocated blocks.
+        """Order the load of a request for which vLLM has allocated blocks: ``NULL_BLOCK`` for one that is filled.
 
-        Args:
-            request_id: in this engine.
-            listed: block ids of each group of vLLM, with ``NULL_BLOCK`` for a block that is filled already.
-            num_tokens: tokens to load; 0 if the prefix cache has all tokens of the ticket.
+        ``num_tokens`` is 0 if the prefix cache has all tokens of the ticket.
         """
         load = self._loads.get(request_id)
         if load is None or load.loading:

@@ -1,7 +1,4 @@
-"""What the two sides of the connector send: commands to the ranks of an engine, and counters from either side to vLLM.
-
-vLLM's classes are not needed here: ``connector`` and ``stats`` wrap these in them.
-"""
+"""What the sides of the connector send: commands to ranks, and counters to vLLM; others wrap them in vLLM's classes."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

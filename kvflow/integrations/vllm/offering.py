@@ -27,7 +27,7 @@ from kvflow.integrations.vllm.params import no_ticket_params, ticket_params
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
 MintTickets = Callable[[Sequence[RankAddress]], TicketMint]
-AdmitEarly = Callable[[Ticket, int], None]
+AdmitEarly = Callable[[Ticket, int], None]  # ``EarlyAdmission.admit``
 
 PROMPT_NAME = re.compile(r"(?P<call>cmpl-.+)-(?P<number>\d{1,6})(-[0-9a-f]{8})?", re.DOTALL)
 """vLLM's name of a prompt of ``/v1/completions``: all prompts of a call have it, up to their number and some digits."""
@@ -67,16 +67,7 @@ def is_further_prompt(request_id: str) -> bool:
 
 
 class Offering:
-    """Requests of one engine whose blocks other engines may read.
-
-    Args:
-        groups: that are transferred.
-        mint: returns the ticket issuer of the engine, given the addresses of its ranks.
-        num_blocks: blocks of the engine.
-        admit_early: ``EarlyAdmission.admit``.
-
-    Thread: the scheduler's.
-    """
+    """Requests of one engine whose blocks other engines may read. Thread: the scheduler's."""
 
     def __init__(
         self,
@@ -105,10 +96,7 @@ class Offering:
     def announce(self, request_id: str, *, asked: bool = True, traceparent: str = "") -> None:
         """Take a request whose blocks are to be offered when its prompt is computed.
 
-        Args:
-            request_id: in this engine.
-            asked: whether the client has asked for a ticket. Other offers are limited to ``SPECULATIVE_SHARE``.
-            traceparent: W3C trace context of the request; empty if there is none.
+        Offers that no client has ``asked`` for are limited to ``SPECULATIVE_SHARE``.
         """
         origin = _ClientCall.of(request_id, asked=asked, traceparent=traceparent)
         self._wanted[request_id] = origin
@@ -139,9 +127,9 @@ class Offering:
         Args:
             request_id: in this engine.
             listed: block ids of each group of vLLM.
-            num_tokens: tokens whose keys, values or states are in the blocks.
-            computed: whether the request completed; False if it was aborted or failed.
-            digests: returns the digests of the request's blocks, given their ids and ``num_tokens``.
+            num_tokens: whose keys, values or states are in the blocks.
+            computed: the request has completed, and was not aborted.
+            digests: block ids and ``num_tokens`` -> digests of the blocks.
 
         Returns:
             Whether vLLM must keep the blocks until the ranks report the request as sent, and the parameters for the

@@ -76,12 +76,7 @@ def wants_transfer(params: object) -> bool:
 
 
 def read_params(params: object, verify: Verify, chars_max: int) -> Wanted:
-    """Read which transfer a request asks for.
-
-    Args:
-        params: as the client sent them: an object, or anything else.
-        verify: returns whether a member of the cluster signed a grant.
-        chars_max: characters of the longest ticket that this engine can use.
+    """Read which transfer a request asks for. A client may send anything; ``chars_max`` is that of a usable ticket.
 
     Raises:
         TicketInvalid: a switch is not true or false, both are true, or there is no ticket of this cluster.
@@ -105,12 +100,7 @@ def read_params(params: object, verify: Verify, chars_max: int) -> Wanted:
 
 
 def ticket_chars_max(block_sizes: Sequence[int], tokens_max: int) -> int:
-    """Return the length of the longest ticket that an engine can use, in characters.
-
-    Args:
-        block_sizes: tokens in a block of each group of this engine, 0 for states.
-        tokens_max: tokens of the longest prompt.
-    """
+    """Return the length of the longest ticket that an engine can use, in characters; 0 is the block size of states."""
     smallest = min([FINEST_BLOCK, *filter(None, block_sizes)])
     groups = max(4, 2 * len(block_sizes))  # the producer may have more groups than this engine
     return TICKET_CHARS_BASE + groups * CHARS_PER_BLOCK * -(-tokens_max // smallest)
@@ -168,8 +158,7 @@ def _rewritten(params: dict[Any, Any], ticket: Ticket) -> tuple[str, ...]:
 UNTAGGED_MAX = 20
 """Requests without parameters after which an engine logs that none of them had any."""
 
-UNTAGGED_CODE = "untagged_requests"
-"""Stable name of that finding. The metric ``vllm:kvflow_untagged_requests`` counts the same requests."""
+UNTAGGED_CODE = "untagged_requests"  # the metric ``vllm:kvflow_untagged_requests`` counts the same requests
 
 CAUSE = (
     "Most likely the router does not know which engines prefill and which decode. Start vllm-router with "

@@ -76,9 +76,7 @@ class Guarded(Protocol):
 def guarded(answer: Any, mend: Callable[..., Any] | None = None) -> Callable[[Method], Method]:
     """Return a decorator for a method that must not raise, not even ``MemoryError`` or ``RecursionError``.
 
-    Args:
-        answer: result of the method if it raises and ``mend`` cannot help.
-        mend: returns the result if the method raises; takes the object, the exception and the arguments.
+    If it raises, ``mend`` returns the result, from the object, the exception and the arguments; without it ``answer``.
     """
 
     def decorate(method: Method) -> Method:
@@ -104,12 +102,6 @@ def guarded(answer: Any, mend: Callable[..., Any] | None = None) -> Callable[[Me
 
 class SchedulerSide:
     """Decides which blocks to offer and to load. Methods that vLLM calls while it schedules never raise.
-
-    Args:
-        settings: of the connector.
-        vllm_config: of the engine.
-        kv_cache_config: of the engine, with the groups of its cache.
-        extra_keys: vLLM's ``generate_block_hash_extra_keys``.
 
     Thread: the scheduler's.
     """

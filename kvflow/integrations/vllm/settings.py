@@ -38,57 +38,36 @@ RAY_REMEDY = (
 
 
 class EngineFacts(Struct, frozen=True, kw_only=True):
-    """Facts of an engine and of one rank, from vLLM's configuration.
-
-    Attributes:
-        engine_id: name of the engine, which all its ranks share.
-        kv_role: ``kv_producer``, ``kv_consumer`` or ``kv_both``.
-        port_offset: added to each port that is not 0, because ranks on one host need different ports.
-        copied_by_ray: whether Ray has started this process. Ray copies few variables to its workers.
-        model: name that peers compare, as ``model_name`` returns it.
-        model_dtype: data type in which the model computes.
-        sleep_mode: whether the engine may sleep.
-    """
+    """Facts of an engine and of one rank, from vLLM's configuration."""
 
     engine_id: str
-    kv_role: str
+    kv_role: str  # ``kv_producer``, ``kv_consumer`` or ``kv_both``
     rank: int = 0
     num_ranks: int = 1
-    port_offset: int = 0
-    copied_by_ray: bool = False
-    model: str = ""
+    port_offset: int = 0  # added to each port that is not 0, because ranks on one host need different ports
+    copied_by_ray: bool = False  # Ray has started this process, and copies few variables to its workers
+    model: str = ""  # as ``model_name`` returns it
     model_revision: str = ""
-    model_dtype: str = ""
-    sleep_mode: bool = False
+    model_dtype: str = ""  # in which the model computes
+    sleep_mode: bool = False  # the engine may sleep
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """Settings of one side of the connector.
-
-    Attributes:
-        produces: whether this engine makes tickets.
-        consumes: whether this engine reads tickets of others.
-        enable_cross_layers_blocks: whether to ask vLLM for a layout in which one block of all layers is one row.
-        log_file: file for kvflow's records, one JSON object per line; None leaves them to Python's logging.
-        offers_always: whether to offer requests for one token that come without ``kv_transfer_params``.
-    """
+    """Settings of one side of the connector."""
 
     worker: WorkerConfig
-    produces: bool
-    consumes: bool
-    enable_cross_layers_blocks: bool = False
-    log_file: str | None = None
+    produces: bool  # this engine makes tickets
+    consumes: bool  # it reads tickets of others
+    enable_cross_layers_blocks: bool = False  # ask vLLM for a layout in which one block of all layers is one row
+    log_file: str | None = None  # for kvflow's records, one JSON object per line; None: Python's logging has them
     log_level: int = logging.INFO
-    offers_always: bool = False
+    offers_always: bool = False  # offer requests for one token that come without ``kv_transfer_params``
 
 
 def read_settings(extra: Mapping[str, Any], facts: EngineFacts, find_host: Callable[[], str] = str) -> Settings:
-    """Read the settings of the connector.
+    """Read the settings of the connector from ``kv_connector_extra_config``.
 
-    Args:
-        extra: ``kv_connector_extra_config``.
-        facts: of the engine and the rank.
-        find_host: returns the address for ``{host}`` if no variable in ``HOST_VARIABLES`` is set.
+    ``find_host`` returns the address for ``{host}`` if no variable in ``HOST_VARIABLES`` is set.
 
     Raises:
         ConfigInvalid: a key is unknown or decided by vLLM, or a value is malformed or unsafe.
@@ -195,11 +174,7 @@ def _one_of(name: str, values: tuple[str, ...], extra: Mapping[str, Any]) -> str
 
 
 def moved(endpoint: str, offset: int) -> str:
-    """Return an endpoint with a port that is higher by an offset; port 0, which means any port, stays.
-
-    Raises:
-        ConfigInvalid: the port would be above 65535.
-    """
+    """Return an endpoint with a port that is higher by an offset; port 0, which means any port, stays."""
     port = host_and_port(endpoint)[1]
     higher = port + offset if port else 0
     if higher > PORT_MAX:

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
-
 WRITTEN_PAUSE_S = 0.001
 """Pause before an early admission asks again if the blocks are written: a draft model takes some milliseconds."""
 
@@ -58,7 +57,6 @@ MARKS_MAX = 8
 
 NOT_RELEASED = (AuthenticationFailed, PeerLost, PeerRefused, ReleaseMismatch, StaleLease, TicketInvalid, WorkerClosed)
 """Errors after which the ticket is not released: the producer cannot be reached or does not need it."""
-
 
 Passed = Callable[[], bool]
 """Returns whether a device has done what it had been given when it was marked."""
@@ -85,10 +83,7 @@ class _EarlyLease:
 class RankWorker:
     """Executes the commands of one rank and collects the ends of its transfers.
 
-    Args:
-        worker: of the rank.
-        mark: marks the end of what a device has been given to do; None if no device writes the cache.
-        load_wait: how long a step that has nothing to compute waits for loads.
+    ``mark`` marks the end of what a device has been given to do; None if no device writes the cache.
 
     Thread: the engine's; ``admit_early`` may be called from any.
     """
@@ -182,9 +177,7 @@ class RankWorker:
     def collect(self, *, idle: bool = False) -> Results:
         """Return the requests whose transfers have ended since the last call.
 
-        Args:
-            idle: whether the step has nothing to compute: then wait briefly for all open pulls, unless there is
-                something else to report.
+        If the step is ``idle``, wait briefly for all open pulls, unless there is something else to report.
         """
         self._admit_written()
         self.execute_written()
@@ -221,11 +214,7 @@ class RankWorker:
         """Hold the lease of a grant before its command arrives.
 
         If a GPU may still write into the blocks, try again until it has written them: the command of the step may never
-        come, because ``LLM.generate`` does not step the engine when it has ended.
-
-        Args:
-            grant: of a new ticket.
-            step: number of the last step that wrote into its blocks.
+        come, because ``LLM.generate`` does not step the engine when it has ended. ``step`` wrote last into the blocks.
 
         Thread: any.
         """
@@ -373,23 +362,12 @@ class RankWorker:
 
 
 class RankRuntime:
-    """Owns the worker of a rank, from the registration of its cache to the end of the engine.
+    """Owns the worker of a rank, from the registration of its cache to the end of the engine. Thread: the engine's.
 
-    Args:
-        config: of the worker.
-        cache: of the rank.
-        apart: whether the scheduler's side may be in another process.
-        mark: as for ``RankWorker``.
-        load_wait: as for ``RankWorker``.
-
-    Attributes:
-        rank: executes commands.
-        contact: channel over which the scheduler's side reaches the rank between steps.
+    The scheduler's side, which may be a process ``apart``, reaches ``rank`` between steps over ``contact``.
 
     Raises:
         ConfigInvalid, SpecInvalid, TransportUnavailable: as ``kvflow.open_worker`` does.
-
-    Thread: the engine's.
     """
 
     def __init__(
@@ -413,9 +391,8 @@ class RankRuntime:
         """Return the commands to execute before the model runs, and those for after its launch on a device."""
         if not self._on_device:
             return commands, ()
-        return [each for each in commands if isinstance(each, Admit)], [
-            each for each in commands if not isinstance(each, Admit)
-        ]
+        admissions = [each for each in commands if isinstance(each, Admit)]
+        return admissions, [each for each in commands if not isinstance(each, Admit)]
 
     def suspend(self) -> None:
         """Revoke every lease, cancel every pull, and deregister the memory until ``resume``."""
