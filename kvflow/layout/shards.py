@@ -145,11 +145,10 @@ class Shard(Struct, frozen=True, kw_only=True):
             if not 0 <= rank < size:
                 remedy = f"Ranks count from 0: give one from 0 to {size - 1}."
                 raise SpecInvalid(f"shard.{group}_rank is {rank}, but {group}_size is {size}", remedy=remedy)
-        if not (1 <= self.dcp_size <= RANKS_MAX and 1 <= self.dcp_interleave <= TOKENS_MAX):
-            for name, most in (("dcp_size", RANKS_MAX), ("dcp_interleave", TOKENS_MAX)):
-                if not 1 <= getattr(self, name) <= most:
-                    remedy = "Give the value of the engine's own configuration."
-                    raise SpecInvalid(f"shard.{name} is {getattr(self, name)}: expected 1 to {most}", remedy=remedy)
+        for name, most in (("dcp_size", RANKS_MAX), ("dcp_interleave", TOKENS_MAX)):
+            if not 1 <= getattr(self, name) <= most:
+                remedy = "Give the value of the engine's own configuration."
+                raise SpecInvalid(f"shard.{name} is {getattr(self, name)}: expected 1 to {most}", remedy=remedy)
 
     @property
     def stripe(self) -> Stripe:

@@ -8,6 +8,7 @@ target, and ranks with the same tokens divide the heads.
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from msgspec import Struct
 
@@ -47,11 +48,8 @@ def assign_sources(target: Manifest, sources: Sequence[Manifest], *, rotation: i
     If one source holds everything, read from that source only. Otherwise cover each component from its first head on;
     each step takes the source whose range ends last.
 
-    Args:
-        target: the consumer's manifest.
-        sources: one per source rank, in the order of the ticket.
-        rotation: which of several equal sources to take, modulo their number. If each target rank passes its own rank,
-            the replicas share the load.
+    ``sources`` has one manifest per source rank, in the order of the ticket. ``rotation``, modulo their number, says
+    which of several equal sources to take: if each target rank passes its own rank, the replicas share the load.
 
     Raises:
         LayoutMismatch: no source holds some part of the target; names the heads, and the tokens if they are divided.
@@ -67,12 +65,11 @@ def assign_sources(target: Manifest, sources: Sequence[Manifest], *, rotation: i
         )
         return (Assignment(complete[rotation % len(complete)], None),)
     taken: list[dict[ComponentName, HeadRange]] = [{} for _ in sources]
-    needs = _Needs()
     for name, holding in wanted.items():
         holders = {index: there[name] for index, there in enumerate(held) if name in there}
         if not holders:
             require_equal_layer(name[0], sources, target)
-        for index, heads in _covered(name, holding, holders, needs, rotation):
+        for index, heads in _covered(name, holding, holders, rotation):
             taken[index][name] = heads
     return tuple(
         Assignment(index, None if ranges == _all_common(held[index], wanted) else ranges)
@@ -81,23 +78,15 @@ def assign_sources(target: Manifest, sources: Sequence[Manifest], *, rotation: i
     )
 
 
-class _Needs:
-    """The ranks of a lattice that hold tokens of a stripe. Cached, because a manifest has few distinct stripes."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[tuple[int, int], Stripe], tuple[int, ...]] = {}
-
-    def of(self, lattice: tuple[int, int], stripe: Stripe) -> tuple[int, ...]:
-        found = self._known.get((lattice, stripe))
-        if found is None:
-            size, width = lattice
-            found = tuple(rank for rank in range(size) if Stripe(rank, size, width).share_of(stripe))
-            self._known[lattice, stripe] = found
-        return found
+@lru_cache(maxsize=64)
+def _ranks_with(lattice: tuple[int, int], stripe: Stripe) -> tuple[int, ...]:
+    """Return the ranks of a lattice that hold tokens of a stripe. A manifest has few distinct stripes."""
+    size, width = lattice
+    return tuple(rank for rank in range(size) if Stripe(rank, size, width).share_of(stripe))
 
 
 def _covered(
-    name: ComponentName, wanted: _Holding, holders: Mapping[int, _Holding], needs: _Needs, rotation: int
+    name: ComponentName, wanted: _Holding, holders: Mapping[int, _Holding], rotation: int
 ) -> list[tuple[int, HeadRange]]:
     """Return the head ranges of one component by source, from the first lattice that holds all of it."""
     by_lattice: dict[tuple[int, int], dict[int, dict[int, HeadRange]]] = {}
@@ -108,7 +97,7 @@ def _covered(
     for lattice, by_rank in by_lattice.items():
         found: list[tuple[int, HeadRange]] = []
         own_rotation = _rotation_among(lattice, wanted.stripe, rotation)
-        for rank in needs.of(lattice, wanted.stripe):
+        for rank in _ranks_with(lattice, wanted.stripe):
             ranges = by_rank.get(rank, {})
             if not _cover_heads(ranges, wanted.heads, own_rotation, found):
                 incomplete.append((ranges, Stripe(rank, *lattice)))

@@ -28,7 +28,6 @@ SAME = {
 }
 """Field in which models may differ -> remedy."""
 
-
 ComponentName = tuple[str, str]
 """Layer and role."""
 
@@ -105,22 +104,16 @@ def match_groups(source: Manifest, target: Manifest, head_ranges: HeadRanges | N
     """
     require_same_model(source, target)
     require_common_layer([source], target)
-    there = {layer.name: (index, layer) for index, _, layer in _layers(source)}
+    there = {layer.name: (index, layer) for index, layer in _layers(source)}
     found: dict[tuple[int, int], list[ComponentPair]] = {}
-    for target_group, _, layer in _layers(target):
+    for target_group, layer in _layers(target):
         if layer.name not in there:
             continue
         source_group, layer_there = there[layer.name]
         _require_equal(layer_there, layer)
         found.setdefault((source_group, target_group), []).extend(_match_components(layer_there, layer, head_ranges))
     matched = (
-        GroupPair(
-            source_group,
-            target_group,
-            source.groups[source_group],
-            target.groups[target_group],
-            tuple(pairs),
-        )
+        GroupPair(source_group, target_group, source.groups[source_group], target.groups[target_group], tuple(pairs))
         for (source_group, target_group), pairs in found.items()
         if pairs
     )
@@ -140,14 +133,14 @@ def require_same_model(source: Manifest, target: Manifest) -> None:
 
 def count_unread_layers(source: Manifest, target: Manifest) -> int:
     """Return how many layers of the source the target does not have."""
-    here = {layer.name for _, _, layer in _layers(target)}
-    return sum(layer.name not in here for _, _, layer in _layers(source))
+    here = {layer.name for _, layer in _layers(target)}
+    return sum(layer.name not in here for _, layer in _layers(source))
 
 
 def have_common_layer(source: Manifest, target: Manifest) -> bool:
     """Return whether both have a common layer. Pipeline stages of one model may have none."""
-    there = {layer.name for _, _, layer in _layers(source)}
-    return any(layer.name in there for _, _, layer in _layers(target))
+    there = {layer.name for _, layer in _layers(source)}
+    return any(layer.name in there for _, layer in _layers(target))
 
 
 def require_common_layer(sources: Sequence[Manifest], target: Manifest) -> None:
@@ -167,9 +160,9 @@ def require_equal_layer(name: str, sources: Sequence[Manifest], target: Manifest
     Raises:
         LayoutMismatch: names the first field that differs.
     """
-    (ours,) = (layer for _, _, layer in _layers(target) if layer.name == name)
+    (ours,) = (layer for _, layer in _layers(target) if layer.name == name)
     for source in sources:
-        for _, _, layer in _layers(source):
+        for _, layer in _layers(source):
             if layer.name == name:
                 _require_equal(layer, ours)
 
@@ -184,10 +177,8 @@ def _require_equal(source: Layer, target: Layer) -> None:
             raise LayoutMismatch(f"{target.name}.{path}", theirs, ours, remedy=remedy)
 
 
-def _layers(manifest: Manifest) -> Iterator[tuple[int, ManifestGroup, Layer]]:
-    for index, group in enumerate(manifest.groups):
-        for layer in group.layers:
-            yield index, group, layer
+def _layers(manifest: Manifest) -> Iterator[tuple[int, Layer]]:
+    return ((index, layer) for index, group in enumerate(manifest.groups) for layer in group.layers)
 
 
 def _match_components(source: Layer, target: Layer, head_ranges: HeadRanges | None) -> list[ComponentPair]:
@@ -205,5 +196,5 @@ def _match_components(source: Layer, target: Layer, head_ranges: HeadRanges | No
 
 
 def _names(manifest: Manifest) -> list[str]:
-    names = [layer.name for _, _, layer in _layers(manifest)]
+    names = [layer.name for _, layer in _layers(manifest)]
     return names if len(names) <= NAMES_SHOWN else [*names[:NAMES_SHOWN], f"... {len(names)} in all"]
