@@ -26,21 +26,14 @@ from kvflow.layout.specs import CacheSpec, validate_specs
 
 
 class CachePlan(Struct, frozen=True):
-    """How a cache lies in one backing allocation that does not exist yet.
-
-    Attributes:
-        groups: in the order of block id lists.
-        specs: layer name -> spec, with the block size and the padding of its group.
-        bytes_per_block: of the backing allocation; all groups share them.
-        packed: whether a block of one group is one row.
-    """
+    """How a cache lies in one backing allocation that does not exist yet."""
 
     groups: tuple[Group, ...]
-    specs: dict[str, CacheSpec]
+    specs: dict[str, CacheSpec]  # with the block size and the padding of its group
     layers: dict[str, PlacedLayer]
-    bytes_per_block: int
+    bytes_per_block: int  # all groups share them
     num_blocks: int
-    packed: bool
+    packed: bool  # a block of one group is one row
     shard: Shard
 
     @property

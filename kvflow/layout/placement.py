@@ -138,12 +138,7 @@ def content_bytes(spec: CacheSpec, shard: Shard) -> int:
 
 
 def page_bytes(spec: CacheSpec, shard: Shard | None = None, *, layer: str = "") -> int:
-    """Return the bytes of one page on one rank, padding included.
-
-    Args:
-        spec: of the layer.
-        shard: the rank; None: one rank holds the whole model.
-        layer: name of the layer, for the error.
+    """Return the bytes of one page on one rank, padding included; without ``shard``, one rank holds the whole model.
 
     Raises:
         SpecInvalid: the padded page is too small for its content; names the layer, both sizes and the rank.
@@ -216,11 +211,7 @@ class Pool(Struct, frozen=True):
 
 
 def axes_of(layout: str, kv: str) -> str:
-    """Return the order of axes of a layout.
-
-    Raises:
-        SpecInvalid: the layout or the form of K and V is unknown.
-    """
+    """Return the order of axes of a layout; SpecInvalid if it, or the form of K and V, is unknown."""
     try:
         return AXIS_ORDERS[layout, kv]
     except KeyError:

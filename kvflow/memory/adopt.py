@@ -116,13 +116,7 @@ _TENSORS = "Pass the tensors of the engine's cache, which hold its memory."
 
 
 def check_tensors(tensors: Mapping[str, object], layers: Collection[str]) -> dict[str, list[torch.Tensor]]:
-    """Return the tensors of each layer of ``layers`` as a list.
-
-    Raises:
-        ArgumentInvalid: ``tensors`` is not a mapping.
-        SpecInvalid: a layer is missing or unknown, has something other than tensors in memory, or has tensors on
-            several devices.
-    """
+    """Return the tensors of each layer of ``layers`` as a list. Raises ArgumentInvalid and SpecInvalid as ``adopt``."""
     if not isinstance(tensors, Mapping):
         remedy = "Pass a dict from layer name to tensor, or to a list of tensors."
         raise ArgumentInvalid("tensors", "a mapping from layer name to tensor", tensors, remedy=remedy)
@@ -149,12 +143,7 @@ def check_tensors(tensors: Mapping[str, object], layers: Collection[str]) -> dic
 def describe_tensors(
     given: Mapping[str, Sequence[torch.Tensor]], groups: Sequence[Group]
 ) -> tuple[dict[str, GivenLayer], list[torch.Tensor]]:
-    """Return where each layer's tensors lie in regions, and the memory of the regions.
-
-    Raises:
-        SpecInvalid: a storage is shorter than its tensor, layers of one group are in several kinds of memory, or
-            storages overlap.
-    """
+    """Return where each layer's tensors lie in regions, and the memory of the regions. Raises SpecInvalid."""
     _check_memory_kinds(given, groups)
     named = [(name, index, tensor) for name, found in given.items() for index, tensor in enumerate(found)]
     spans = [span_of(_path(name, index, given[name]), tensor) for name, index, tensor in named]
@@ -327,11 +316,7 @@ class Span:
 
 
 def span_of(path: str, tensor: torch.Tensor) -> Span:
-    """Return the bytes that a tensor spans.
-
-    Raises:
-        SpecInvalid: the storage is shorter than the tensor.
-    """
+    """Return the bytes that a tensor spans; SpecInvalid if its storage is shorter."""
     reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     storage = tensor.untyped_storage()
     end = (tensor.storage_offset() + reach) * tensor.element_size()
@@ -347,8 +332,7 @@ def span_of(path: str, tensor: torch.Tensor) -> Span:
 def join_spans(spans: Sequence[Span]) -> tuple[list[torch.Tensor], list[int]]:
     """Join spans that overlap, or that touch within one storage.
 
-    Returns:
-        One flat uint8 tensor per region, sorted by address, which keeps the memory alive; and each span's region.
+    Return one flat uint8 tensor per region, sorted by address, which keeps the memory alive; and each span's region.
 
     Raises:
         SpecInvalid: storages overlap, and none of them contains a whole region.

@@ -28,11 +28,9 @@ from kvflow.layout.component import Region
 
 
 class TorchDeviceMemory:
-    """Copies between host memory and the registered memory of devices.
+    """Copies between host memory and the regions in VRAM, which must outlive this object.
 
-    Args:
-        regions: only those in VRAM are used; the memory must outlive this object.
-        staging_bytes: size of the pinned buffer of each thread and device. The first copy allocates it.
+    The first copy of each thread and device allocates a pinned buffer of ``staging_bytes``.
     """
 
     def __init__(self, regions: Sequence[Region], staging_bytes: int) -> None:
@@ -57,10 +55,8 @@ class TorchDeviceMemory:
         return lane
 
 
-_WRITES_ORDERING = 118
+_WRITES_ORDERING, _TO_OWNER = 118, 100
 """GPU_DIRECT_RDMA_WRITES_ORDERING: from ``_TO_OWNER`` on, the device sees remote writes in order."""
-
-_TO_OWNER = 100
 
 
 class TorchDeviceOrder:
@@ -71,11 +67,7 @@ class TorchDeviceOrder:
         self._make_visible: Callable[[], object] | None = None
 
     def enter(self) -> None:
-        """Make the device current on the calling thread.
-
-        Raises:
-            TransportUnavailable: torch cannot use the device.
-        """
+        """Make the device current on the calling thread; TransportUnavailable if torch cannot use it."""
         try:
             torch.cuda.set_device(self._device)
         except (AttributeError, AssertionError, RuntimeError) as error:  # a build without CUDA lacks the function
@@ -165,12 +157,7 @@ _WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class TorchStage:
-    """Staging buffers on the device of a cache.
-
-    Args:
-        memory: of all buffers, flat bytes.
-        targets: the cache, flat bytes on the same device.
-    """
+    """Staging buffers on the device of a cache. ``memory`` and the ``targets``, the cache, are flat bytes on it."""
 
     def __init__(self, memory: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
         self._memory = memory
@@ -273,11 +260,7 @@ class _TensorCopy:
 
 
 def torch_stage_of(regions: Sequence[Region], nbytes: int) -> TorchStage:
-    """Return staging buffers on the one device that regions in VRAM lie on.
-
-    Raises:
-        TransportUnavailable: torch does not reach the device, or it does not have so much memory.
-    """
+    """Return staging buffers on the one device of regions in VRAM; TransportUnavailable if there is no room on it."""
     device = torch.device("cuda", regions[0].device)
     try:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -316,11 +299,7 @@ def _pinned(nbytes: int) -> torch.Tensor:
 
 
 def require_device(name: str) -> None:
-    """Check that a cache can be allocated on a device.
-
-    Raises:
-        ConfigInvalid: it cannot; names the device.
-    """
+    """Check that a cache can be allocated on a device; otherwise ConfigInvalid names it."""
     if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", name):  # torch calls those of ROCm cuda as well
         raise ConfigInvalid(f"device is {name!r}: expected cpu, cuda or cuda:NUMBER", remedy="Use one of these.")
     try:

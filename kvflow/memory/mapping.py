@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MAPS = Path("/proc/self/smaps")
-_COLLAPSE = 25
-"""MADV_COLLAPSE, since Linux 6.1."""
+_COLLAPSE = 25  # MADV_COLLAPSE, since Linux 6.1
 
 _libc = ctypes.CDLL(None)
 
@@ -34,10 +33,7 @@ def huge_page_size() -> int:
 def map_bytes(nbytes: int, *, huge: bool = False) -> npt.NDArray[np.uint8]:
     """Return ``nbytes`` of zeroed memory that start at a page boundary and share no page with other memory.
 
-    ``huge`` starts at the boundary of a huge page, and asks for huge pages, where there are any.
-
-    Raises:
-        OSError: there is not enough memory.
+    ``huge`` starts at the boundary of a huge page, and asks for huge pages, where there are any. Raises OSError.
     """
     size = huge_page_size() if huge else 0
     # Private, because a forked child would otherwise write into it. The bytes before and after the array are never

@@ -67,14 +67,10 @@ class TensorLayout(Struct, frozen=True):
 
 
 class LayerSlice(Struct, frozen=True):
-    """The place of one layer among the layers that share a tensor.
+    """The place of one layer among the layers that share a tensor."""
 
-    ``choices`` are (length of the layer axis, index on it), in the order in which they are tried. ``crosses`` says that
-    layers of one group share the tensor, which then needs a layer axis.
-    """
-
-    choices: tuple[tuple[int, int], ...] = ((1, 0),)
-    crosses: bool = False
+    choices: tuple[tuple[int, int], ...] = ((1, 0),)  # length of the layer axis and index on it, in order of trial
+    crosses: bool = False  # layers of one group share the tensor, which then needs a layer axis
 
 
 class ReadTensor(Struct, frozen=True):
@@ -124,11 +120,7 @@ class ReadTensor(Struct, frozen=True):
 
 
 def aligned(component: Component, tensor: TensorLayout) -> Component:
-    """Return the component.
-
-    Raises:
-        SpecInvalid: an element is not aligned to its size, so no tensor of its dtype can contain it.
-    """
+    """Return the component; SpecInvalid if an element is not aligned, so that no tensor of its dtype can contain it."""
     steps = [stride for extent, stride in zip(component.extents, component.strides, strict=True) if extent > 1]
     start = tensor.alignment_offset + component.offset
     for nbytes in (start, component.block_stride, component.kernel_stride, *steps):
@@ -156,11 +148,7 @@ def forms_to_try(spec: CacheSpec, apart: bool, place: LayerSlice, axes: str | No
 
 
 def check_axes(path: str, spec: CacheSpec, axes: str, *, apart: bool) -> None:
-    """Check a form that the caller names.
-
-    Raises:
-        SpecInvalid: it is not a form, or lacks an axis that the spec needs.
-    """
+    """Check a form that the caller names; SpecInvalid if it is none, or lacks an axis that the spec needs."""
     latent = isinstance(spec, MLA)
     needed = "BNC" if latent else "BHNC"
     optional = "LRH" if latent else "R" if apart else "LRK"
@@ -265,11 +253,7 @@ def read_attention(
 
 
 def attention_components(spec: CacheSpec, shard: Shard, found: Sequence[ReadTensor]) -> tuple[Component, ...]:
-    """Return the components of a layer that keeps tokens, in the order of its spec.
-
-    Raises:
-        SpecInvalid: an element is not aligned to its size.
-    """
+    """Return the components of a layer that keeps tokens, in the order of its spec. Raises as ``aligned`` does."""
     components = []
     before = 0
     for index, bundle in enumerate(bundles(spec)):

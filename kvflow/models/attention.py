@@ -30,27 +30,17 @@ LLAMA4_DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "attention_chunk_s
 
 
 class Keys(Struct, frozen=True):
-    """The keys of a family, each under the first of its names that is there.
+    """The keys of a family, each under the first of its names that is there."""
 
-    Attributes:
-        name: of a layer's cache in vLLM, with braces for its number.
-        kv_heads: as many as heads where all are missing.
-        multi_query: whether all heads share one KV head where ``kv_heads`` are missing.
-        width: of the model, divided among the heads where ``head_dim`` is missing.
-        defaults: what transformers takes for missing keys.
-        beyond: tokens that a sliding layer sees beyond ``sliding_window``.
-        period: layers from one full one to the next, unless the config says it; 0: all layers are alike.
-    """
-
-    name: str = LAYER_NAME
+    name: str = LAYER_NAME  # of a layer's cache in vLLM, with braces for its number
     layers: tuple[str, ...] = ("num_hidden_layers",)
     heads: tuple[str, ...] = ("num_attention_heads",)
-    kv_heads: tuple[str, ...] = ("num_key_value_heads",)
-    multi_query: bool = False
-    width: tuple[str, ...] = ("hidden_size",)
-    defaults: Mapping[str, int] = {}
-    beyond: int = 0
-    period: int = 0
+    kv_heads: tuple[str, ...] = ("num_key_value_heads",)  # as many as heads where all are missing
+    multi_query: bool = False  # all heads share one KV head where ``kv_heads`` are missing
+    width: tuple[str, ...] = ("hidden_size",)  # of the model, divided among the heads where ``head_dim`` is missing
+    defaults: Mapping[str, int] = {}  # what transformers takes for missing keys
+    beyond: int = 0  # tokens that a sliding layer sees beyond ``sliding_window``
+    period: int = 0  # layers from one full one to the next, unless the config says it; 0: all layers are alike
 
 
 PLAIN = Keys()
@@ -208,11 +198,7 @@ def _mimo_heads(config: ModelConfig, options: Options, prefix: str) -> dict[str,
 def attention_layers(
     config: ModelConfig, options: Options, types: Sequence[str], keys: Keys = PLAIN
 ) -> dict[str, CacheSpec]:
-    """Describe one layer with keys and values for each entry of ``types``, in order.
-
-    Raises:
-        SpecInvalid: a key is missing, or a type is none of full, sliding and chunked.
-    """
+    """Describe one layer with keys and values for each entry of ``types``, in order."""
     return {
         config.prefix + keys.name.format(index): attention(config, options, kind, keys)
         for index, kind in enumerate(types)
@@ -220,11 +206,7 @@ def attention_layers(
 
 
 def attention(config: ModelConfig, options: Options, kind: str, keys: Keys = PLAIN) -> CacheSpec:
-    """Describe one layer with keys and values per head; ``kind`` is an entry of ``layer_types``.
-
-    Raises:
-        SpecInvalid: a key is missing, or the kind is unknown.
-    """
+    """Describe one layer with keys and values per head; ``kind`` is an entry of ``layer_types``."""
     if kind not in _MAKERS:
         raise config.odd("layer_types", kind, f"one of {', '.join(_MAKERS)}")
     if kind in WINDOWS and config.get(WINDOWS[kind], MISSING) in (None, 0):

@@ -16,16 +16,10 @@ FILE_NAME = "config.json"
 CONFIG_REMEDY = "Give the config.json that belongs to the model's weights."
 PATH_REMEDY = "Give a model's folder or its config.json."
 
-DTYPE_KEYS = ("dtype", "torch_dtype")
-"""The newer name first."""
-
-DTYPE_ASSUMED = "bfloat16"
-"""What engines choose on current accelerators."""
-
+DTYPE_KEYS = ("dtype", "torch_dtype")  # the newer name first
+DTYPE_ASSUMED = "bfloat16"  # what engines choose on current accelerators
 STATE_DTYPE_KEYS = ("mamba_ssm_dtype", "mamba_ssm_cache_dtype")
-
-STATE_DTYPE_ASSUMED = "float32"
-"""States accumulate over the whole prompt."""
+STATE_DTYPE_ASSUMED = "float32"  # states accumulate over the whole prompt
 
 
 class Options(Struct, frozen=True):
@@ -44,7 +38,6 @@ Entry = TypeVar("Entry", str, int)
 
 LAYERS_MAX = 4096
 """Far more than any model has, so that a broken config does not exhaust memory."""
-
 
 GEOMETRY = frozenset((
     # heads
@@ -146,11 +139,7 @@ class ModelConfig:
         return f"{self.prefix}model.layers.{index}.{suffix}"
 
     def num_layers(self, keys: Sequence[str] = ("num_hidden_layers",)) -> int:
-        """Return the number of layers.
-
-        Raises:
-            SpecInvalid: it is missing, or beyond reason.
-        """
+        """Return the number of layers; SpecInvalid if it is missing or above ``LAYERS_MAX``."""
         count = self.first_whole(keys, "number of layers")
         if count > LAYERS_MAX:
             raise self.odd(keys[0], count, f"at most {LAYERS_MAX}")
@@ -175,11 +164,7 @@ class ModelConfig:
         return found
 
     def whole(self, key: str, purpose: str, default: int | None = None) -> int:
-        """Return a whole number of 1 or more.
-
-        Raises:
-            SpecInvalid: it is missing without a default, or not such a number.
-        """
+        """Return a whole number of 1 or more; SpecInvalid if it is missing without a default, or something else."""
         value = self.optional(key)
         if value is not None:
             return value
@@ -188,11 +173,7 @@ class ModelConfig:
         return default
 
     def optional(self, key: str) -> int | None:
-        """Return a whole number of 1 or more, or None if the key is missing or null.
-
-        Raises:
-            SpecInvalid: it is something else.
-        """
+        """Return a whole number of 1 or more, or None if the key is missing or null; SpecInvalid for anything else."""
         value = self.get(key)
         if value is None:
             return None
@@ -248,11 +229,7 @@ class ModelConfig:
 
 
 def read_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """Return the config of a mapping, a file, or the folder of a model.
-
-    Raises:
-        SpecInvalid: the file cannot be read, or holds no JSON object.
-    """
+    """Return the config of a mapping, a file, or the folder of a model; SpecInvalid if it holds no JSON object."""
     if isinstance(config, Mapping):
         return config
     path = Path(config)

@@ -24,10 +24,8 @@ from kvflow.planning.runs import Int64s, Units
 from kvflow.planning.staging import FIXED, Scatter, room_left
 
 Int32s = npt.NDArray[np.int32]
-DESCRIPTORS_MAX = (1 << 31) - 1
-"""Descriptor indices are int32."""
-ROWS_MAX = 1 << 20
-"""40 MiB. Only blocks that are far larger than those of any engine, and not dense, need more."""
+DESCRIPTORS_MAX = (1 << 31) - 1  # their indices are int32
+ROWS_MAX = 1 << 20  # 40 MiB: only blocks that are far larger than those of any engine, and not dense, need more
 
 
 class Bound(Struct, frozen=True, eq=False, gc=False):
@@ -40,13 +38,12 @@ class Bound(Struct, frozen=True, eq=False, gc=False):
 
 
 class Rows:
-    """Descriptor rows of one side of one group plan.
+    """Descriptor rows of one side of one group plan, in one kind of memory.
 
     Attributes:
         linear: whether all units of the pool lie at one stride. Then they share a row, and merge across blocks.
             Otherwise each unit of a block has a separate row.
         table: int64, shape (rows, 5): address, nbytes, device, stride, count.
-        memory: memory kind of all rows; a prepared list has only one.
         per_run: descriptors of one run.
         stride: int64, shape (runs,): bytes between neighboring descriptors of a run.
     """
@@ -112,16 +109,9 @@ def _require_one_memory(group: GroupPlan, source_regions: Sequence[Region], targ
 
 
 class Binding:
-    """A group plan with the sizes of both pools: everything that ``bind`` needs, computed once.
+    """A group plan with the sizes of both pools: everything that ``bind`` needs, computed once. See ``PairBinder``."""
 
-    Attributes:
-        unit_bytes: bytes of one pair of units.
-        read_bytes: bytes that are read for one pair, here equal to ``unit_bytes``.
-        unit_descriptors: descriptors of one pair of units before merging.
-        scatter: None, because reads write directly into the target.
-    """
-
-    scatter: None = None
+    scatter: None = None  # reads write directly into the target
 
     def __init__(self, group: GroupPlan, source: Manifest, target: Manifest) -> None:
         runs = group.runs
@@ -177,12 +167,7 @@ class Binding:
 class StagedBinding:
     """A staged group plan with the sizes of two pools; use it like a ``Binding``.
 
-    Attributes:
-        target: rows of one staging buffer, addressed from its start.
-        scatter: the copies from there to our cache.
-        unit_bytes: bytes that one pair of units fills.
-        read_bytes: bytes that are read for one pair.
-        unit_descriptors: descriptors that fetch one pair of units, before merging.
+    ``target`` has the rows of one staging buffer, addressed from its start, and ``scatter`` copies from there.
     """
 
     def __init__(self, group: GroupPlan, source: Manifest, target: Manifest) -> None:

@@ -8,16 +8,13 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from kvflow.errors import PlanUnsound
 from kvflow.layout.component import Component
 from kvflow.layout.manifest import Manifest
 from kvflow.planning.match import ComponentPair, GroupPair
-from kvflow.planning.runs import Int64s, RunTable, Units, group_by_shape
-
-Bools = npt.NDArray[np.bool_]
+from kvflow.planning.runs import Bools, Int64s, RunTable, Units, group_by_shape
 
 PROVEN_AT_ONCE = 1 << 18
 """Pieces that are checked together: about 30 MiB of numbers."""

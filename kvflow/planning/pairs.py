@@ -62,8 +62,7 @@ def pair_units(group: GroupPlan, source_ids: Ids, target_ids: Ids, *, num_tokens
 
     Raises:
         BlockRangeMismatch: the ticket does not cover tokens of the target that the source holds; or a list has blocks
-        before
-            token 0, so its last block cannot hold the last token.
+            before token 0, so its last block cannot hold the last token.
         CapacityExceeded: the blocks are far larger than those of any engine.
     """
     # In the most common case each block is a unit, none is absent, and both sides list equally many.

@@ -44,7 +44,6 @@ HULL_FRAGMENTS_MAX = 1 << 18
 SLOTS_MAX = 4096
 """Most units of one buffer. More gain nothing, and descriptor numbers of all places must fit int32."""
 
-
 # Seconds of a read of one unit, for memory of hosts. They favor direct reads: between two processes of one host, a
 # descriptor takes 3.6 us over shared memory and more over TCP, a byte 0.3 ns, and a copied byte 0.2 ns; on a busy host
 # bytes take three times as long, and descriptors twice.
@@ -109,9 +108,7 @@ class _Item:
 class StridedCopies:
     """The strided copies of one staged group, without addresses. Raises ``CannotStage``.
 
-    Attributes:
-        table: as ``Scatter.table``, with offsets in regions instead of addresses in the target.
-        region: int64, shape (copies,): region of each copy in the target.
+    ``table`` is as ``Scatter.table``, with offsets in the ``region`` of each copy instead of addresses in the target.
     """
 
     def __init__(self, scatter: RunTable) -> None:
@@ -218,26 +215,16 @@ def room_left(room: Int64s, counts: Int64s, strides: Int64s) -> Int64s:
 
 
 class StagedRuns(Struct, frozen=True, eq=False):
-    """The copies of one pair of units through a place.
+    """The copies of one pair of units through a place."""
 
-    Attributes:
-        places: number of units in one buffer.
-        fetch: runs from the source to a place.
-        scatter: runs from a place to the target.
-        copies: the runs of ``scatter`` as a few strided copies.
-        units: how places are cut: each is one unit.
-        fetching: the pair of groups that ``fetch`` is planned for, source to places.
-        landing: the pair of groups that ``scatter`` is planned for, places to target.
-    """
-
-    places: int
+    places: int  # units in one buffer
     buffer_bytes: int
-    fetch: RunTable
-    scatter: RunTable
-    copies: StridedCopies
-    units: Units
-    fetching: GroupPair
-    landing: GroupPair
+    fetch: RunTable  # from the source to a place
+    scatter: RunTable  # from a place to the target
+    copies: StridedCopies  # the runs of ``scatter``
+    units: Units  # how places are cut: each is one unit
+    fetching: GroupPair  # that ``fetch`` is planned for, source to places
+    landing: GroupPair  # that ``scatter`` is planned for, places to target
 
     @property
     def place_bytes(self) -> int:
@@ -396,15 +383,10 @@ def _all_held(layer: str, source: Component, target: Component) -> ComponentPair
 
 
 class Choice(Struct, frozen=True, eq=False):
-    """How one pair of groups is read, and the reason.
-
-    Attributes:
-        staged: the runs of a staged read if that was chosen.
-        reason: the costs of both ways, and why one was chosen; empty if nothing may be staged.
-    """
+    """How one pair of groups is read, and the reason."""
 
     staged: StagedRuns | None = None
-    reason: str = ""
+    reason: str = ""  # the costs of both ways, and why one was chosen; empty if nothing may be staged
 
 
 DIRECT = Choice()
