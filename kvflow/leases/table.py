@@ -7,7 +7,7 @@ free. A lease is released when all ranks of one consumer engine have released it
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
 from itertools import islice, takewhile
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -36,11 +36,12 @@ class PastLease(Struct, frozen=True, gc=False):
 
 
 class Reader(Struct, frozen=True):
-    """The rank of a consumer engine that releases a lease."""
+    """The rank of a consumer engine that releases a lease, and the key that its connection has proved to hold."""
 
     engine_id: str
     rank: int
     num_ranks: int
+    public_key: str = ""
 
 
 class LeaseReader(Struct, frozen=True, kw_only=True):
@@ -99,20 +100,12 @@ class Lease(Struct, eq=False):
         return any(len(ranks) == num_ranks for (_, num_ranks), ranks in self.released_by.items())
 
 
-class _Early(Struct, eq=False):
-    """The releases that arrived before their lease was admitted; ``releases`` counts repeated ones, too."""
-
-    epoch: int
-    releases: int = 0
-    released_by: dict[tuple[str, int], set[int]] = {}
-
-
 READERS_MAX = 1024
 """Engines that one lease counts: as many as a worker has peers. A reader states its engine, and may renew forever."""
 
 
 EARLY_MAX = 1 << 16
-"""Releases before admission: sixteen per slot for 4,096 slots, about 10 MiB."""
+"""Releases before admission: sixteen per slot for 4,096 slots, about 20 MiB."""
 
 
 def _ranks_of(released_by: dict[tuple[str, int], set[int]], reader: Reader) -> set[int] | None:
@@ -132,6 +125,12 @@ def _count(released_by: dict[tuple[str, int], set[int]], reader: Reader) -> bool
     return len(ranks) >= reader.num_ranks
 
 
+class _EarlyRelease(NamedTuple):
+    slot: int
+    epoch: int
+    reader: Reader
+
+
 class LeaseTable:
     """The leases of one worker.
 
@@ -143,8 +142,10 @@ class LeaseTable:
         self._slots = len(epochs)
         self._by_slot: dict[int, Lease] = {}
         self._by_request: dict[str, Lease] = {}
-        self._early: dict[int, _Early] = {}
-        self._early_releases = 0
+        # Releases before admission: by slot, with whether the reader has read; and by key, the oldest first.
+        self._early: dict[int, dict[_EarlyRelease, bool]] = {}
+        self._early_of: dict[str, dict[_EarlyRelease, None]] = {}
+        self._num_early = 0
         # The leases of one duration, in the order in which they end: the last admitted or renewed ends last.
         self._ends: defaultdict[int, OrderedDict[int, Lease]] = defaultdict(OrderedDict)
         self._past: OrderedDict[LeaseKey, PastLease] = OrderedDict()
@@ -186,9 +187,12 @@ class LeaseTable:
         lease = Lease(grant, epoch, now, now + lease_ms / 1000)
         self._by_slot[slot] = self._ends[lease_ms][slot] = self._by_request[request_id] = lease
         self._epochs.raise_all(((slot, epoch),))
-        early = self._forget_early(slot) if self._early else None
-        if early is not None and early.epoch == epoch and not grant.admitted:
-            lease.released_by = early.released_by
+        if slot in self._early:
+            for early, read in list(self._early[slot].items()):
+                self._forget_early(early)
+                if early.epoch == epoch and not grant.admitted:
+                    _count(lease.released_by, early.reader)
+                    lease.read |= read
             if lease.released:
                 return self._end([lease], "released", now)[0]
         return None
@@ -211,7 +215,7 @@ class LeaseTable:
         for slot, epoch in leases:
             lease = self._by_slot.get(slot)
             if lease is None or lease.epoch != epoch:
-                answers.append(self._release_early(slot, epoch, reader))
+                answers.append(self._release_early(slot, epoch, reader, read))
                 continue
             complete = alone or _count(lease.released_by, reader)
             if complete is None:
@@ -300,26 +304,30 @@ class LeaseTable:
         """Return when the next lease runs out."""
         return min((next(iter(leases.values())).ends_at for leases in self._ends.values()), default=None)
 
-    def _release_early(self, slot: int, epoch: int, reader: Reader) -> Answer:
-        """Count the release of a lease that may be admitted later. Remember one lease per slot."""
+    def _release_early(self, slot: int, epoch: int, reader: Reader, read: bool) -> Answer:
+        """Remember the release of a lease that may be admitted later."""
         if slot >= self._slots or epoch <= self._epochs[slot]:
             return "ended" if self._is_past(slot, epoch) else "unknown"
-        early = self._early.get(slot)
-        if early is None or early.epoch != epoch:
-            # An issuer reuses a slot only after its lease has ended on every rank, so an older epoch never arrives.
-            self._forget_early(slot)
-            early = self._early[slot] = _Early(epoch)
-        if self._early_releases < EARLY_MAX:
-            _count(early.released_by, reader)
-            self._early_releases += 1
-            early.releases += 1
+        early = _EarlyRelease(slot, epoch, reader)
+        of_slot, of_key = self._early.setdefault(slot, {}), self._early_of.setdefault(reader.public_key, {})
+        self._num_early += early not in of_slot
+        of_slot[early] = read or of_slot.get(early, False)
+        of_key[early] = None
+        if self._num_early > EARLY_MAX:
+            # Those of the key that has most, which therefore costs no other key its own. Half: searching is slow.
+            largest = max(map(list, self._early_of.values()), key=len)
+            for oldest in largest[: (len(largest) + 1) // 2]:
+                self._forget_early(oldest)
         return "unknown"
 
-    def _forget_early(self, slot: int) -> _Early | None:
-        early = self._early.pop(slot, None)
-        if early is not None:
-            self._early_releases -= early.releases
-        return early
+    def _forget_early(self, early: _EarlyRelease) -> None:
+        of_slot, of_key = self._early[early.slot], self._early_of[early.reader.public_key]
+        del of_slot[early], of_key[early]
+        if not of_slot:
+            del self._early[early.slot]
+        if not of_key:
+            del self._early_of[early.reader.public_key]
+        self._num_early -= 1
 
     def _find(self, slot: int, epoch: int) -> Lease | None:
         lease = self._by_slot.get(slot)

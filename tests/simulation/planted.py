@@ -386,7 +386,7 @@ def lease_runs_out_late(patch):
 
 def release_before_its_lease_is_lost(patch):
     """A release that comes before its lease is admitted counts for nothing. So it was once."""
-    patch.setattr(LeaseTable, "_release_early", lambda self, slot, epoch, reader: "unknown")
+    patch.setattr(LeaseTable, "_release_early", lambda self, slot, epoch, reader, read: "unknown")
 
 
 def _tell_at_the_failure(patch):

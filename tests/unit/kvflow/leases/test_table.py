@@ -285,10 +285,50 @@ def test_releases_that_come_early_are_bounded(leases, monkeypatch):
     for grant in grants:
         for number in range(100):
             assert released(leases, (grant.slot, grant.epoch_value), Reader(f"e{number}", 0, 2), 0.0)[0] == "unknown"
-    assert sum(len(early.released_by) for early in leases._early.values()) == 8
+            assert sum(map(len, leases._early.values())) <= 8
     for grant in grants:
         leases.admit(grant, now=1.0)
-    assert (leases._early, leases._early_releases) == ({}, 0)
+    assert (leases._early, leases._early_of, leases._num_early) == ({}, {}, 0)
+
+
+def test_one_key_cannot_have_early_releases_of_another_forgotten(leases, monkeypatch):
+    monkeypatch.setattr("kvflow.leases.table.EARLY_MAX", 8)
+    grant = grant_of()
+    key = (grant.slot, grant.epoch_value)
+    for number in range(100):
+        released(leases, (1, grant.epoch_value + number), Reader("flood", 0, 1, "key of one"), 0.0)
+    released(leases, key, Reader("a", 0, 1, "key of another"), 1.0)
+    for number in range(100):
+        released(leases, (2, grant.epoch_value + number), Reader(f"flood-{number}", 0, 1, "key of one"), 2.0)
+    assert leases.admit(grant, now=3.0) == LeaseEnded("r", "released", 0.0)
+
+
+def test_a_repeated_early_release_takes_no_place(leases, monkeypatch):
+    monkeypatch.setattr("kvflow.leases.table.EARLY_MAX", 2)
+    grant = grant_of()
+    key = (grant.slot, grant.epoch_value)
+    for rank in (0, 1, 1, 1, 1):
+        released(leases, key, Reader("a", rank, 2), 0.0)
+    assert leases.admit(grant, now=1.0) == LeaseEnded("r", "released", 0.0)
+
+
+def test_a_late_release_of_another_epoch_leaves_early_ones_counted(leases):
+    """A request that was given up leaves a ticket that one rank never admitted. Its reader releases it late."""
+    mint = mint_of()
+    given_up = grant_of(mint, "given up")
+    mint.retire("given up")
+    grant = grant_of(mint)
+    released(leases, (grant.slot, grant.epoch_value), ALONE, 0.0)
+    released(leases, (given_up.slot, given_up.epoch_value), Reader("late", 0, 1), 1.0)
+    assert leases.admit(grant, now=2.0) == LeaseEnded("r", "released", 0.0)
+
+
+def test_an_early_release_says_that_the_blocks_were_read(leases):
+    grant = grant_of()
+    key = (grant.slot, grant.epoch_value)
+    released(leases, key, ALONE, 0.0, read=True)
+    leases.admit(grant, now=1.0)
+    assert leases.past(*key) == PastLease("used", 1.0)
 
 
 def test_readers_that_renew_or_release_in_part_are_listed(leases):

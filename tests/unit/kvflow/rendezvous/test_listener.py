@@ -119,3 +119,13 @@ async def test_an_address_that_cannot_be_bound_is_a_matter_of_configuration(bind
     with pytest.raises(ConfigInvalid):
         async with open_worker(config(bind=bind), cache_of()):
             pytest.fail("it listens")
+
+
+async def test_a_reader_is_known_by_the_key_that_it_has_proved():
+    """Releases that arrive before their leases are bounded for each key."""
+    async with producing() as producer, linked(producer) as link, linked(producer, local=side("c" * 32)) as other:
+        for each in (link, other):
+            await each.ask_end((0, 1), within_s=PATIENCE_S)
+        readers = producer._listener._readers.values()
+        assert {reader.engine_id for reader in readers} == {"decode-0", "prefill-0"}
+        assert {reader.public_key for reader in readers} == {SECURITY.client.public_key}
