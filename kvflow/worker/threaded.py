@@ -1,21 +1,23 @@
 """``run_worker``: a worker for an engine without asyncio, on a separate thread and event loop.
 
 An engine that sleeps suspends its worker. Each ``resume`` starts a new worker thread, which registers the memory again
-under a new incarnation (``worker.worker_thread``).
+under a new incarnation.
 """
 
 import asyncio
 import inspect
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from functools import partial, update_wrapper
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
+import uvloop
 from msgspec import Struct
 
 from kvflow.config import WorkerConfig
@@ -28,9 +30,8 @@ from kvflow.reprs import quoted
 from kvflow.worker.consumer import BlockLists, PullItem, open_item
 from kvflow.worker.open_pulls import PullHandle
 from kvflow.worker.producer import Digests
-from kvflow.worker.runtime import Cache, Unopened
+from kvflow.worker.runtime import Cache, Unopened, open_worker
 from kvflow.worker.worker import Worker
-from kvflow.worker.worker_thread import StartWorkerThread, WorkerThread, start_worker_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,8 +48,7 @@ class Finished(Struct, frozen=True):
         request_id: the producer's name of the request.
         side: ``producer`` for a lease of this worker, ``consumer`` for a pull.
         outcome: ``released``, ``expired``, ``revoked``; or ``completed``, ``failed``.
-        report: the report of a completed pull.
-        error: the error of a failed pull. Its blocks are quiescent.
+        report, error: of a pull.
         local_request_id: the caller's own name of the request, if it gave one to ``pull``.
     """
 
@@ -60,22 +60,198 @@ class Finished(Struct, frozen=True):
     local_request_id: str = ""
 
 
-def called(method: Callable[Concatenate[Worker, P], T]) -> Callable[Concatenate["ThreadedWorker", P], T]:
-    """Make a method that runs one of ``Worker`` on the calling thread."""
+class LoopCalls:
+    """Calls onto one event loop from other threads. Every call gets a future, and every future is resolved.
+
+    Thread: any, except ``close``, which runs on the loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def submit(
+        self, work: Coroutine[Any, Any, T], *, on_unwanted: Callable[[T], object] = lambda _: None
+    ) -> "Future[T]":
+        """Run a coroutine on the loop. Cancelling its future cancels it. Raises ``WorkerClosed`` as ``call`` does.
+
+        ``on_unwanted`` is called on the loop with a result that arrives after the future was cancelled.
+        """
+        future: Future[T] = Future()
+
+        def start() -> None:
+            task = self._loop.create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(settle)
+            future.add_done_callback(partial(_cancel, self._loop, task.cancel))
+
+        def settle(task: "asyncio.Task[T]") -> None:
+            self._tasks.discard(task)
+            work.close()  # a task that is cancelled before its first step has not started it
+            if task.cancelled():
+                future.cancel()
+                future.set_running_or_notify_cancel()
+            elif not future.set_running_or_notify_cancel():
+                if task.exception() is None:
+                    on_unwanted(task.result())
+            elif (error := task.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(task.result())
+
+        try:
+            self.call(start)
+        except WorkerClosed:
+            work.close()
+            raise
+        return future
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call a function on the loop, without a future.
+
+        Raises:
+            WorkerClosed: the loop takes no more calls.
+        """
+        # Under the lock: ``close`` waits for what was submitted before it, and nothing is submitted after it.
+        with self._lock:
+            if self._closed:
+                raise WorkerClosed("the worker is closed")
+            self._loop.call_soon_threadsafe(function)
+
+    def ask(self, function: Callable[[], T]) -> "Future[T]":
+        """Call a function on the loop. Calls of ``ask`` and ``call`` run in the order in which they were made."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - the caller gets it from the future
+                future.set_exception(error)
+
+        self.call(run)
+        return future
+
+    async def close(self) -> None:
+        """Take no more calls, and wait for the end of those that were taken. Cancellation cancels them."""
+        with self._lock:
+            self._closed = True
+        await asyncio.sleep(0)  # start those that were taken
+        cancelled: asyncio.CancelledError | None = None
+        while self._tasks:
+            try:
+                await asyncio.wait(self._tasks)
+            except asyncio.CancelledError as error:
+                cancelled = error
+                for task in self._tasks:
+                    task.cancel()
+        if cancelled is not None:
+            raise cancelled
+
+
+@asynccontextmanager
+async def open_calls(loop: asyncio.AbstractEventLoop) -> AsyncIterator[LoopCalls]:
+    """Take calls onto the running event loop. Leaving waits for the calls that were taken."""
+    calls = LoopCalls(loop)
+    try:
+        yield calls
+    finally:
+        await calls.close()
+
+
+def _cancel(loop: asyncio.AbstractEventLoop, cancel: Callable[[], object], future: "Future[Any]") -> None:
+    if future.cancelled() and not loop.is_closed():
+        loop.call_soon_threadsafe(cancel)
+
+
+class WorkerThread(NamedTuple):
+    """An open worker on its thread. Thread: any except its own.
+
+    Attributes:
+        worker: the worker. After ``end`` it refuses every call.
+        calls: to its event loop.
+        end: closes the worker, and returns when nothing accesses its cache. It raises once what the event loop died of.
+            The second call does nothing.
+    """
+
+    worker: Worker
+    calls: LoopCalls
+    end: Callable[[], None]
+
+
+StartWorkerThread = Callable[[WorkerConfig, Cache, Sequence[Hook]], WorkerThread]
+"""Opens a worker, and returns when it is open."""
+
+
+def start_worker_thread(config: WorkerConfig, cache: Cache, hooks: Sequence[Hook]) -> WorkerThread:
+    """Open a worker on a new thread. Ctrl-C while it opens closes it as soon as it is open."""
+    opened: Future[tuple[Worker, LoopCalls]] = Future()
+    left: Future[None] = Future()
+    failures: list[BaseException] = []  # what the loop died of, until that is raised in the caller's thread
+
+    def run() -> None:
+        try:
+            uvloop.run(_serve(config, cache, hooks, opened=opened, left=left))
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread, also if there is no loop
+            if opened.done():
+                failures.append(error)
+            else:
+                opened.set_exception(error)
+
+    # A daemon: an engine that exits without leaving this block must not wait for a thread that waits for it.
+    thread = threading.Thread(target=run, name=f"kvflow-{config.engine_id}", daemon=True)
+
+    def end() -> None:
+        # Also if the loop has died, or Ctrl-C has interrupted the start: otherwise the thread never ends.
+        if not left.done():
+            left.set_result(None)
+        if thread.is_alive() and not sys.is_finalizing():  # a finalizing interpreter runs no other thread
+            thread.join()
+        if failures:
+            raise failures.pop()
+
+    try:
+        thread.start()
+        worker, calls = opened.result()
+    except BaseException:
+        end()
+        raise
+    return WorkerThread(worker, calls, end)
+
+
+async def _serve(
+    config: WorkerConfig,
+    cache: Cache,
+    hooks: Sequence[Hook],
+    *,
+    opened: "Future[tuple[Worker, LoopCalls]]",
+    left: "Future[None]",
+) -> None:
+    """Open a worker, and close it when ``left`` is resolved."""
+    loop, leaving = asyncio.get_running_loop(), asyncio.Event()
+
+    def leave(_: "Future[None]") -> None:
+        with suppress(RuntimeError):  # the loop has died
+            loop.call_soon_threadsafe(leaving.set)
+
+    async with open_calls(loop) as calls, open_worker(config, cache, hooks=hooks) as worker:
+        opened.set_result((worker, calls))
+        left.add_done_callback(leave)
+        await leaving.wait()
+
+
+def called(
+    method: Callable[Concatenate[Worker, P], T], *, suspended: bool = False
+) -> Callable[Concatenate["ThreadedWorker", P], T]:
+    """Make a method that runs one of ``Worker`` on the calling thread, if ``suspended`` also after ``suspend``."""
 
     @_like(method)
     def call(self: "ThreadedWorker", /, *arguments: P.args, **named: P.kwargs) -> T:
-        return method(self._awake().worker, *arguments, **named)
-
-    return call
-
-
-def direct(method: Callable[Concatenate[Worker, P], T]) -> Callable[Concatenate["ThreadedWorker", P], T]:
-    """Make a method that runs one of ``Worker`` on the calling thread, also while the worker is suspended."""
-
-    @_like(method)
-    def call(self: "ThreadedWorker", /, *arguments: P.args, **named: P.kwargs) -> T:
-        return method(self._thread.worker, *arguments, **named)
+        thread = self._thread if suspended else self._awake()
+        return method(thread.worker, *arguments, **named)
 
     return call
 
@@ -93,11 +269,11 @@ def asked(method: Callable[Concatenate[Worker, P], T]) -> Callable[Concatenate["
 
 def answered(method: Callable[Concatenate[Worker, P], T]) -> Callable[Concatenate["ThreadedWorker", P], T]:
     """Make a method that runs one of ``Worker`` on the event loop, and waits for its end."""
+    ask = asked(method)
 
     @_like(method)
     def answer(self: "ThreadedWorker", /, *arguments: P.args, **named: P.kwargs) -> T:
-        thread = self._awake()
-        return thread.calls.ask(partial(method, thread.worker, *arguments, **named)).result()
+        return ask(self, *arguments, **named).result()
 
     return answer
 
@@ -107,12 +283,7 @@ def submitted(
     *,
     on_unwanted: Callable[[Worker, T], object] = lambda _worker, _result: None,
 ) -> Callable[Concatenate["ThreadedWorker", P], Future[T]]:
-    """Make a method that runs a coroutine of ``Worker`` on the event loop. Cancelling its future cancels it.
-
-    Args:
-        method: the method of ``Worker``.
-        on_unwanted: called on the loop with the worker and a result that arrives after the future was cancelled.
-    """
+    """Make a method that submits a coroutine of ``Worker``: see ``LoopCalls.submit``."""
 
     @_like(method, returns=Future)
     def submit(self: "ThreadedWorker", /, *arguments: P.args, **named: P.kwargs) -> Future[T]:
@@ -150,11 +321,7 @@ class ThreadedWorker:
     A suspended worker raises ``WorkerSuspended`` from every method except ``revoke``, ``finished`` and
     ``wait_finished``, which report what happened before.
 
-    Args:
-        config: the settings.
-        hooks: plain functions that get every event.
-        cache: the cache.
-        start: starts each worker thread; a simulator's uses a loop that runs already.
+    ``start`` starts each worker thread; a simulator's uses a loop that runs already.
 
     Raises:
         ForkedProcess: by every method except ``close`` that a forked child of the worker's process calls. The child has
@@ -202,11 +369,9 @@ class ThreadedWorker:
     def suspend(self) -> None:
         """Withdraw the cache. On return nothing accesses its memory, and the engine may unmap it.
 
-        This takes the same steps, and the same time, as leaving ``run_worker``. Every lease ends first, so that a
-        consumer that still reads learns of it and delivers nothing. Every pull is cancelled, and its last write is
-        awaited. Then the worker says goodbye to its peers and destroys the transport. Earlier tickets stay void.
-        ``finished`` reports what has ended. Data that was pulled before is lost with the engine's memory. A second call
-        does nothing.
+        This takes the same steps, and the same time, as leaving ``run_worker``: every lease ends, every pull is
+        cancelled and its last write awaited, and the transport is destroyed. Earlier tickets stay void. ``finished``
+        reports what has ended. A second call does nothing.
 
         Raises:
             WorkerClosed: the block of ``run_worker`` was left.
@@ -240,7 +405,7 @@ class ThreadedWorker:
         Worker.offer_when_possible, on_unwanted=lambda worker, ticket: worker.revoke(ticket.request_id)
     )
     admit = called(Worker.admit)
-    revoke = direct(Worker.revoke)
+    revoke = called(Worker.revoke, suspended=True)
     wait_offer = submitted(Worker.wait_offer)
 
     def pull(
@@ -252,16 +417,24 @@ class ThreadedWorker:
         local_request_id: str = "",
         expected_digests: Digests = None,
     ) -> "Future[TransferReport]":
-        """Read a ticket's blocks into ours. Cancelling the future cancels the pull. See ``Worker.pull``."""
-        item = (ticket, block_ids, local_request_id)
-        (future,) = self._start([item], partial(_start_one, item, priority, expected_digests))
+        """Read a ticket's blocks into ours: see ``Worker.pull``. Cancelling the future cancels the pull."""
+
+        def start(worker: Worker) -> list[PullHandle]:
+            return [
+                worker.start_pull(
+                    ticket,
+                    block_ids,
+                    priority=priority,
+                    local_request_id=local_request_id,
+                    expected_digests=expected_digests,
+                )
+            ]
+
+        (future,) = self._start([(ticket, block_ids, local_request_id)], start)
         return future
 
     def pull_many(self, items: Iterable[PullItem], *, priority: int = 0) -> "list[Future[TransferReport]]":
-        """Read many tickets' blocks into ours as one batch. See ``Worker.pull_many``.
-
-        The batch crosses to the worker's thread once. Cancelling a future cancels its pull.
-        """
+        """Read many tickets' blocks into ours as one batch. Cancelling a future cancels its pull."""
         batch = [open_item(item) for item in items]
         return self._start(batch, lambda worker: worker.pull_many(batch, priority=priority))
 
@@ -280,13 +453,13 @@ class ThreadedWorker:
             raise
         return futures
 
-    record_refusal = direct(Worker.record_refusal)
+    record_refusal = called(Worker.record_refusal, suspended=True)
     hold = asked(Worker.hold)
     release = submitted(Worker.release)
     drain = submitted(Worker.drain)
 
     def allow_keys(self, keys: Iterable[str]) -> None:
-        """Replace the list of allowed keys, also for later calls of ``resume``. See ``Worker.allow_keys``."""
+        """Replace the list of allowed keys, also for later calls of ``resume``: see ``Worker.allow_keys``."""
         self._origin.require()
         config = msgspec.structs.replace(self._config, allowed_keys=tuple(keys))
         with self._changing:
@@ -328,11 +501,7 @@ class ThreadedWorker:
             self._thread.end()
 
     def _awake(self) -> WorkerThread:
-        """Return the worker thread. After ``close`` it is the last one, whose worker refuses every call.
-
-        Raises:
-            WorkerSuspended: there is none now.
-        """
+        """Return the worker thread. After ``close`` it is the last one, whose worker refuses every call."""
         self._origin.require()
         if self._stage == "suspended":
             raise WorkerSuspended("the worker is suspended: its cache is withdrawn")
@@ -373,16 +542,6 @@ def run_worker(
     return _UnopenedThread(partial(ThreadedWorker, config, hooks, cache))
 
 
-def _start_one(
-    item: tuple[Ticket, BlockLists, str], priority: int, expected_digests: Digests, worker: Worker
-) -> list[PullHandle]:
-    ticket, block_ids, name = item
-    handle = worker.start_pull(
-        ticket, block_ids, priority=priority, local_request_id=name, expected_digests=expected_digests
-    )
-    return [handle]
-
-
 def _run(
     worker: Worker,
     start: Callable[[Worker], list[PullHandle]],
@@ -390,21 +549,13 @@ def _run(
     futures: "Sequence[Future[TransferReport]]",
     finished: "_FinishedQueue",
 ) -> None:
-    """Start pulls. Report each end when nothing can write into the pull's blocks.
-
-    All pulls have ended when the worker is closed.
-    """
+    """Start pulls. Report each end when nothing can write into the pull's blocks."""
     loop = asyncio.get_running_loop()
     for (ticket, _, name), handle, future in zip(batch, start(worker), futures, strict=True):
         request_id = getattr(ticket, "request_id", "")  # an argument of any type was passed; its end is reported
         handle.on_settled(partial(finished.settle, request_id, name, future))
         if not handle.done():
-            future.add_done_callback(partial(_cancel, loop, handle))
-
-
-def _cancel(loop: asyncio.AbstractEventLoop, handle: PullHandle, future: "Future[TransferReport]") -> None:
-    if future.cancelled() and not loop.is_closed():
-        loop.call_soon_threadsafe(handle.cancel)
+            future.add_done_callback(partial(_cancel, loop, handle.cancel))
 
 
 class _FinishedQueue:

@@ -45,7 +45,6 @@ DRIVEN = (
     "kvflow/worker/renewals.py",
     "kvflow/worker/runtime.py",
     "kvflow/worker/threaded.py",
-    "kvflow/worker/worker_thread.py",
 )
 """Where scheduling, leases, handshake, quarantine and their glue are decided."""
 

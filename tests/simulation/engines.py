@@ -17,8 +17,8 @@ from kvflow.events import Event, LeaseEnded, OfferAdmitted, ReaderReset, Transfe
 from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker.environment import Environment
 from kvflow.worker.runtime import open_worker
+from kvflow.worker.threaded import open_calls
 from kvflow.worker.worker import Worker
-from kvflow.worker.worker_thread import open_calls
 from tests.fakes.fabric import NOBODY, Fabric
 from tests.fakes.memory import CONTENTS_MAX, SimulatedCache
 from tests.fakes.models import NUM_BLOCKS, Shape, plan_of

@@ -13,9 +13,8 @@ from kvflow.errors import TransferFailed
 from kvflow.events import Event, Hook, LeaseEnded, Outcome
 from kvflow.leases.tickets import Grant, Ticket
 from kvflow.worker.runtime import Cache
-from kvflow.worker.threaded import Finished, ThreadedWorker
+from kvflow.worker.threaded import Finished, LoopCalls, ThreadedWorker, WorkerThread
 from kvflow.worker.worker import DrainReport, Worker
-from kvflow.worker.worker_thread import LoopCalls, WorkerThread
 from tests.fakes.memory import SimulatedCache
 from tests.fakes.process import Process
 from tests.fakes.world import World

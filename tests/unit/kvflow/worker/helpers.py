@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from kvflow.layout.specs import FullAttention
 from kvflow.memory.cache import allocate
-from kvflow.worker import worker_thread
+from kvflow.worker import threaded
 from kvflow.worker.snapshot import PullState
 
 SECRET = "a secret of the tests, long enough"
@@ -87,7 +87,7 @@ async def futures_left(call, monkeypatch):
 
 def make_mortal(monkeypatch):
     """Have the loops of threaded workers die as soon as they are open; return what is set when one has."""
-    open_worker, run, died = worker_thread.open_worker, worker_thread.uvloop.run, threading.Event()
+    open_worker, run, died = threaded.open_worker, threaded.uvloop.run, threading.Event()
 
     async def fail():
         raise ZeroDivisionError("what it died of")
@@ -104,6 +104,6 @@ def make_mortal(monkeypatch):
         finally:
             died.set()
 
-    monkeypatch.setattr(worker_thread, "open_worker", open_mortal)
-    monkeypatch.setattr(worker_thread.uvloop, "run", run_and_tell)
+    monkeypatch.setattr(threaded, "open_worker", open_mortal)
+    monkeypatch.setattr(threaded.uvloop, "run", run_and_tell)
     return died

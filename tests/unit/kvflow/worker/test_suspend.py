@@ -10,7 +10,7 @@ from kvflow.errors import ConfigInvalid, SpecInvalid, TransferCancelled, Transfe
 from kvflow.events import TransferRetried
 from kvflow.leases.epochs import EPOCH_BITS
 from kvflow.rendezvous.issuer import TicketMint
-from kvflow.worker import worker_thread
+from kvflow.worker import threaded
 from kvflow.worker.threaded import run_worker
 from tests.helpers.settings import flat_config
 from tests.ports import free_port
@@ -179,12 +179,12 @@ def allowed(worker, *keys):
 
 
 def test_the_error_of_a_loop_is_reported_once_and_it_can_resume(monkeypatch):
-    open_worker, died = worker_thread.open_worker, make_mortal(monkeypatch)
+    open_worker, died = threaded.open_worker, make_mortal(monkeypatch)
     with run_worker(config(), cache_of()) as worker:
         assert died.wait(PATIENCE_S)
         with pytest.raises(ExceptionGroup) as caught:
             worker.suspend()
         assert caught.group_contains(ZeroDivisionError, match="what it died of")
-        monkeypatch.setattr(worker_thread, "open_worker", open_worker)
+        monkeypatch.setattr(threaded, "open_worker", open_worker)
         worker.resume(cache_of())
         assert worker.snapshot().leases == 0

@@ -27,7 +27,7 @@ from kvflow.events import TransferQuiesced, TransferRetried
 from kvflow.leases.epochs import EPOCH_BITS
 from kvflow.leases.tickets import RankAddress
 from kvflow.rendezvous.issuer import TicketMint
-from kvflow.worker import worker_thread
+from kvflow.worker import threaded
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.threaded import Finished, _FinishedQueue, run_worker
 
@@ -209,9 +209,7 @@ def test_a_cancelled_future_is_reported_once_its_blocks_may_be_reused():
 def workers_with_faults(monkeypatch, **settings):
     """A producer, and a consumer whose data plane fails as the test says."""
     faults = Faults()
-    monkeypatch.setattr(
-        worker_thread, "open_worker", partial(worker_thread.open_worker, environment=with_faults(faults, 0.0))
-    )
+    monkeypatch.setattr(threaded, "open_worker", partial(threaded.open_worker, environment=with_faults(faults, 0.0)))
     with (
         run_worker(config(), cache_of(16)) as producer,
         run_worker(config("decode-0", **settings), cache_of(16)) as consumer,
@@ -390,7 +388,7 @@ def test_an_interruption_while_it_opens_ends_it(monkeypatch):
         except KeyboardInterrupt as interruption:
             seen.append(interruption)
 
-    monkeypatch.setattr(worker_thread, "Future", Interrupted)
+    monkeypatch.setattr(threaded, "Future", Interrupted)
     thread = threading.Thread(target=engine, daemon=True)
     thread.start()
     thread.join(PATIENCE_S)
@@ -403,7 +401,7 @@ def test_a_loop_that_cannot_be_made_raises_where_it_was_asked_for(monkeypatch):
         living.close()
         raise OSError("too many open files")
 
-    monkeypatch.setattr("kvflow.worker.worker_thread.uvloop.run", run)
+    monkeypatch.setattr("kvflow.worker.threaded.uvloop.run", run)
     with pytest.raises(OSError, match="too many"), run_worker(config(), cache_of()):
         pytest.fail("it runs")
 

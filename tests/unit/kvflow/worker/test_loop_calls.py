@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from kvflow.errors import RequestUnknown, WorkerClosed
-from kvflow.worker.worker_thread import open_calls
+from kvflow.worker.threaded import open_calls
 
 from .helpers import PATIENCE_S
 
