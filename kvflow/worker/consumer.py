@@ -9,8 +9,6 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from itertools import islice
 from typing import Any, cast
 
-from kvflow.clock import Clock
-from kvflow.config import Tuning
 from kvflow.errors import (
     ArgumentInvalid,
     ContentMismatch,
@@ -22,11 +20,9 @@ from kvflow.errors import (
 )
 from kvflow.events import PullFailed, ReaderReset, TransferQuiesced, TransferStarted
 from kvflow.ids import PeerId
-from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import check_block_ids
 from kvflow.leases.issuer import as_digest_lists
 from kvflow.leases.tickets import MAC_BYTES, Member, Ticket
-from kvflow.observability.logs import Reporter
 from kvflow.reads import contract
 from kvflow.reads.contract import (
     INLINE_S_MAX,
@@ -39,17 +35,17 @@ from kvflow.reads.contract import (
     RateLearned,
     ReadEnded,
     StagingUse,
-    Transport,
     TransportEvent,
 )
 from kvflow.reads.scheduler import Delivered, Effect, Scheduler, StartReads
 from kvflow.worker.connections import CANCELLED, transfer_error
 from kvflow.worker.destinations import DUE_AFTER_S, DestinationTable, Quarantined, ReaderResetPolicy
+from kvflow.worker.environment import Shared
 from kvflow.worker.open_pulls import OpenPull, OpenPulls, PullHandle
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.prepared import Route, parts_of, require_content
 from kvflow.worker.renewals import LeaseRenewer
-from kvflow.worker.snapshot import PullState, Stage, later, require_open, require_running, state_of
+from kvflow.worker.snapshot import PullState, state_of
 
 TICK_S = 0.02
 """Interval at which deadlines and retries are checked while the data plane has a read."""
@@ -69,40 +65,28 @@ class Consumer:
     Thread: the event loop.
     """
 
-    def __init__(
-        self,
-        *,
-        make_pool: Callable[..., PeerPool],
-        tuning: Tuning,
-        pulls_max: int,
-        destinations: DestinationTable,
-        reset_policy: ReaderResetPolicy,
-        transport: Transport,
-        manifest: Manifest,
-        verify: Callable[[Ticket], None],
-        tasks: asyncio.TaskGroup,
-        clock: Clock,
-        wall: Clock,
-        report: Reporter,
-    ) -> None:
-        self.peers = make_pool(on_dropped=self.on_peer_dropped)
-        self._destinations = destinations
-        self._reset_policy = reset_policy
-        self._transport = transport
-        self._manifest = manifest
+    def __init__(self, shared: Shared, *, verify: Callable[[Ticket], None]) -> None:
+        environment, tuning = shared.environment, shared.config.tuning
+        self.peers = PeerPool(shared, self.on_peer_dropped)
+        self._destinations = DestinationTable(shared.account)
+        self._reset_policy = ReaderResetPolicy(tuning, shared.bytes_per_block)
+        self._transport = shared.transport
+        self._manifest = shared.manifest
         self._verify = verify
-        self._tasks = tasks
-        self._clock = clock
-        self.pulls = OpenPulls(pool=self.peers, clock=clock, wall=wall, report=report, cancel=self._cancel_by_id)
-        self._scheduler = Scheduler(self.pulls.by_id, tuning, pulls_max)
-        self._report = report
-        self._renewals = LeaseRenewer(self.peers, clock, wall)
+        self._tasks = shared.tasks
+        self._lifecycle = shared.lifecycle
+        self._report = shared.report
+        self._clock, wall = environment.clock, environment.network.wall
+        self.pulls = OpenPulls(
+            pool=self.peers, clock=self._clock, wall=wall, report=self._report, cancel=self._cancel_by_id
+        )
+        self._scheduler = Scheduler(self.pulls.by_id, tuning, environment.pulls_max)
+        self._renewals = LeaseRenewer(self.peers, self._clock, wall)
         self._fresh: list[OpenPull] = []  # opened since the last tick
         self._busy = asyncio.Event()
         self._collected: dict[int, OpenPull] = {}  # checked, but not posted yet
         self._collecting = False
         self._turn_until: float | None = None
-        self._stage: Stage = "open"
 
     def start(
         self,
@@ -118,8 +102,9 @@ class Consumer:
         try:
             if priority != 0:
                 _check_priority(priority)
-            if self._stage != "open":
-                require_open(self._stage, "pulls nothing")
+                pull.priority = priority
+            if self._lifecycle.stage != "open":
+                self._lifecycle.require_open("pulls nothing")
             if pull.ticket is None:
                 _check_ticket(ticket)
             self._verify(ticket)
@@ -128,19 +113,16 @@ class Consumer:
             pull.targets = check_block_ids(
                 block_ids, num_blocks=self._manifest.num_blocks, aliases=self._destinations.aliases, unique=True
             )
-            expected = (
-                None
-                if expected_digests is None
-                else as_digest_lists("expected_digests", expected_digests, pull.targets)
-            )
+            if expected_digests is not None:
+                pull.expected = as_digest_lists("expected_digests", expected_digests, pull.targets)
             route = self.peers.route(ticket)
             if route is None:
                 pull.held = self._renewals.start(ticket.members())
                 self.pulls.by_id[pull.pull_id] = pull
                 closing = TransferCancelled("the worker is closing", request_id=pull.request_id)
-                self._spawn(self._connect(pull, ticket, priority, expected), pull, closing)
+                self._spawn(self._connect(pull, ticket), pull, closing)
             else:
-                self._begin(pull, ticket, route, priority, expected)
+                self._begin(pull, ticket, route)
         except Exception as error:  # noqa: BLE001 - the handle tells
             self._fail(pull, error)
         return pull.handle
@@ -157,14 +139,14 @@ class Consumer:
 
     def hold(self, ticket: Ticket, local_request_id: str) -> None:
         """Renew a ticket's leases until it is pulled or released."""
-        require_open(self._stage, "holds nothing")
+        self._lifecycle.require_open("holds nothing")
         _check_ticket(ticket)
         self._verify(ticket)
         self._renewals.hold_ticket(ticket.members(), local_request_id)
 
     async def release(self, ticket: Ticket, local_request_id: str) -> None:
         """Release a ticket without reading it."""
-        require_running(self._stage, "releases nothing")
+        self._lifecycle.require_running("releases nothing")
         _check_ticket(ticket)
         self._verify(ticket)
         self._renewals.end_ticket(ticket.members(), local_request_id)
@@ -242,26 +224,15 @@ class Consumer:
             if pull.ticket is not None and not pull.handle.done():
                 pull.held = self._renewals.start(pull.ticket.members())
 
-    def is_open(self) -> bool:
-        """Return whether new pulls are taken: neither draining nor closing has begun."""
-        return self._stage == "open"
-
-    def drain(self) -> None:
-        """Refuse new pulls, and finish those that were started."""
-        self._stage = later(self._stage, "draining")
-
     def close(self) -> int:
-        """Cancel every open pull and refuse new ones; return how many were open."""
-        self._stage = "closing"
+        """Cancel every open pull; return how many were open."""
         open_pulls = list(self.pulls.by_id.values())
         for pull in open_pulls:
             self._cancel(pull, "the worker is closing")
         self._renewals.close()
         return len(open_pulls)
 
-    async def _connect(
-        self, pull: OpenPull, ticket: Ticket, priority: int, expected: tuple[tuple[bytes, ...], ...] | None
-    ) -> None:
+    async def _connect(self, pull: OpenPull, ticket: Ticket) -> None:
         """Connect the peers of a ticket, then begin to read."""
 
         def blame(member: Member) -> None:
@@ -271,19 +242,12 @@ class Consumer:
         try:
             route = await self.peers.connect_ticket(ticket, blame)
             if not pull.handle.done():  # not cancelled meanwhile
-                require_running(self._stage, "pulls nothing")  # a draining worker finishes what was started before
-                self._begin(pull, ticket, route, priority, expected)
+                self._lifecycle.require_running("pulls nothing")  # a draining worker finishes what was started before
+                self._begin(pull, ticket, route)
         except Exception as error:  # noqa: BLE001 - the handle tells
             self._fail(pull, error)
 
-    def _begin(
-        self,
-        pull: OpenPull,
-        ticket: Ticket,
-        route: Route,
-        priority: int,
-        expected: tuple[tuple[bytes, ...], ...] | None,
-    ) -> None:
+    def _begin(self, pull: OpenPull, ticket: Ticket, route: Route) -> None:
         """Pair block ids, take our blocks, and post the reads. An exception leaves everything as it was."""
         pull.step, pull.route = "plan", route
         grants = ticket.grants
@@ -294,12 +258,13 @@ class Consumer:
             if grant.slot >= peer.num_slots:
                 raise TicketInvalid(f"{peer.link.peer} has no epoch slot {grant.slot}")
             parts = parts_of(grant, peer, prepared, pull.targets)
-            if expected is not None:
-                require_content(grant, prepared, self._manifest, expected)
+            if pull.expected is not None:
+                require_content(grant, prepared, self._manifest, pull.expected)
             if parts:
                 lease = LeaseName(grant.slot, int(grant.epoch), ticket.sealed[at][:MAC_BYTES])
                 first = not grant.admitted or peer.link.may_be_over(grant)
-                reads.append(RankRead(next(self._scheduler.read_ids), peer.link.peer, lease, parts, first, priority))
+                read_id = next(self._scheduler.read_ids)
+                reads.append(RankRead(read_id, peer.link.peer, lease, parts, first, pull.priority))
                 for part in parts:
                     assert part.binding is not None
                     nbytes += len(part.pairs.source) * part.binding.unit_bytes
@@ -415,7 +380,7 @@ class Consumer:
         pull.failure = event
         self._destinations.quarantine(event.pull_id, event.code, self._clock())
         error = transfer_error(event)
-        if isinstance(error, StaleLease) and self._stage != "closing":
+        if isinstance(error, StaleLease) and self._lifecycle.stage != "closing":
             self._spawn(self._explain(pull, error), pull, error)
         else:
             self._fail(pull, error)

@@ -4,19 +4,25 @@ Every production worker uses ``PRODUCTION``. The simulator passes another ``Envi
 on virtual time.
 """
 
+import asyncio
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from msgspec import Struct
 
 from kvflow.clock import Clock, monotonic
 from kvflow.config import WorkerConfig
+from kvflow.errors import WorkerClosed, WorkerDraining
 from kvflow.layout.manifest import Manifest
+from kvflow.leases.blocks import BlockAccount
+from kvflow.observability.logs import Reporter
 from kvflow.planning.plan import PlanCache
 from kvflow.reads.contract import Sink, Transport
 from kvflow.reads.scheduler import PULLS_MAX
 from kvflow.reads.thread import create_transport
-from kvflow.rendezvous.endpoint import ZEROMQ, Network
+from kvflow.rendezvous.endpoint import ZEROMQ, LocalEndpoint, Network
 
 
 def staging_of(config: WorkerConfig, manifest: Manifest) -> int:
@@ -59,3 +65,50 @@ class Environment(Struct, frozen=True, kw_only=True):
 
 
 PRODUCTION = Environment()
+
+
+class Lifecycle:
+    """The stage of one worker, which the producer's and the consumer's side share. It never goes back."""
+
+    stage: Literal["open", "draining", "closing"] = "open"
+
+    def is_open(self) -> bool:
+        """Return whether the worker takes new offers and pulls."""
+        return self.stage == "open"
+
+    def drain(self) -> None:
+        """Refuse what is new."""
+        if self.stage == "open":
+            self.stage = "draining"
+
+    def close(self) -> None:
+        """Refuse everything."""
+        self.stage = "closing"
+
+    def require_open(self, refusal: str) -> None:
+        """Refuse what starts only while the worker is open; ``refusal`` says what, such as ``takes no offers``."""
+        self.require_running(refusal)
+        if self.stage == "draining":
+            raise WorkerDraining(f"the worker is draining and {refusal}")
+
+    def require_running(self, refusal: str) -> None:
+        """Refuse what a worker does until it closes."""
+        if self.stage == "closing":
+            raise WorkerClosed(f"the worker is closing and {refusal}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What the parts of one worker share."""
+
+    config: WorkerConfig
+    environment: Environment
+    lifecycle: Lifecycle
+    manifest: Manifest
+    bytes_per_block: int
+    account: BlockAccount
+    local: LocalEndpoint
+    transport: Transport
+    staging_bytes: int
+    tasks: asyncio.TaskGroup
+    report: Reporter

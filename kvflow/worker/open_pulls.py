@@ -173,6 +173,7 @@ class OpenPull(Pull, eq=False, kw_only=True):
         route: how its ranks are read; ``UNCONNECTED`` until the peers are connected.
         held: the leases that are renewed for it.
         targets: our checked block ids of each group; empty until they are checked.
+        expected: the digests that the blocks must have, group by group.
         failure: the failure that the scheduler reported.
         quiesced: the event that nothing writes now, if it came before the failure was recorded.
         submitted: whether the scheduler has it: its reads did not complete when they were posted.
@@ -182,6 +183,8 @@ class OpenPull(Pull, eq=False, kw_only=True):
     ticket: Ticket | None
     local_request_id: str
     handle: PullHandle
+    priority: int = 0
+    expected: Sequence[Sequence[bytes]] | None = None
     peer: str = ""
     route: Route = UNCONNECTED
     held: Sequence[HeldLease] = ()

@@ -7,12 +7,11 @@ another peer, because its identity contains its incarnation.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from operator import attrgetter
 
-from kvflow.clock import Clock
 from kvflow.errors import (
     CapacityExceeded,
     DeadlineExceeded,
@@ -24,16 +23,13 @@ from kvflow.errors import (
     TransferFailed,
     WorkerClosed,
 )
-from kvflow.events import Hook, PeerConnected, PeerDropped
+from kvflow.events import PeerConnected, PeerDropped
 from kvflow.ids import PeerId
-from kvflow.layout.manifest import Manifest
 from kvflow.leases.tickets import Member, Ticket
 from kvflow.observability.slow import judge_rate
 from kvflow.planning.match import count_unread_layers
-from kvflow.planning.plan import PlanCache
-from kvflow.reads.contract import Carrier, RateLearned, Transport
+from kvflow.reads.contract import Carrier, RateLearned
 from kvflow.rendezvous.dialer import Link, open_link
-from kvflow.rendezvous.endpoint import LocalEndpoint
 from kvflow.worker.connections import (
     Connection,
     PeerState,
@@ -42,6 +38,7 @@ from kvflow.worker.connections import (
     Reachability,
     connection_error,
 )
+from kvflow.worker.environment import Shared
 from kvflow.worker.prepared import PreparedTable, Route, Source, TicketRank
 
 logger = logging.getLogger("kvflow")
@@ -65,41 +62,24 @@ class PeerPool:
     Thread: the event loop.
     """
 
-    def __init__(
-        self,
-        *,
-        local: LocalEndpoint,
-        manifest: Manifest,
-        transport: Transport,
-        tasks: asyncio.TaskGroup,
-        clock: Clock,
-        report: Hook,
-        on_dropped: Callable[[PeerId, str, str], None],
-        plans: PlanCache,
-        draw: Callable[[], float],
-        tcp_encryption: str = "off",
-        weights: Mapping[str, int] | None = None,
-        staging_bytes: int = 0,
-    ) -> None:
-        self._local = local
-        self._planes = PlaneNegotiation(
-            transport.published(), tcp_encryption, local.network, local.limits.handshake_s, weights or {}
-        )
-        self._transport = transport
-        self._tasks = tasks
-        self._clock = clock
-        self._report = report
+    def __init__(self, shared: Shared, on_dropped: Callable[[PeerId, str, str], None]) -> None:
+        self._shared = shared
+        self._local = shared.local
+        self._transport = shared.transport
+        self._clock = shared.environment.clock
+        self._report = shared.report
         self._on_dropped = on_dropped
         self._connections: dict[PeerId, Connection] = {}
-        self._manifest = manifest
-        self._reachability = Reachability(clock=clock, draw=draw, report=report)
-        self._prepared = PreparedTable(
-            manifest=manifest,
-            rotation=local.identity.rank,
-            transport=transport,
-            plans=plans,
-            staging_bytes=staging_bytes,
+        tuning = shared.config.tuning
+        self._planes = PlaneNegotiation(
+            shared.transport.published(),
+            tuning.tcp_encryption,
+            shared.local.network,
+            shared.local.limits.handshake_s,
+            tuning.peer_weights,
         )
+        self._reachability = Reachability(clock=self._clock, draw=shared.environment.network.draw, report=shared.report)
+        self._prepared = PreparedTable(shared)
         self._closed = False
         self._routes: dict[_RouteKey, Route] = {}
         self.drops: Counter[str] = Counter()
@@ -149,7 +129,7 @@ class PeerPool:
         """Start to connect a peer, unless dialing it is useless."""
         self._reachability.require(member)
         connection = self._connections[member.peer] = Connection(member, self._clock())
-        connection.task = self._tasks.create_task(self._run(connection), name=f"peer {member.peer}")
+        connection.task = self._shared.tasks.create_task(self._run(connection), name=f"peer {member.peer}")
         connection.task.add_done_callback(partial(self._end_unstarted, connection))
         return connection
 
@@ -378,7 +358,7 @@ class PeerPool:
         link, carrier = peer.link, peer.carrier
         offset = link.clock_offset
         ahead_s, error_s = (None, None) if offset is None else (offset.ahead_s, offset.error_s)
-        peer_id = link.peer
+        peer_id, ours = link.peer, self._shared.manifest
         return PeerConnected(
             str(peer_id),
             peer_id.endpoint,
@@ -388,8 +368,8 @@ class PeerPool:
             transport=carrier.name,
             transport_known_by=carrier.known_by,
             plane=carrier.plane,
-            model=peer.manifest.identity.model if self._manifest.identity.model else "",
-            missing_layers=count_unread_layers(peer.manifest, self._manifest),
+            model=peer.manifest.identity.model if ours.identity.model else "",
+            missing_layers=count_unread_layers(peer.manifest, ours),
         )
 
 

@@ -27,9 +27,10 @@ from kvflow.planning.assignment import assign_sources
 from kvflow.planning.bind import AnyBinding, bind_plan
 from kvflow.planning.match import ComponentName, HeadRange, HeadRanges, have_common_layer, require_same_model
 from kvflow.planning.pairs import pair_units
-from kvflow.planning.plan import PlanCache, TransferPlan
-from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier, Part, PreparedList, Transport
+from kvflow.planning.plan import TransferPlan
+from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier, Part, PreparedList
 from kvflow.rendezvous.dialer import Link
+from kvflow.worker.environment import Shared
 
 DIVISIONS_MAX = 4096
 """Sets of ranks whose division is remembered. A forgotten one is divided again and uses the lists that exist."""
@@ -126,32 +127,15 @@ class _BoundShare(NamedTuple):
 
 
 class PreparedTable:
-    """The prepared lists of every connected peer.
+    """The prepared lists of every connected peer. Thread: the event loop."""
 
-    Args:
-        manifest: the manifest of our cache.
-        rotation: our rank; it chooses among peers that hold the same heads, so that all replicas are used.
-        transport: where lists are prepared.
-        plans: the cache of plans, shared by all peers of one layout.
-        staging_bytes: of our staging memory; 0: every read is direct.
-
-    Thread: the event loop.
-    """
-
-    def __init__(
-        self,
-        *,
-        manifest: Manifest,
-        rotation: int,
-        transport: Transport,
-        plans: PlanCache,
-        staging_bytes: int = 0,
-    ) -> None:
-        self._manifest = manifest
-        self._rotation = rotation
-        self._transport = transport
-        self._plans = plans
-        self._staging_bytes = staging_bytes
+    def __init__(self, shared: Shared) -> None:
+        self._manifest = shared.manifest
+        # Our rank chooses among peers that hold the same heads, so that all replicas are used.
+        self._rotation = shared.local.identity.rank
+        self._transport = shared.transport
+        self._plans = shared.environment.make_plans()
+        self._staging_bytes = shared.staging_bytes
         self._divisions: dict[tuple[PeerId, ...], tuple[RankShare, ...]] = {}
         self._prepared: dict[PeerId, dict[Taken | None, PreparedGroups]] = {}
         self._dividing = asyncio.Lock()

@@ -16,17 +16,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from kvflow.clock import Clock
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid, KvflowError, RequestUnknown
 from kvflow.events import LeaseEnded, OfferAdmitted, OfferRefused, Outcome
 from kvflow.ids import Ids, LeaseKey, worker_name
+from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import BlockAccount, check_block_ids, join_loans
 from kvflow.leases.issuer import Issuer
 from kvflow.leases.table import Answer, LeaseState, LeaseTable, Reader
 from kvflow.leases.tickets import Grant, RankAddress, Ticket
 from kvflow.observability.logs import Reporter
-from kvflow.worker.snapshot import Stage, later, require_open
+from kvflow.worker.environment import Lifecycle
 
 ENDED_MAX = 65536
 """Outcomes that are kept for a late ``wait_offer``."""
@@ -41,15 +43,19 @@ _Waiters = Sequence[tuple["asyncio.Future[Outcome]", Outcome]]
 """Futures of ``wait_offer`` calls whose leases have ended, each with the outcome."""
 
 
-@dataclass(slots=True, eq=False)
-class _WaitingOffer:
-    """One offer that waits for a slot."""
+class Offer(NamedTuple):
+    """The arguments of ``Worker.offer``."""
 
     request_id: str
     block_ids: Sequence[Sequence[int]]
     num_tokens: int | Sequence[int]
-    digests: Digests
-    traceparent: str
+    digests: Digests = None
+    traceparent: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _WaitingOffer:
+    offer: Offer
     ticket: asyncio.Future[Ticket]
 
 
@@ -60,14 +66,10 @@ class LeaseManager:
         leases: the table, over the worker's epochs.
         account: the account of the worker's blocks.
         issuer: assigns slots, and signs the tickets of the worker's own offers.
-        num_blocks: blocks in the pool.
-        block_sizes: tokens in one block, group by group; 0 for states.
+        manifest: of the worker's cache.
         lease_s: how long a renewed lease lasts.
         offers: whether the worker may offer anything.
         name: the worker's name, ``engine/rank/incarnation``.
-        clock: the clock of the leases.
-        loop: the worker's event loop, on which waiters resume.
-        report: takes events.
 
     Thread: ``offer``, ``admit``, ``revoke``, ``held``, ``listed``, ``requests`` and ``highest_epoch`` from any thread;
         everything else on the event loop.
@@ -79,13 +81,12 @@ class LeaseManager:
         leases: LeaseTable,
         account: BlockAccount,
         issuer: Issuer,
-        num_blocks: int,
-        block_sizes: Sequence[int],
+        manifest: Manifest,
         lease_s: float,
         offers: bool = True,
         name: str,
+        lifecycle: Lifecycle,
         clock: Clock,
-        loop: asyncio.AbstractEventLoop,
         report: Reporter,
     ) -> None:
         self._name = name
@@ -93,12 +94,13 @@ class LeaseManager:
         self._account = account
         self._issuer = issuer
         self._lent: dict[str, tuple[Ids, ...]] = {}
-        self._num_blocks = num_blocks
-        self._block_sizes = tuple(block_sizes)
+        self._num_blocks = manifest.num_blocks
+        self._block_sizes = [group.tokens_per_id for group in manifest.groups]
         self._lease_s = lease_s
         self._offers = offers
+        self._lifecycle = lifecycle
         self._clock = clock
-        self._loop = loop
+        self._loop = asyncio.get_running_loop()
         self._report = report
         self._lock = threading.Lock()
         self._ended: OrderedDict[str, Outcome] = OrderedDict()
@@ -106,16 +108,8 @@ class LeaseManager:
         self._waiting_offers: deque[_WaitingOffer] = deque()
         self._changed = asyncio.Event()
         self._expires_at = math.inf  # when ``expire_leases`` runs next
-        self._stage: Stage = "open"
 
-    def offer(
-        self,
-        request_id: str,
-        block_ids: Sequence[Sequence[int]],
-        num_tokens: int | Sequence[int],
-        digests: Digests = None,
-        traceparent: str = "",
-    ) -> Ticket:
+    def offer(self, offer: Offer) -> Ticket:
         """Sign a ticket and hold its lease."""
         try:
             if self._waiting_offers:
@@ -123,33 +117,23 @@ class LeaseManager:
                 raise CapacityExceeded(
                     "leases", self._issuer.slots, remedy="Others wait for the next slot: use offer_when_possible."
                 )
-            return self._offer(request_id, block_ids, num_tokens, digests, traceparent)
+            return self._offer(offer)
         except KvflowError as error:
-            self._report_refusal(request_id, error)
+            self._report_refusal(offer.request_id, error)
             raise
 
-    async def offer_when_possible(
-        self,
-        request_id: str,
-        block_ids: Sequence[Sequence[int]],
-        num_tokens: int | Sequence[int],
-        *,
-        digests: Digests = None,
-        timeout_s: float | None,
-        traceparent: str = "",
-    ) -> Ticket:
+    async def offer_when_possible(self, offer: Offer, timeout_s: float | None) -> Ticket:
         """Wait for a slot, then offer."""
         try:
             if len(self._waiting_offers) >= WAITING_MAX:
                 raise CapacityExceeded("offers that wait for a slot", WAITING_MAX)
-            future = self._loop.create_future()
-            waiting = _WaitingOffer(request_id, block_ids, num_tokens, digests, traceparent, future)
+            waiting = _WaitingOffer(offer, self._loop.create_future())
             self._waiting_offers.append(waiting)
             # Also if others wait: no waiter learns about a slot that was freed before this offer was in the queue.
             self._serve_waiting()
             return await self._wait_for_slot(waiting, timeout_s)
         except KvflowError as error:
-            self._report_refusal(request_id, error)
+            self._report_refusal(offer.request_id, error)
             raise
 
     def admit(self, grant: Grant) -> None:
@@ -171,11 +155,6 @@ class LeaseManager:
             waiters = self._note(ended)
         self._announce(ended, waiters)
         return bool(ended)
-
-    @property
-    def stage(self) -> Stage:
-        """The stage of this side of the worker."""
-        return self._stage
 
     def held(self) -> int:
         """Return how many leases are held."""
@@ -267,13 +246,13 @@ class LeaseManager:
     def drain(self) -> None:
         """Refuse new leases, and keep those that are held."""
         with self._lock:
-            self._stage = later(self._stage, "draining")
+            self._lifecycle.drain()
         self._serve_waiting()
 
     def close(self) -> int:
         """Revoke every lease at once and refuse new ones. Return how many leases there were."""
         with self._lock:
-            self._stage = "closing"
+            self._lifecycle.close()
             ended = self._leases.revoke_all(self._clock())
             waiters = self._note(ended)
         self._announce(ended, waiters)
@@ -285,23 +264,20 @@ class LeaseManager:
         with self._lock:
             self._account.check(lent=self._lent.values())
 
-    def _offer(
-        self,
-        request_id: str,
-        block_ids: Sequence[Sequence[int]],
-        num_tokens: int | Sequence[int],
-        digests: Digests,
-        traceparent: str,
-    ) -> Ticket:
+    def _offer(self, offer: Offer) -> Ticket:
         self._require_open()
         with self._lock:
             ticket, grant = self._issuer.offer(
-                request_id, block_ids=block_ids, num_tokens=num_tokens, digests=digests, traceparent=traceparent
+                offer.request_id,
+                block_ids=offer.block_ids,
+                num_tokens=offer.num_tokens,
+                digests=offer.digests,
+                traceparent=offer.traceparent,
             )
             try:
                 ended, waiters = self._hold(grant, self._check(grant, decoded=True))
             except BaseException:
-                self._issuer.retire(request_id)
+                self._issuer.retire(offer.request_id)
                 raise
         self._announce_admission(grant, ended, waiters)
         return ticket
@@ -318,7 +294,7 @@ class LeaseManager:
             raise CapacityExceeded("leases", self._issuer.slots, remedy=remedy) from None
         except asyncio.CancelledError:
             if _has_ticket(waiting):
-                self.revoke(waiting.request_id)  # the caller never gets this ticket
+                self.revoke(waiting.offer.request_id)  # the caller never gets this ticket
             self._leave(waiting)
             raise
 
@@ -328,9 +304,7 @@ class LeaseManager:
             waiting = self._waiting_offers[0]
             if not waiting.ticket.cancelled():  # its caller may have been cancelled and not run yet
                 try:
-                    ticket = self._offer(
-                        waiting.request_id, waiting.block_ids, waiting.num_tokens, waiting.digests, waiting.traceparent
-                    )
+                    ticket = self._offer(waiting.offer)
                 except CapacityExceeded:
                     return  # the end of the next lease calls this again
                 except Exception as error:  # noqa: BLE001 - its caller gets it; later ones must be served
@@ -346,8 +320,8 @@ class LeaseManager:
             self._waiting_offers.remove(waiting)
 
     def _require_open(self) -> None:
-        if self._stage != "open":
-            require_open(self._stage, "takes no offers")
+        if self._lifecycle.stage != "open":
+            self._lifecycle.require_open("takes no offers")
 
     def _report_refusal(self, request_id: str, error: KvflowError) -> None:
         """Report an offer that failed before its lease was held. Its ticket is void."""

@@ -36,9 +36,7 @@ from kvflow.rendezvous.issuer import TicketKey, draw_head_start
 from kvflow.rendezvous.listener import open_listener
 from kvflow.rendezvous.publication import Advertisement
 from kvflow.worker.consumer import Consumer
-from kvflow.worker.destinations import DestinationTable, ReaderResetPolicy
-from kvflow.worker.environment import PRODUCTION, Environment
-from kvflow.worker.peers import PeerPool
+from kvflow.worker.environment import PRODUCTION, Environment, Lifecycle, Shared
 from kvflow.worker.producer import LeaseManager, order_stores
 from kvflow.worker.worker import Worker
 
@@ -135,22 +133,14 @@ async def _opened(
             open_listener(bind=config.bind, local=local, open_leases=open_leases, report=report) as (listener, leases),
             asyncio.TaskGroup() as tasks,
         ):
-            consumer = parts.consumer(local, transport, tasks)
+            shared = parts.shared(local, transport, tasks)
+            consumer = Consumer(shared, verify=parts.key.check)
             parts.inbox.connect(consumer.on_transport_event)
             background = [tasks.create_task(work()) for work in (leases.expire_leases, consumer.tick_while_busy)]
-            worker = Worker(
-                parts.rank_address(local, listener.endpoint),
-                leases,
-                consumer,
-                local=local,
-                listener=listener,
-                origin=origin,
-                clock=environment.clock,
-                report=report,
-                tell=environment.tell,
-            )
+            address = parts.rank_address(local, listener.endpoint)
+            worker = Worker(shared, address, leases, consumer, listener=listener, origin=origin)
             try:
-                async with parts.served(worker, consumer) as http:
+                async with parts.served(worker) as http:
                     parts.report_opened(worker.endpoint, transport, http)
                     try:
                         yield worker
@@ -230,6 +220,7 @@ class _Parts:
         self.epochs = EpochTable(config.tuning.lease_slots, environment.draw_bits(EPOCH_BITS), order_stores)
         self.leases = LeaseTable(self.epochs)
         self.pass_key = environment.draw_bits(256).to_bytes(32)
+        self.lifecycle = Lifecycle()
         self.account = BlockAccount(manifest.aliases, manifest.num_blocks, threading.Lock())
         self.staging_bytes = environment.staging(config, self.manifest)
         self.inbox = Inbox(asyncio.get_running_loop())
@@ -306,7 +297,6 @@ class _Parts:
     def lease_manager(self, local: LocalEndpoint, endpoint: str) -> LeaseManager:
         """Build the producer's side, with the issuer of the worker's own offers."""
         config, environment = self.config, self.environment
-        block_sizes = [group.tokens_per_id for group in self.manifest.groups]
         issuer = Issuer(
             config.engine_id,
             [self.rank_address(local, endpoint)],
@@ -316,61 +306,44 @@ class _Parts:
             wall_clock=environment.network.wall,
             draw_trace=environment.draw_bits if config.tuning.trace_offers else None,
             admitted=True,  # no ticket is given away before its lease is held
-            block_sizes=block_sizes,
+            block_sizes=[group.tokens_per_id for group in self.manifest.groups],
         )
         return LeaseManager(
             leases=self.leases,
             account=self.account,
             issuer=issuer,
-            num_blocks=self.manifest.num_blocks,
-            block_sizes=block_sizes,
+            manifest=self.manifest,
             lease_s=config.lease_s,
             offers=config.role != "consumer",
             name=self.name,
+            lifecycle=self.lifecycle,
             clock=environment.clock,
-            loop=asyncio.get_running_loop(),
             report=self.report,
         )
 
-    def consumer(self, local: LocalEndpoint, transport: Transport, tasks: asyncio.TaskGroup) -> Consumer:
-        """Build the consumer's side."""
-        config, environment = self.config, self.environment
-        make_pool = partial(
-            PeerPool,
+    def shared(self, local: LocalEndpoint, transport: Transport, tasks: asyncio.TaskGroup) -> Shared:
+        """Return what the parts on the event loop share."""
+        return Shared(
+            config=self.config,
+            environment=self.environment,
+            lifecycle=self.lifecycle,
+            manifest=self.manifest,
+            bytes_per_block=self.bytes_per_block,
+            account=self.account,
             local=local,
-            manifest=self.manifest,
             transport=transport,
-            tasks=tasks,
-            clock=environment.clock,
-            report=self.report,
-            plans=environment.make_plans(),
-            draw=environment.network.draw,
-            tcp_encryption=config.tuning.tcp_encryption,
-            weights=config.tuning.peer_weights,
             staging_bytes=self.staging_bytes,
-        )
-        return Consumer(
-            make_pool=make_pool,
-            tuning=config.tuning,
-            pulls_max=environment.pulls_max,
-            destinations=DestinationTable(self.account),
-            reset_policy=ReaderResetPolicy(config.tuning, self.bytes_per_block),
-            transport=transport,
-            manifest=self.manifest,
-            verify=self.key.check,
             tasks=tasks,
-            clock=environment.clock,
-            wall=environment.network.wall,
             report=self.report,
         )
 
     @asynccontextmanager
-    async def served(self, worker: Worker, consumer: Consumer) -> AsyncIterator[str]:
+    async def served(self, worker: Worker) -> AsyncIterator[str]:
         """Serve the worker's pages over HTTP if the settings ask for it; yield ``HOST:PORT``, or nothing."""
         if self.pages is None or self.config.http is None:
             yield ""
             return
-        ready = consumer.is_open
+        ready = self.lifecycle.is_open
         async with self.pages.served(self.config.http, snapshot=worker.snapshot, is_ready=ready) as found:
             yield found
 

@@ -1,26 +1,22 @@
-"""The stage of a worker, what it holds at one moment, and what it tells a member of the cluster about both.
+"""What a worker holds at one moment, and what it tells a member of the cluster about it.
 
 An inspection is bounded where it is made, and checked where it arrives.
 """
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
 
-from kvflow.errors import PeerLost, ProtocolViolation, WorkerClosed, WorkerDraining
+from kvflow.errors import PeerLost, ProtocolViolation
 from kvflow.leases.table import LeaseState
 from kvflow.reads.contract import StagingUse
 from kvflow.validation import Count, Name, Number
 from kvflow.worker.connections import PeerState
 from kvflow.worker.destinations import Quarantined
 from kvflow.worker.open_pulls import OpenPull
-
-Stage = Literal["open", "draining", "closing"]
-
-_ORDER: tuple[Stage, ...] = ("open", "draining", "closing")
 
 LISTED_MAX = 256
 """Pulls, and leases, that a snapshot lists unless its caller asks for more: about a millisecond of the event loop."""
@@ -42,24 +38,6 @@ KEPT_S = 0.25
 
 TEXT_MAX = 300
 """Characters of the engine's own name of a request; the rest is cut. The other names have as many at most."""
-
-
-def later(stage: Stage, other: Stage) -> Stage:
-    """Return the later of two stages: a worker never goes back."""
-    return max(stage, other, key=_ORDER.index)
-
-
-def require_open(stage: Stage, refusal: str) -> None:
-    """Refuse what a worker starts only while it is open; ``refusal`` says what, such as ``takes no offers``."""
-    require_running(stage, refusal)
-    if stage == "draining":
-        raise WorkerDraining(f"the worker is draining and {refusal}")
-
-
-def require_running(stage: Stage, refusal: str) -> None:
-    """Refuse what a worker does until it closes."""
-    if stage == "closing":
-        raise WorkerClosed(f"the worker is closing and {refusal}")
 
 
 class PullState(Struct, frozen=True, kw_only=True):

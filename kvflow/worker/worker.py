@@ -4,26 +4,25 @@ import asyncio
 import math
 import os
 from asyncio import _get_running_loop
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 from msgspec import Struct
 
-from kvflow.clock import Clock
 from kvflow.errors import ArgumentInvalid, WrongEventLoop
-from kvflow.events import Hook, Outcome, WorkerDrained
+from kvflow.events import Outcome, WorkerDrained
 from kvflow.forks import Origin
 from kvflow.ids import worker_name
 from kvflow.leases.tickets import Grant, RankAddress, Ticket
-from kvflow.rendezvous.endpoint import LocalEndpoint
 from kvflow.rendezvous.listener import Listener
 from kvflow.report import TransferReport
 from kvflow.reprs import quoted
 from kvflow.worker.connections import PeerState
 from kvflow.worker.consumer import BlockLists, Consumer, PullItem, open_item
 from kvflow.worker.destinations import Quarantined
+from kvflow.worker.environment import Shared
 from kvflow.worker.open_pulls import PullHandle
-from kvflow.worker.producer import Digests, LeaseManager
+from kvflow.worker.producer import Digests, LeaseManager, Offer
 from kvflow.worker.snapshot import KEPT_S, LISTED_MAX, Snapshot, encode_inspection
 
 
@@ -65,36 +64,31 @@ class Worker:
 
     def __init__(
         self,
+        shared: Shared,
         rank_address: RankAddress,
         leases: LeaseManager,
         consumer: Consumer,
         *,
-        local: LocalEndpoint,
         listener: Listener,
         origin: Origin,
-        clock: Clock,
-        report: Hook,
-        tell: Callable[[], bytes],
     ) -> None:
         self._rank_address = rank_address
         self.endpoint = rank_address.endpoint
         self.incarnation = rank_address.incarnation
+        self._shared = shared
         self._leases = leases
         self._consumer = consumer
-        self._local = local
         self._listener = listener
         self._require_process = origin.require
         self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
-        self._clock = clock
-        self._report = report
-        self._tell = tell
+        self._clock = shared.environment.clock
         self._told, self._report_until = b"", -math.inf
         listener.make_report = self._make_report
 
     def __repr__(self) -> str:
         """Return the engine, the rank and the endpoint."""
-        name = f"{quoted(self._local.identity.engine_id)} rank {self._rank_address.rank}"
+        name = f"{quoted(self._shared.config.engine_id)} rank {self._rank_address.rank}"
         return f"<Worker {name} at {self.endpoint}, incarnation {self.incarnation[:8]}>"
 
     @property
@@ -140,7 +134,7 @@ class Worker:
         Thread: any.
         """
         self._require_process()
-        return self._leases.offer(request_id, block_ids, num_tokens, digests, traceparent)
+        return self._leases.offer(Offer(request_id, block_ids, num_tokens, digests, traceparent))
 
     async def offer_when_possible(
         self,
@@ -173,9 +167,8 @@ class Worker:
         self._require_loop()
         if timeout_s is not None:
             require_seconds("timeout_s", timeout_s)
-        return await self._leases.offer_when_possible(
-            request_id, block_ids, num_tokens, digests=digests, timeout_s=timeout_s, traceparent=traceparent
-        )
+        offer = Offer(request_id, block_ids, num_tokens, digests, traceparent)
+        return await self._leases.offer_when_possible(offer, timeout_s)
 
     def admit(self, grant: Grant) -> None:
         """Hold the lease of a grant that this engine's ``TicketMint`` signed; effective on return.
@@ -414,7 +407,6 @@ class Worker:
         require_seconds("deadline_s", deadline_s)
         started = self._clock()
         self._leases.drain()
-        self._consumer.drain()
         try:
             async with asyncio.timeout(deadline_s):
                 await self._leases.wait_idle()
@@ -427,7 +419,9 @@ class Worker:
             quarantined=tuple(self._consumer.quarantined()),
             waited_s=self._clock() - started,
         )
-        self._report(WorkerDrained(len(report.leases), len(report.pulls), len(report.quarantined), report.waited_s))
+        self._shared.report(
+            WorkerDrained(len(report.leases), len(report.pulls), len(report.quarantined), report.waited_s)
+        )
         return report
 
     def check(self) -> None:
@@ -453,7 +447,7 @@ class Worker:
             ConfigInvalid: a key is malformed, or this worker has no key of its own. Nothing has changed.
         """
         self._require_loop()
-        self._local.allow_keys(keys)
+        self._shared.local.allow_keys(keys)
         self._listener.recheck_keys()
         self._consumer.peers.drop_distrusted()
 
@@ -491,7 +485,8 @@ class Worker:
     def _make_report(self) -> bytes:
         """Return the report for a member of the cluster that asks how this worker is."""
         if self._clock() >= self._report_until:
-            self._told = encode_inspection(self._leases.stage, self._clock(), self.snapshot, self._tell())
+            stage, told = self._shared.lifecycle.stage, self._shared.environment.tell()
+            self._told = encode_inspection(stage, self._clock(), self.snapshot, told)
             self._report_until = self._clock() + KEPT_S
         return self._told
 
