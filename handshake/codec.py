@@ -15,9 +15,7 @@ FORMAT = b"\xc1"
 
 _decoder: msgpack.Decoder[AnyMessage] = msgpack.Decoder(AnyMessage)
 _encoder = msgpack.Encoder()
-
-# What msgspec raises: its own errors, invalid UTF-8, and nesting that is too deep in a skipped field.
-_DECODE_ERRORS = (MsgspecError, UnicodeDecodeError, RecursionError)
+_DECODE_ERRORS = (MsgspecError, UnicodeDecodeError, RecursionError)  # the last: a skipped field is nested too deeply
 
 
 def encode(message: AnyMessage, nbytes_max: int) -> list[bytes]:
@@ -39,10 +37,10 @@ def encode(message: AnyMessage, nbytes_max: int) -> list[bytes]:
 
 
 def decode(frames: Sequence[bytes], nbytes_max: int) -> AnyMessage:
-    """Return the message in the frames. Number and size of the frames are checked first.
+    """Return the message in the frames. Their number and size are checked first.
 
     Raises:
-        RemoteProtocolError: they are no message, or a publication does not match its digest; no other error is raised.
+        RemoteProtocolError: they are no message, or a publication does not match its digest. Nothing else is raised.
     """
     if len(frames) != 1:
         raise RemoteProtocolError("a message is one frame, no fewer and no more", violation="frame_count")

@@ -46,8 +46,7 @@ from handshake.messages import (
 from handshake.rates import Allowance, ClockOffset, OffsetFilter
 from handshake.states import Occurrence, Progress, Received, Role, Sent, Trigger, advance, budget_s
 
-TEXT_MAX = 1024
-"""Characters of a reason or a remedy on the wire, as ``handshake.messages.Text`` bounds them."""
+TEXT_MAX = 1024  # characters of a reason or a remedy on the wire, as ``Text`` bounds them
 
 
 def check_introduction(
@@ -74,6 +73,7 @@ def _hello(identity: Identity, versions: VersionRange) -> Hello:
     return Hello(version_min=versions.lowest, version_max=versions.highest, identity=identity)
 
 
+# What a handshake that takes too long waits for.
 _MISSING = {
     (Role.CLIENT, Progress.FRESH): "it accepted the connection, but nothing that speaks this protocol answers",
     (Role.CLIENT, Progress.GREETED): "it has not answered the hello",
@@ -84,11 +84,10 @@ _MISSING = {
     (Role.SERVER, Progress.WELCOMED): "our publication is not sent",
     (Role.SERVER, Progress.PUBLISHED): "the peer has not sent its publication",
 }
-"""What a handshake that takes too long waits for."""
 
 
 class Giving(Struct, frozen=True):
-    """What a server gives to one client alone: its pass, and the report that it asks for; None gives none."""
+    """What makes a client's pass, and the report that a client asks for; None gives none."""
 
     make_pass: Callable[[Identity], bytes] | None = None
     make_report: Callable[[], bytes] | None = None
@@ -101,7 +100,7 @@ class Conversation:
     """One end of one connection. Our introduction has passed ``check_introduction``.
 
     Attributes:
-        rtt_s: seconds of the last measured round trip; the handshake itself is the first. None before.
+        rtt_s: seconds of the last round trip; the handshake is the first. None before.
     """
 
     def __init__(
@@ -121,11 +120,11 @@ class Conversation:
 
         Args:
             role: which end we are.
-            identity: ours.
-            publication: ours.
+            identity: ours, as ``publication`` and ``versions``.
+            publication: as above.
             limits: what the peer may cost.
             now: monotonic seconds.
-            versions: those that we support.
+            versions: as above.
             allowance: of the peer's key, if other connections share it.
             wall_ahead_s: seconds by which our wall clock is ahead of the monotonic one.
             giving: of a server.
@@ -192,7 +191,7 @@ class Conversation:
         self._say(message)
 
     def ask(self, now: float, *, report: bool) -> None:
-        """Ping the server now, and ask for its report if wanted. ``PingAnswered`` is the answer to the last ping.
+        """Ping the server now, perhaps for its report. ``PingAnswered`` is the answer to the last ping.
 
         Raises:
             Closed: the connection has ended.
@@ -203,7 +202,7 @@ class Conversation:
         self._ping(now, report=report or UNSET)
 
     def close(self, reason: str, now: float) -> None:
-        """Leave in peace. Does nothing if the connection has ended."""
+        """Leave without a complaint. Does nothing if the connection has ended."""
         if self._ending is None:
             self._leave(Bye(reason=reason[:TEXT_MAX]), ConnectionClosed(reason=reason), now)
 

@@ -22,20 +22,12 @@ import zmq
 
 logger = logging.getLogger("handshake")
 
-MESSAGES_PER_TURN = 32
-"""A flood must not starve the loop."""
-
-SWEEP_S = 0.25
-"""One connection takes about 2 us, a thousand two milliseconds."""
-
-CURVE_BYTES = 33
-"""What encryption adds to a frame: a name, a nonce, a checksum and flags. Source: ZeroMQ RFC 26, MESSAGE."""
-
+MESSAGES_PER_TURN = 32  # a flood must not starve the loop
+SWEEP_S = 0.25  # one connection takes about 2 us, a thousand two milliseconds
+CURVE_BYTES = 33  # added to a frame: a name, a nonce, a checksum and flags. Source: ZeroMQ RFC 26, MESSAGE
+# For what is not counted exactly: greetings, and messages taken before the monitor reports their connection.
 SLACK_BYTES = 1 << 20
-"""For what is not counted exactly: greetings, and messages taken before the monitor reports their connection."""
-
-_RECEIVED_AT = 128
-"""Where Linux's ``tcp_info`` has ``tcpi_bytes_received``, 64 bits. Source: linux/tcp.h."""
+_RECEIVED_AT = 128  # where Linux's ``tcp_info`` has ``tcpi_bytes_received``, 64 bits. Source: linux/tcp.h
 
 
 def wire_bytes(nbytes: int, *, secured: bool) -> int:
@@ -54,7 +46,7 @@ class Intake:
         held_max: bytes that ZeroMQ may hold of one connection.
         endpoint: returns where the socket is bound, or what it dials.
         on_cut: called with the peer's address when its connection was cut.
-        listens: whether that is our end of a connection.
+        listens: whether ``endpoint`` is our end of a connection.
 
     Thread: the loop's only.
     """
@@ -117,7 +109,7 @@ class Intake:
             if held <= self._held_max:
                 return False
             address = "{}:{}".format(*connection.getpeername()[:2])
-            logger.warning("%s sent %d bytes that make no message it may send; its connection is cut", address, held)
+            logger.warning("%s sent %d bytes that are not a valid message; connection closed", address, held)
             # ZeroMQ notices, and closes its end: with a reset, which waits for nothing.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("=ii", 1, 0))
             connection.shutdown(socket.SHUT_RDWR)
@@ -127,7 +119,6 @@ class Intake:
 
 @contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Have a descriptor of ZeroMQ's as a socket."""
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=descriptor)
     try:
         yield connection
@@ -159,13 +150,13 @@ def _received(descriptor: int) -> int:
 
 
 def _unread(descriptor: int) -> int:
-    """Return how many of them the kernel still has."""
+    """Return how many of these bytes the kernel still has."""
     (unread,) = struct.unpack("=i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
     return int(unread)
 
 
 class _Sweeper:
-    """Looks at the intakes of one event loop, as long as there are any."""
+    """Sweeps the intakes of one event loop while there are any."""
 
     def __init__(self) -> None:
         self._intakes: set[Intake] = set()
@@ -204,11 +195,11 @@ def watched(intake: Intake) -> Iterator[None]:
 
 
 class Arrivals:
-    """What arrives on one socket.
+    """What arrives on one socket. Thread: the event loop.
 
     ZeroMQ makes a socket's descriptor readable once when something has arrived, and any other call on the socket may
     clear this signal. So messages are taken until there is none, and ``read_again`` is called after each send. There is
-    no task or future for a message. Thread: the event loop.
+    no task or future for a message.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -229,7 +220,7 @@ class Arrivals:
         self._failed: asyncio.Future[None] = self._loop.create_future()
         descriptor = int(self._socket.get(zmq.FD))
         self._loop.add_reader(descriptor, self._on_readable)
-        self._take_later()  # the monitor may not report again what is there already
+        self._take_later()  # messages that arrived earlier cause no new event
         try:
             await self._failed
         finally:
@@ -239,7 +230,7 @@ class Arrivals:
                 self._turn.cancel()
 
     def read_again(self) -> None:
-        """Take what arrived while something else was asked of the socket."""
+        """Take what arrived during another call on the socket."""
         if not self._taking and self._any():
             self._take_later()
 

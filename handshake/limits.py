@@ -1,7 +1,6 @@
 """The bounds of one endpoint, each with its reason.
 
-There is no number of tolerated protocol errors: the first one ends the connection, because what follows a
-message that cannot be understood cannot be trusted either.
+The first protocol error ends a connection, because what follows it cannot be trusted either.
 """
 
 import math
@@ -19,40 +18,38 @@ class Limits(Struct, frozen=True, kw_only=True):
     """What one endpoint spends on its peers at most.
 
     Attributes:
-        frame_bytes_max: of one frame that a server sends. The largest publication, and 64 KiB for all that surrounds
-            it.
-        client_frame_bytes_max: of one frame that a client sends. A client has next to nothing to publish; its largest
-            message is a ``Release`` of 1,024 leases, 27 KiB. A stranger can make a server hold one such frame for each
-            connection, before it has proved anything.
+        frame_bytes_max: of one frame of a server: the largest publication, and 64 KiB for what surrounds it.
+        client_frame_bytes_max: of one frame of a client. Its largest message is a ``Release`` of 1,024 leases, 27 KiB.
+            A stranger can make a server hold one such frame per connection, before it has proved anything.
         peers_max: connections of one server. Two engines of 512 ranks each, one connection per pair of ranks. With
             encryption up to 1,024 more wait for a place, for half of ``handshake_s``.
         pending_handshakes_max: connections of one server without encryption that are not ready yet; above it one of
-            them is told ``busy`` and dials again. With encryption a handshake keeps its place.
-        handshake_grace_s: above that, a handshake that has taken so long is given up for a newcomer; before, the
-            newcomer is refused. Without encryption only.
+            them is refused as ``busy`` and dials again. With encryption a handshake keeps its place.
+        handshake_grace_s: above that, a handshake of this age is given up for a newcomer; before, the newcomer is
+            refused. Without encryption only.
         connections_per_key_max: connections of one client's own key, those that wait included. A worker has one at a
-            time; those of its earlier incarnations end within ``silence_s_max``. Where all share the secret's key, they
-            are not told apart.
-        messages_per_s_max: of one key, or of one connection where all share a key. A reader says at most one or
-            two things per turn of its loop, which takes some 100 us.
+            time; those of its earlier incarnations end within ``silence_s_max``. Does not apply where all share the
+            secret's key.
+        messages_per_s_max: of one key, or of one connection where all share a key. A reader sends at most one or two
+            per iteration of its loop, which takes some 100 us.
         leases_per_s_max: named in those messages.
-        reports_per_s_max: reports of the program above that such a key or connection may ask for. A person who watches
-            a server asks once in a second.
+        reports_per_s_max: reports that such a key or connection may ask for. A person who watches a server asks once
+            in a second.
         incoming_max: messages of one peer that wait to be read. A reader that keeps up never has more than a few.
         incoming_bytes_max: of those messages. Fewer of them wait where each may be a whole publication. A peer whose
             bytes are more than its messages can be is cut off.
-        outgoing_max: messages that wait for one peer to read. A peer that lets this many pile up is lost.
+        outgoing_max: messages that wait for one peer to read. A peer that has more is lost.
         connect_s: to reach a listening peer, all attempts together.
-        handshake_s: from dialing, or from the first message heard, to ready. A CURVE handshake takes about
-            1 ms and a publication some ms: seconds pass only when a process is stopped or a network is broken.
+        handshake_s: from dialing, or from the first message received, to ready. A CURVE handshake takes about 1 ms and
+            a publication some ms: seconds pass only when a process is stopped or a network is broken.
         ping_interval_s: silence after which a ping asks for a sign of life.
-        silence_s_max: silence after which the peer counts as dead. Three pings: two may be lost in a stall of
-            the interpreter (a first compilation takes 5 to 15 s), and it stays below a lease of 30 s.
-        closing_s: to exchange closing messages. They need one round trip; a peer that is gone costs no more.
+        silence_s_max: silence after which the peer counts as dead. Three pings: two may be lost in a stall of the
+            interpreter (a first compilation takes 5 to 15 s). It stays below a lease of 30 s.
+        closing_s: to exchange closing messages, which takes one round trip.
 
     Raises:
-        ValueError: a limit is not positive and finite, no ping would come before the end of patience, or the
-            rate of leases is below what one message may name.
+        ValueError: a limit is not positive and finite, ``ping_interval_s`` is not below ``silence_s_max``, or
+            ``leases_per_s_max`` is below what one message may name.
     """
 
     frame_bytes_max: int = PUBLICATION_BYTES_MAX + (64 << 10)

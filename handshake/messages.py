@@ -24,12 +24,11 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from handshake.limits import LEASES_MAX, PUBLICATION_BYTES_MAX
 
-WIRE_VERSION = 1
-"""The newest version that this release speaks."""
+WIRE_VERSION = 1  # the newest that this release speaks
 
 
 class VersionRange(NamedTuple):
-    """All versions from ``lowest`` to ``highest``, both included."""
+    """Both ends are included."""
 
     lowest: int
     highest: int
@@ -47,35 +46,25 @@ def choose(ours: VersionRange, theirs: VersionRange) -> int | None:
     return highest if highest >= max(ours.lowest, theirs.lowest) else None
 
 
+PASS_BYTES_MAX = 64  # two digests of 32 bytes
+REPORT_BYTES_MAX = 64 << 10  # some two hundred pulls and leases
+
 Role = Literal["prefill", "decode", "both"]
+# What became of a lease: still held; this release was counted and others are awaited; ended; unknown.
 Outcome = Literal["held", "counted", "ended", "unknown"]
-"""What became of a lease: still held; this release was counted and others are awaited; ended; unknown."""
 
 Version = Annotated[int, Meta(ge=1, le=65535)]
 Rank = Annotated[int, Meta(ge=0, le=65535)]
-Text = Annotated[str, Meta(max_length=1024)]
-"""For humans; logged with ``repr``, because a peer chose its characters."""
-Epoch = Annotated[int, Meta(ge=0)]
-"""An unsigned number of 64 bits; MessagePack has no larger one."""
+Text = Annotated[str, Meta(max_length=1024)]  # for people; logged with ``repr``, because a peer chose its characters
+Epoch = Annotated[int, Meta(ge=0)]  # 64 bits without a sign: MessagePack has no larger number
 Nonce = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-
+# One of a set that may grow: a peer that does not know the word still reads the rest of the message.
 Word = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,31}\Z")]
-"""One of a set that may grow: a peer that does not know the word still reads the rest of the message."""
 Seconds = Annotated[float, Meta(ge=0, le=2**40)]
-
-PASS_BYTES_MAX = 64
-"""Two digests of 32 bytes."""
-
-Pass = Annotated[bytes, Meta(max_length=PASS_BYTES_MAX)]
-"""What admits one client elsewhere; opaque here."""
-
-REPORT_BYTES_MAX = 64 << 10
-"""Some two hundred pulls and leases."""
-
+Pass = Annotated[bytes, Meta(max_length=PASS_BYTES_MAX)]  # admits one client elsewhere; opaque here
 Report = Annotated[bytes, Meta(max_length=REPORT_BYTES_MAX)]
-
+# Seconds since 1970 on the sender's wall clock; absent if a peer does not send it.
 ClockTime = Annotated[float, Meta(ge=0, le=2**40)] | UnsetType
-"""Seconds since 1970 on the sender's wall clock; absent if a peer does not send it."""
 
 
 class Identity(Struct, frozen=True, kw_only=True):
@@ -84,9 +73,8 @@ class Identity(Struct, frozen=True, kw_only=True):
     Attributes:
         engine_id: shared by all ranks of an engine.
         rank: below ``num_ranks``.
-        num_ranks: of the engine.
         incarnation: 32 lower-case hexadecimal digits, drawn at each start, never reused.
-        software: name and version of the program, for humans.
+        software: name and version of the program, for people.
     """
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -102,12 +90,11 @@ class Identity(Struct, frozen=True, kw_only=True):
 
 
 class Publication(Struct, frozen=True, kw_only=True):
-    """What a peer has to say to the program above; opaque here. Make one with ``Publication.of``.
+    """What a peer states to the program above; opaque here. ``of`` makes one.
 
     Attributes:
         schema: version of the payload's own format.
         digest: SHA-256 of the payload.
-        payload: the bytes.
     """
 
     schema: Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -116,7 +103,7 @@ class Publication(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, payload: bytes, *, schema: int = 1) -> Self:
-        """Wrap a payload with its digest."""
+        """Add the digest to a payload."""
         return cls(schema=schema, digest=hashlib.sha256(payload).digest(), payload=payload)
 
     def is_intact(self) -> bool:
@@ -132,16 +119,11 @@ class LeaseRef(Struct, frozen=True, kw_only=True):
 
 
 class LeaseAnswer(LeaseRef, frozen=True, kw_only=True):
-    """What became of one lease.
-
-    Attributes:
-        ended_by: how a lease has ended, as the application names it; absent if that is not remembered.
-        ended_s: how long ago, in seconds.
-    """
+    """What became of one lease."""
 
     outcome: Outcome
-    ended_by: Word | UnsetType = UNSET
-    ended_s: Seconds | UnsetType = UNSET
+    ended_by: Word | UnsetType = UNSET  # how it ended, as the application names it; absent if that is not remembered
+    ended_s: Seconds | UnsetType = UNSET  # how long ago
 
 
 class Message(Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -169,11 +151,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
 
 
 class Refuse(Message, frozen=True, kw_only=True, tag="refuse"):
-    """The last word of a peer that has a complaint.
-
-    Attributes:
-        code: one of ``handshake.errors.CloseCode``, or a newer peer's.
-    """
+    """The last word of a peer that has a complaint. ``code``: a ``CloseCode``, or a newer peer's."""
 
     code: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")]
     reason: Text
@@ -181,13 +159,11 @@ class Refuse(Message, frozen=True, kw_only=True, tag="refuse"):
 
 
 class Publish(Message, frozen=True, kw_only=True, tag="publish"):
-    """The sender's publication, once per connection. A client's is small: see ``Limits.client_frame_bytes_max``.
+    """The sender's publication, the same for every peer, once per connection. Its ``repr`` does not show the pass.
 
-    Its ``repr`` does not show the pass.
+    A client's is small: see ``Limits.client_frame_bytes_max``.
 
     Attributes:
-        publication: the same for every peer.
-        clock_s: when it was said.
         pass_: of a server, for this client alone; ``pass`` on the wire. A client's is ignored.
     """
 
@@ -207,14 +183,10 @@ LeaseAnswers = Annotated[tuple[LeaseAnswer, ...], Meta(min_length=1, max_length=
 
 
 class Release(Message, frozen=True, kw_only=True, tag="release"):
-    """The client's rank needs these leases no more. Repeating it is harmless.
-
-    Attributes:
-        read: whether the client has read the blocks; absent if a peer does not say.
-    """
+    """The client's rank needs these leases no more. Repeating it is harmless."""
 
     leases: Leases
-    read: bool | UnsetType = UNSET
+    read: bool | UnsetType = UNSET  # whether the client has read the blocks; absent if a peer does not say
 
 
 class Released(Message, frozen=True, kw_only=True, tag="released"):
@@ -237,26 +209,14 @@ class Renewed(Message, frozen=True, kw_only=True, tag="renewed"):
 
 
 class Ping(Message, frozen=True, kw_only=True, tag="ping"):
-    """Ask for a sign of life.
-
-    Attributes:
-        nonce: what the answer repeats.
-        report: of a client: whether it asks for the server's report.
-    """
+    """Asks for a sign of life; a client may ask for the server's report."""
 
     nonce: Nonce
     report: bool | UnsetType = UNSET
 
 
 class Pong(Message, frozen=True, kw_only=True, tag="pong"):
-    """Answer to the ``Ping`` with the same nonce.
-
-    Attributes:
-        nonce: that of the question.
-        clock_s: when it was said.
-        report: what the program above says about itself, opaque here; absent if nobody has asked, and from servers
-            that report nothing.
-    """
+    """Answer to the ``Ping`` with the same nonce; with the program's report if it was asked for and there is one."""
 
     nonce: Nonce
     clock_s: ClockTime = UNSET
@@ -264,7 +224,7 @@ class Pong(Message, frozen=True, kw_only=True, tag="pong"):
 
 
 class Bye(Message, frozen=True, kw_only=True, tag="bye"):
-    """The last word of a peer that leaves in peace, and the answer to a last word."""
+    """The last word of a peer without a complaint, and the answer to a last word."""
 
     reason: Text = ""
 
@@ -272,17 +232,11 @@ class Bye(Message, frozen=True, kw_only=True, tag="bye"):
 AnyMessage = Hello | Welcome | Refuse | Publish | Release | Released | Renew | Renewed | Ping | Pong | Bye
 
 
-# What a conversation reports to the program: past participles. It ends with exactly one ``ConnectionClosed`` or
-# ``ConnectionFailed``; nothing follows it.
+# What a connection reports to the program above. Exactly one ``ConnectionClosed`` or ``ConnectionFailed`` comes last.
 
 
 class PeerReady(Struct, frozen=True, kw_only=True):
-    """The handshake is done. Its ``repr`` does not show the pass.
-
-    Attributes:
-        version: of the wire protocol.
-        pass_: the server's, for this client; empty if there is none, and on a server.
-    """
+    """The handshake is done. ``pass_``: the server's for this client, which ``repr`` does not show; or empty."""
 
     identity: Identity
     publication: Publication
@@ -323,35 +277,25 @@ class RenewAnswered(Struct, frozen=True, kw_only=True):
 
 
 class PingAnswered(Struct, frozen=True, kw_only=True):
-    """The server has answered our last ping.
-
-    Attributes:
-        rtt_s: seconds between question and answer.
-        report: ``UNSET`` if we have not asked for it, or the server has none.
-    """
+    """The server has answered our last ping, after ``rtt_s``."""
 
     rtt_s: float
-    report: bytes | UnsetType = UNSET
+    report: bytes | UnsetType = UNSET  # if we have not asked for it, or the server has none
 
 
 class ConnectionClosed(Struct, frozen=True, kw_only=True):
-    """One side left in peace."""
+    """One side left without a complaint."""
 
     reason: str
 
 
 class ConnectionFailed(Struct, frozen=True, kw_only=True):
-    """The connection ended with a complaint.
+    """The connection ended with a complaint."""
 
-    Attributes:
-        code: one of ``handshake.errors.CloseCode``; the peer's own if it refused.
-        refused: whether the peer refused us; otherwise we found the fault.
-    """
-
-    code: str
+    code: str  # a ``CloseCode``; the peer's own if it refused
     reason: str
     remedy: str = ""
-    refused: bool = False
+    refused: bool = False  # the peer refused us; otherwise we found the fault
 
 
 Ending = ConnectionClosed | ConnectionFailed

@@ -1,4 +1,4 @@
-"""Arithmetic of time: what a peer may say per second, pauses after failures, and how far two clocks are apart."""
+"""Arithmetic of time: what a peer may send per second, pauses after failures, and how far two clocks are apart."""
 
 from collections import deque
 
@@ -6,8 +6,8 @@ from msgspec import Struct
 
 from handshake.limits import Limits
 
-BURST_S = 1.0
-"""A peer that was silent for a second may send as much as in one second at once."""
+BURST_S = 1.0  # after a second of silence, a second's worth may come at once
+SAMPLES_MAX = 8  # round trips that count: clocks drift
 
 
 class Bucket:
@@ -37,15 +37,15 @@ class Allowance:
         self._reports = Bucket(limits.reports_per_s_max, now)
 
     def takes_message(self, now: float) -> bool:
-        """Count one message; False if it is one too many."""
+        """Count one message; False if that is too many."""
         return self._messages.take(1, now)
 
     def takes_leases(self, count: int, now: float) -> bool:
-        """Count the leases that a message names; False if they are too many."""
+        """Count the leases that a message names; likewise."""
         return self._leases.take(count, now)
 
     def takes_report(self, now: float) -> bool:
-        """Count one question for a report; False if it is one too many."""
+        """Count one question for a report; likewise."""
         return self._reports.take(1, now)
 
 
@@ -62,30 +62,18 @@ def pause_s(attempt: int, first_s: float, longest_s: float, draw: float = 1.0) -
     return float(min(longest_s, first_s * 2**doublings) * (0.5 + draw / 2))
 
 
-SAMPLES_MAX = 8
-"""Round trips that are remembered: clocks drift."""
-
-
 class ClockOffset(Struct, frozen=True):
-    """One estimate.
+    """An estimate of the difference of two wall clocks."""
 
-    Attributes:
-        ahead_s: seconds by which the peer's wall clock is ahead of ours.
-        error_s: its largest error, either way.
-    """
-
-    ahead_s: float
-    error_s: float
+    ahead_s: float  # seconds by which the peer's is ahead of ours
+    error_s: float  # largest error of that, either way
 
 
 class OffsetFilter:
-    """How far a peer's wall clock is ahead of ours, from questions that it answered with its own time.
+    """Estimates ``best`` from questions that a peer answered with its own time; None before the first.
 
     Each answer was written between our question and its arrival. The middle is wrong by half of the round trip at most,
     so the shortest of the last round trips counts.
-
-    Attributes:
-        best: the estimate of the shortest round trip; None before the first. Each pull asks for it.
     """
 
     def __init__(self) -> None:

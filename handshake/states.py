@@ -1,9 +1,9 @@
 """The state machine of a connection: one table, one function.
 
-``TRANSITIONS`` decides what may be said when. The roles differ only in the direction of a message::
+``TRANSITIONS`` decides what may be sent when. The roles differ only in the direction of a message::
 
-    FRESH      nothing was said
-    GREETED    the client's Hello was said
+    FRESH      nothing was sent
+    GREETED    the client's Hello was sent
     WELCOMED   the version is agreed
     PUBLISHED  our publication was sent, the peer's is awaited
     READY      leases and pings
@@ -39,7 +39,7 @@ from handshake.messages import (
 
 
 class Role(StrEnum):
-    """Which end of a connection."""
+    """Which end of a connection we are."""
 
     CLIENT = "client"
     SERVER = "server"
