@@ -36,22 +36,20 @@ from handshake.messages import (
     Renew,
 )
 from handshake.rates import ClockOffset, pause_s
-from handshake.security import ClusterSecurity, PublicKey, check_endpoint
+from handshake.security import ClusterSecurity, PublicKey, host_and_port
 from handshake.sockets import ZEROMQ, DialedChannel, LinkEvent, Network, running
 from handshake.states import Progress, Role
 
 OnEvent = Callable[[Event], None]
 
-BACKOFF_S_MIN = 0.02
-"""The first pause between two attempts: a listener that is being replaced needs about as long."""
-TIMEOUT_REMEDY = "Check that the address is that of the peer itself, and that the peer is not overloaded."
-
-BACKOFF_S_MAX = 0.25
-"""The longest pause: several attempts still fit into ``Limits.connect_s``."""
+BACKOFF_S_MIN = 0.02  # a listener that is being replaced needs about as long
+BACKOFF_S_MAX = 0.25  # several attempts fit into ``Limits.connect_s``
 
 CUTS_MAX = 2
 """Connections in a row that end within ZeroMQ's handshake without a reason. One may be a process that died; two mean
 that the server cannot decrypt."""
+
+TIMEOUT_REMEDY = "Check that the address is that of the peer itself, and that the peer is not overloaded."
 
 NOTHING_TO_PUBLISH = Publication.of(b"")
 
@@ -126,13 +124,7 @@ class _Attempt:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.connection = connection
-        self.driver = Driver(
-            connection,
-            transmit=channel.send,
-            on_event=self._report,
-            on_settled=self._on_settled,
-            now=network.now,
-        )
+        self.driver = Driver(connection, channel.send, self._report, self._on_settled, network.now)
         self.outcome: asyncio.Future[PeerReady | LinkEvent | Ending] = loop.create_future()
         self.ended: asyncio.Future[Ending] = loop.create_future()
         self._accepted: asyncio.Future[None] = loop.create_future()
@@ -145,7 +137,6 @@ class _Attempt:
         self._now = network.now
 
     def on_link(self, event: LinkEvent) -> None:
-        """Process what the monitor saw."""
         match event:
             case LinkEvent.ACCEPTED:
                 self._accepted.set_result(None)
@@ -166,7 +157,6 @@ class _Attempt:
         return await self.outcome if done else None
 
     async def ask(self, *, report: bool) -> PingAnswered:
-        """Ping the server, and wait for the answer."""
         answered = self._answered = asyncio.get_running_loop().create_future()
         self.driver.ask(report=report)
         await asyncio.wait((answered, self.ended), return_when=asyncio.FIRST_COMPLETED)
@@ -176,7 +166,7 @@ class _Attempt:
         return answer
 
     async def leave(self) -> None:
-        """Exchange closing messages within ``Limits.closing_s``. Cancellation: safe; the connection is dropped."""
+        """Exchange closing messages within ``Limits.closing_s``. Cancellation: drops the connection."""
         try:
             async with asyncio.timeout(self._limits.closing_s):
                 await self._part()
@@ -196,7 +186,6 @@ class _Attempt:
             await self._gone.wait()
 
     def _report(self, event: Event) -> None:
-        """Pass an event on, if the connection was ready."""
         if isinstance(event, PeerReady):
             self._was_ready = True
         if isinstance(event, PingAnswered) and not self._answered.done():
@@ -250,9 +239,9 @@ async def open_client(
         identity: who we are.
         publication: what the server gets; small, see ``Limits.client_frame_bytes_max``.
         security: of the cluster; None speaks without encryption.
-        on_event: called on the loop with each event, from ``PeerReady`` (before the block is entered) to exactly
-            one ``ConnectionClosed`` or ``ConnectionFailed``. It must be quick. If it raises, the error is logged
-            and the connection ends. Without ``PeerReady`` there is no event, only an exception.
+        on_event: takes each event on the loop, from ``PeerReady`` (before the block is entered) to exactly one
+            ``ConnectionClosed`` or ``ConnectionFailed``. It must be quick. If it raises, the error is logged and the
+            connection ends. Without ``PeerReady`` there is no event, only an exception.
         limits: how long we wait for what.
         network: where we dial.
         server_key: the server's public key, needed if it has its own.
@@ -270,7 +259,7 @@ async def open_client(
 
     Cancellation: safe at any moment; no task and no socket is left behind.
     """
-    check_endpoint(endpoint)
+    host_and_port(endpoint)  # refuses what is no address
     check_introduction(Role.CLIENT, identity, publication, limits)
     dialing = _Dialing(
         endpoint=endpoint,
@@ -286,7 +275,7 @@ async def open_client(
 
 
 async def _connect(dialing: _Dialing, stack: AsyncExitStack) -> HandshakeClient:
-    """Dial until an attempt is ready, and leave its end to ``stack``."""
+    """Dial until an attempt is ready; ``stack`` ends it."""
     network = dialing.network
     until_s = network.now() + dialing.limits.connect_s
     attempts = cuts = 0
@@ -351,18 +340,13 @@ async def _dialed(dialing: _Dialing, address: str) -> AsyncIterator[_Attempt]:
 def _may_pass(outcome: LinkEvent | Ending, cuts: int) -> bool:
     """Return whether the next attempt may succeed."""
     match outcome:
-        case LinkEvent.UNREACHABLE:
-            return True
-        case LinkEvent.CUT:
-            return cuts < CUTS_MAX
-        case ConnectionFailed(code=CloseCode.BUSY, refused=True):
+        case LinkEvent.UNREACHABLE | ConnectionFailed(code=CloseCode.BUSY, refused=True):
             return True
         case _:
-            return False
+            return outcome is LinkEvent.CUT and cuts < CUTS_MAX
 
 
 def _explain(outcome: LinkEvent | Ending, endpoint: str, *, denied: bool) -> HandshakeError:
-    """Return the error of an outcome."""
     error: HandshakeError
     match outcome:
         case LinkEvent.UNREACHABLE:

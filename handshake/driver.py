@@ -1,8 +1,8 @@
 """Drive one connection on an event loop: send what it says, report what happened, keep its deadlines.
 
-A driver's owner ends it with ``lost``. Events are reported in order, one at a time, and never from within a call of the
-program above: what that call caused is reported in the loop's next iteration. Time is the network's: uvloop's clock
-counts whole milliseconds, and a round trip takes less.
+A driver's owner ends it with ``lost``. Events are reported in order, one at a time, and never within a call of the
+program above: what a call causes is reported in the loop's next iteration. Time is the network's: uvloop's clock counts
+whole milliseconds, and a round trip takes less.
 """
 
 import asyncio
@@ -27,20 +27,19 @@ class Driver:
     def __init__(
         self,
         connection: Conversation,
-        *,
         transmit: Callable[[list[bytes]], Delivery],
         on_event: Callable[[Event], None],
         on_settled: Callable[[], None],
         now: Callable[[], float] = ZEROMQ.now,
     ) -> None:
-        """Drive ``connection``.
+        """Drive ``connection``, which has said and heard nothing.
 
         Args:
-            connection: with nothing said or heard.
-            transmit: give one message to the socket.
+            connection: as above.
+            transmit: gives one message to the socket.
             on_event: of the program above. If it raises, the connection is refused with ``internal_error``.
             on_settled: called when all events have been reported, the end of the connection among them.
-            now: seconds of a monotonic clock.
+            now: monotonic seconds.
         """
         self.connection = connection
         self._transmit = transmit
@@ -53,7 +52,7 @@ class Driver:
         self._timer: asyncio.Handle = self._loop.call_soon(self._arm)
 
     def receive(self, frames: list[bytes]) -> None:
-        """Process one message of the peer."""
+        """Take one message of the peer."""
         self.connection.receive(frames, self._now())
         self.settle()
 
@@ -68,24 +67,14 @@ class Driver:
         self.settle()
 
     def send(self, message: Release | Released | Renew | Renewed) -> None:
-        """Send one message for the program above.
-
-        Raises:
-            Closed: the connection has ended.
-            LocalProtocolError: the message is not allowed.
-        """
+        """Send one message for the program above; raise as ``Conversation.send``."""
         self.connection.send(message)
         self._flush()
         if self.connection.ending is not None:
             self._loop.call_soon(self.settle)
 
     def ask(self, *, report: bool) -> None:
-        """Ping the server, for the program above.
-
-        Raises:
-            Closed: the connection has ended.
-            LocalProtocolError: the connection is not ready.
-        """
+        """Ping the server, for the program above; raise as ``Conversation.ask``."""
         self.connection.ask(self._now(), report=report)
         self._flush()
         self._loop.call_soon(self.settle)

@@ -13,10 +13,9 @@ The tree shows what is wrong or what to do::
     ├── TimedOut              a phase took longer than its budget
     └── Closed                the connection has ended; open another one
 
-Each has a stable ``code`` for machines, and its text ends with what to do.
+Each has a stable ``code`` for programs, and its text ends with what to do.
 """
 
-import errno
 from enum import StrEnum
 from typing import ClassVar
 
@@ -67,7 +66,7 @@ class HandshakeError(Exception):
     """Base of all errors of handshake.
 
     Attributes:
-        code: stable name of the kind of error, for logs, metrics and tests.
+        code: stable name of the kind of error.
         remedy: what to do.
         local: True if this process is the cause. Nothing was sent, and the peer may work.
     """
@@ -116,11 +115,7 @@ class RemoteProtocolError(HandshakeError):
 
 
 class ConnectionRefused(HandshakeError):
-    """The peer answered with a refusal.
-
-    Attributes:
-        refusal: the peer's stable code, for example ``version_unsupported``.
-    """
+    """The peer answered with a refusal; ``refusal``: its stable code, for example ``version_unsupported``."""
 
     code = "peer_refused"
     default_remedy = "Look up the peer's reason under Refusals in docs/reference/errors.md."
@@ -148,12 +143,7 @@ class ConnectionLost(HandshakeError):
 
 
 class SocketsExhausted(HandshakeError):
-    """This process can open no more sockets or files. It did not connect.
-
-    Attributes:
-        resource: what is exhausted.
-        limit: how many there may be.
-    """
+    """This process can open no more sockets or files. It did not connect."""
 
     code = "capacity_exceeded"
     default_remedy = "Raise the limit, or divide the work among more processes."
@@ -165,11 +155,7 @@ class SocketsExhausted(HandshakeError):
 
 
 class TimedOut(HandshakeError):
-    """A phase took longer than its budget.
-
-    Attributes:
-        phase: ``connect`` or ``handshake``.
-    """
+    """A phase took longer than its budget; ``phase``: ``connect`` or ``handshake``."""
 
     code = "deadline_exceeded"
     default_remedy = "Check the peer's load and the network. Only a deadline finds a hung peer."
@@ -184,14 +170,3 @@ class Closed(HandshakeError):
 
     code = "closed"
     default_remedy = "Open a new connection."
-
-
-def cannot_listen(bind: str, number: int | None, reason: str) -> AddressInvalid:
-    """Return the error of an address that cannot be listened on, from the system's error number and text."""
-    host = bind.removeprefix("tcp://").rpartition(":")[0]
-    remedy = "Give an address of this host, or a wildcard."
-    if number == errno.EADDRINUSE:
-        reason, remedy = "the address is already in use", "Choose another port, or port 0, which takes a free one."
-    elif number in (errno.ENODEV, errno.EADDRNOTAVAIL):
-        reason = f"{host} is not an address of this host"
-    return AddressInvalid(f"cannot listen on {bind}: {reason}", remedy=remedy)

@@ -1,4 +1,4 @@
-"""Keys and who is trusted: CURVE keys, the ticket key, who is let in, what may be bound.
+"""Keys and who is trusted: CURVE keys, the ticket key, who is admitted, what may be bound.
 
 A cluster shares one secret, from which all servers derive one key pair and all clients another, so that a client knows
 the server's public key. The secret cannot identify a member, or slow down the guessing of a weak secret. For that, each
@@ -23,12 +23,10 @@ from handshake.errors import AddressInvalid, Unauthenticated
 if TYPE_CHECKING:
     from hashlib import _Hash
 
-SECRET_CHARACTERS_MIN = 16
-"""A shorter secret is a word that an offline search finds."""
+SECRET_CHARACTERS_MIN = 16  # shorter secrets can be found by an offline search
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-ZAP_DOMAIN = b"handshake"
-"""Not empty, so that libzmq refuses all clients while no handler is bound to ``ZAP_ENDPOINT``."""
+ZAP_DOMAIN = b"handshake"  # not empty: libzmq refuses all clients while no handler is bound to ``ZAP_ENDPOINT``
 
 _SALT = b"handshake cluster secret v1"
 _HASH = "sha256"
@@ -70,9 +68,7 @@ def verify(key: bytes, data: bytes, signature: bytes) -> bool:
     return hmac.compare_digest(sign(key, data), signature)
 
 
-PublicKey = str
-"""A public key as 64 lower-case hexadecimal digits: Z85 has characters that shells and YAML interpret."""
-
+PublicKey = str  # 64 lower-case hexadecimal digits: Z85 has characters that shells and YAML interpret
 PUBLIC_KEY = re.compile(r"[0-9a-f]{64}\Z")
 
 
@@ -123,19 +119,14 @@ class AllowedKeys:
         return key in self._keys
 
     def replace(self, keys: Iterable[PublicKey]) -> None:
-        """Trust these from now on, and no others.
-
-        Raises:
-            AddressInvalid: a key is malformed; nothing has changed.
-        """
+        """Trust only these from now on; ``AddressInvalid`` if one is malformed, and nothing has changed."""
         self._keys = _checked(keys)
 
 
 def _checked(keys: Iterable[object]) -> frozenset[PublicKey]:
     found = set()
     for key in keys:
-        if not isinstance(key, str) or not PUBLIC_KEY.match(key):
-            # Not repeated: it may be a private key.
+        if not isinstance(key, str) or not PUBLIC_KEY.match(key):  # not repeated: it may be a private key
             raise AddressInvalid(
                 "an allowed key is malformed", remedy="Give 64 lower-case hexadecimal digits for each."
             )
@@ -162,11 +153,7 @@ class ClusterSecurity(Struct, frozen=True):
 
     @classmethod
     def from_secret(cls, secret: str) -> Self:
-        """Derive everything from a secret: any string of 16 characters or more.
-
-        Raises:
-            AddressInvalid: the secret is too short.
-        """
+        """Derive everything from a secret; ``AddressInvalid`` if it has fewer than 16 characters."""
         if len(secret) < SECRET_CHARACTERS_MIN:
             raise AddressInvalid(
                 f"the cluster secret has {len(secret)} characters, at least {SECRET_CHARACTERS_MIN} are needed",
@@ -185,15 +172,11 @@ class ClusterSecurity(Struct, frozen=True):
         )
 
     def accepting(self, secret: str) -> Self:
-        """Return the same that also accepts tickets and peers of a second secret.
-
-        Raises:
-            AddressInvalid: the secret is too short.
-        """
+        """Return the same that also accepts tickets and peers of a second secret; raise as ``from_secret``."""
         return structs.replace(self, other=type(self).from_secret(secret))
 
     def with_own_key(self, private: bytes, allowed: AllowedKeys) -> Self:
-        """Return the same with our own key pair (32 bytes of its private key) and a list; secrets sign tickets only."""
+        """Return the same with our own private key of 32 bytes and a list; secrets then sign tickets only."""
         own = CurveKeys.from_private(private)
         return structs.replace(self, server=own, client=own, allowed=allowed)
 
@@ -224,7 +207,7 @@ class ClusterSecurity(Struct, frozen=True):
         raise Unauthenticated(f"the server's key {server_key} does not follow from our cluster secret", local=True)
 
     def verifies(self, data: bytes, signature: bytes) -> bool:
-        """Return whether a holder of an accepted secret has signed ``data``."""
+        """Return whether a holder of an accepted secret signed ``data``."""
         if verify(self.ticket_key, data, signature):
             return True
         return self.other is not None and verify(self.other.ticket_key, data, signature)
@@ -244,7 +227,7 @@ def check_bind(bind: str, security: ClusterSecurity | None, *, insecure_allowed:
     Raises:
         AddressInvalid: the address is malformed, or it is not a loopback address and there is no security.
     """
-    host = _host(bind)
+    host, _ = host_and_port(bind)
     if security is None and not insecure_allowed and not _is_loopback(host):
         raise AddressInvalid(
             f"binding {bind} without a cluster secret would let anyone on the network in",
@@ -252,16 +235,16 @@ def check_bind(bind: str, security: ClusterSecurity | None, *, insecure_allowed:
         )
 
 
-def check_endpoint(endpoint: str) -> None:
-    """Raise ``AddressInvalid`` if ``endpoint`` is not ``tcp://host:port``: ZeroMQ would guess what it means."""
-    _host(endpoint)
+def host_and_port(endpoint: str) -> tuple[str, str]:
+    """Return the host, without brackets, and the port of ``tcp://host:port``. ZeroMQ would guess what others mean.
 
-
-def _host(endpoint: str) -> str:
+    Raises:
+        AddressInvalid: it is something else.
+    """
     match = _TCP_ENDPOINT.match(endpoint)
     if match is None or (match["port"] != "*" and int(match["port"]) > 65535):
         raise AddressInvalid(f"{endpoint!r} is not an address", remedy="Use tcp://host:port.")
-    return match["host"].strip("[]")
+    return match["host"].strip("[]"), match["port"]
 
 
 def _is_loopback(host: str) -> bool:
@@ -272,7 +255,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def answer_admission(replier: zmq.Socket[bytes], admits: Callable[[PublicKey], bool]) -> None:
-    """Let one client in if its public key is admitted; raise ``zmq.Again`` if no client waits.
+    """Answer whether one client may connect; raise ``zmq.Again`` if no client waits.
 
     Args:
         replier: a REP socket, bound to ``ZAP_ENDPOINT`` in the server's context before the server binds.
@@ -285,20 +268,16 @@ def answer_admission(replier: zmq.Socket[bytes], admits: Callable[[PublicKey], b
 
 
 def key_of_request(request: list[bytes]) -> PublicKey | None:
-    """Return the public key of one request, or None if it has none. Source: ZeroMQ RFC 27.
-
-    Frames of a request: version, request id, domain, address, routing id, mechanism, credentials.
-    """
+    """Return the public key of one request, or None if it has none. Source: ZeroMQ RFC 27."""
+    # Frames: version, request id, domain, address, routing id, mechanism, credentials.
     if len(request) == 7 and request[2] == ZAP_DOMAIN and request[5] == b"CURVE" and len(request[6]) == 32:
         return request[6].hex()
     return None
 
 
 def answer_request(request: list[bytes], admitted: PublicKey | None) -> list[bytes]:
-    """Return the answer to one request: status 200 with the key as the user's id, or else 400. Source: ZeroMQ RFC 27.
-
-    Frames of an answer: version, request id, status, reason, user id, metadata.
-    """
+    """Return the answer to one request: status 200 with the key as the user's id, or 400. Source: ZeroMQ RFC 27."""
+    # Frames: version, request id, status, reason, user id, metadata.
     request_id = request[1] if len(request) > 1 else b""
     if admitted is None:
         return [b"1.0", request_id, b"400", b"unknown key", b"", b""]

@@ -1,6 +1,6 @@
 """The listening end: any number of peers on one ROUTER socket.
 
-Nothing that a peer sends ends the listener. A peer that breaks the protocol is refused once and forgotten, and what it
+Nothing that a peer sends ends the listener. A peer that breaks the protocol is refused once and forgotten. What it
 sends afterwards is dropped, until it is too much and the connection is cut.
 """
 
@@ -42,11 +42,7 @@ PeerKey = NewType("PeerKey", str)
 Objection = tuple[str, str, str]
 """Code, reason and remedy of a refusal."""
 
-_REMOVED = (
-    CloseCode.KEY_REMOVED,
-    "this key is no longer allowed",
-    "Ask the server's operator to allow this key.",
-)
+_REMOVED = CloseCode.KEY_REMOVED, "this key is no longer allowed", "Ask the server's operator to allow this key."
 _DIAL_AGAIN = "Dial again in a moment."
 
 WAITING_MAX = 1024
@@ -69,7 +65,6 @@ class Peer(Struct, frozen=True, kw_only=True):
     """One peer that is ready.
 
     Attributes:
-        identity: who it says it is.
         version: of the wire protocol.
         rtt_s: seconds of the last measured round trip.
         clock_offset: how far its wall clock is ahead of ours; None if it is unknown.
@@ -85,7 +80,7 @@ class Peer(Struct, frozen=True, kw_only=True):
 
 
 class _Waiting(Struct, frozen=True):
-    """A newcomer without a place, its first message, and the timer that ends its wait."""
+    """A newcomer without a place, and the timer that ends its wait."""
 
     routing_id: bytes
     frames: list[bytes]
@@ -169,7 +164,7 @@ class HandshakeServer:
         driver.send(message)
 
     def disconnect(self, peer_key: PeerKey, code: str, reason: str, remedy: str = "") -> None:
-        """Refuse a peer, whatever its state. Does nothing if its connection has ended.
+        """Refuse a peer in any state. Does nothing if its connection has ended.
 
         ``on_event`` receives it later, as ``ConnectionFailed`` with this code.
 
@@ -223,7 +218,7 @@ class HandshakeServer:
                 driver.lost("the server has left")
 
     def _meet(self, key: PeerKey, routing_id: bytes, public_key: PublicKey, frames: list[bytes]) -> None:
-        """Process the first message of a connection: it gets a place, waits for one, or is refused."""
+        """Process the first message of a connection, which gets a place, waits for one, or is refused."""
         objection = self._objection(public_key)
         if objection is None and (self._waiting or not self._has_place):
             if self._may_wait(frames):
@@ -239,12 +234,10 @@ class HandshakeServer:
 
     def _may_wait(self, frames: list[bytes]) -> bool:
         """Return whether a newcomer may wait: it has proved to hold a key, and the waiting ones cost little."""
-        if self._security is None or len(self._waiting) >= WAITING_MAX:
-            return False
-        return sum(map(len, frames)) <= HELLO_BYTES_MAX
+        may = self._security is not None and len(self._waiting) < WAITING_MAX
+        return may and sum(map(len, frames)) <= HELLO_BYTES_MAX
 
     def _seat_next(self) -> None:
-        """Give a free place to the newcomer that has waited longest."""
         if self._waiting and self._has_place:
             self._end_wait(next(iter(self._waiting)))
 
@@ -266,44 +259,22 @@ class HandshakeServer:
             allowance=self._allowance(public_key),
             wall_ahead_s=self._network.wall() - self._network.now(),
             giving=Giving(
-                None if self._make_pass is None else partial(self._passed, self._make_pass, public_key),
-                None if self._make_report is None else partial(self._reported, self._make_report),
+                self._make_pass and partial(_made, "pass", PASS_BYTES_MAX, self._make_pass, public_key),
+                self._make_report and partial(_made, "report", REPORT_BYTES_MAX, self._make_report),
             ),
         )
         driver = Driver(
             connection,
-            transmit=lambda frames: self._channel.send([routing_id, *frames]),
-            on_event=lambda event: self._report(key, event),
-            on_settled=lambda: self._settled(key),
-            now=self._network.now,
+            lambda frames: self._channel.send([routing_id, *frames]),
+            partial(self._report, key),
+            partial(self._settled, key),
+            self._network.now,
         )
         self._drivers[key] = driver
         self._public_keys[key] = public_key
         if objection is not None:
             driver.refuse(*objection)
         return driver
-
-    @staticmethod
-    def _passed(make_pass: MakePass, public_key: PublicKey, identity: Identity) -> bytes:
-        """Return the pass of one client; empty if it cannot be made: a defect above does not end the listener."""
-        try:
-            made = make_pass(public_key, identity)
-            assert len(made) <= PASS_BYTES_MAX, f"a pass has {len(made)} bytes, more than {PASS_BYTES_MAX}"
-        except Exception:
-            logger.exception("making a pass failed; the client gets none")
-            return b""
-        return made
-
-    @staticmethod
-    def _reported(make_report: MakeReport) -> bytes:
-        """Return the report; empty if it cannot be made."""
-        try:
-            made = make_report()
-            assert len(made) <= REPORT_BYTES_MAX, f"a report has {len(made)} bytes, more than {REPORT_BYTES_MAX}"
-        except Exception:
-            logger.exception("making a report failed; the client gets none")
-            return b""
-        return made
 
     def _objection(self, public_key: PublicKey) -> Objection | None:
         """Return why one more connection of this key is refused, if so."""
@@ -312,7 +283,8 @@ class HandshakeServer:
             return CloseCode.CLOSING, "the server is leaving", "Dial its successor."
         if not self._trusts(public_key):  # removed since ZAP accepted it
             return _REMOVED
-        if self._tells_apart and self._connections_of(public_key) >= limits.connections_per_key_max:
+        connections = sum(each == public_key for each in self._public_keys.values())
+        if self._tells_apart and connections >= limits.connections_per_key_max:
             reason = f"there are {limits.connections_per_key_max} connections of this key already"
             return CloseCode.TOO_MANY_CONNECTIONS, reason, "Give every worker a key of its own."
         return None
@@ -346,14 +318,11 @@ class HandshakeServer:
 
     @property
     def _tells_apart(self) -> bool:
-        """Return whether a key identifies one worker: not if all have the secret's keys."""
+        """Whether a key identifies one worker: not if all have the secret's keys."""
         return self._security is not None and self._security.allowed is not None
 
     def _trusts(self, public_key: PublicKey) -> bool:
         return self._security is None or self._security.admits(public_key)
-
-    def _connections_of(self, public_key: PublicKey) -> int:
-        return sum(each == public_key for each in self._public_keys.values())
 
     def _allowance(self, public_key: PublicKey) -> Allowance:
         allowance = self._allowances.get(public_key) or Allowance(self._limits, self._network.now())
@@ -388,6 +357,17 @@ class HandshakeServer:
             self._emptied.set()
 
 
+def _made(what: str, nbytes_max: int, make: Callable[..., bytes], *about: object) -> bytes:
+    """Return what the program above makes for a client; empty if it fails: a defect does not end the listener."""
+    try:
+        made = make(*about)
+        assert len(made) <= nbytes_max, f"a {what} has {len(made)} bytes, more than {nbytes_max}"
+    except Exception:
+        logger.exception("making a %s failed; the client gets none", what)
+        return b""
+    return made
+
+
 @asynccontextmanager
 async def open_server(
     *,
@@ -405,18 +385,18 @@ async def open_server(
     """Listen for peers until the block is left; then say goodbye to them.
 
     Args:
-        bind: ``tcp://host:port``; port 0 lets the system choose, see ``HandshakeServer.endpoint``.
+        bind: ``tcp://host:port``; port 0 takes a free one, see ``HandshakeServer.endpoint``.
         identity: who we are.
         publication: what every peer gets.
         security: of the cluster; None admits everyone, without encryption.
-        on_event: called on the loop with each event of each connection, also if it never became ready. It must be
-            quick. If it raises, the error is logged and that peer is dropped.
+        on_event: takes each event of each connection on the loop, also if it never became ready. It must be quick. If
+            it raises, the error is logged and that peer is dropped.
         limits: what peers may cost us.
         insecure_allowed: allow ``security=None`` on an address that is not a loopback address.
         network: where we listen.
         make_pass: called on the loop once for each client that says who it is; None gives no passes. It must be quick.
             If it raises, the error is logged and that client gets none.
-        make_report: called on the loop when a client asks for a report; None gives none. As ``make_pass``.
+        make_report: likewise, when a client asks for a report.
 
     Raises:
         AddressInvalid: the address cannot be bound, or would be unsafe.

@@ -1,11 +1,12 @@
-"""ZeroMQ as the shells need it: one socket, its reader task, and what the monitor saw, as plain values.
+"""ZeroMQ as clients and servers need it: one socket, its reader task, and what the monitor saw, as plain values.
 
-A listener owns a separate context, because access control runs within it. All dialers of a process share one, so that
+A listener has a separate context, because access control runs within it. All dialers of a process share one, so that
 hundreds of peers cost two threads. Neither sending nor receiving waits. Of a message with too many frames, the first
 excess one is kept. A dialed channel never reconnects: a restarted server needs a new handshake.
 """
 
 import asyncio
+import errno
 import os
 import random
 import resource
@@ -24,22 +25,23 @@ from typing import Protocol
 
 import zmq
 
-from handshake.errors import AddressInvalid, CloseCode, SocketsExhausted, cannot_listen
+from handshake.errors import AddressInvalid, CloseCode, SocketsExhausted
 from handshake.intake import Arrivals, Intake, watched, wire_bytes
 from handshake.limits import Limits
-from handshake.security import ZAP_DOMAIN, ZAP_ENDPOINT, ClusterSecurity, PublicKey, answer_admission
+from handshake.security import (
+    ZAP_DOMAIN,
+    ZAP_ENDPOINT,
+    ClusterSecurity,
+    PublicKey,
+    answer_admission,
+    host_and_port,
+)
 
-FRAMES_PER_TURN = 1024
-"""Excess frames that are read and dropped in one turn, which takes half a millisecond."""
-
-CURVE_BYTES = 64
-"""What encryption adds to a frame at most; the exact bound on what we read is the codec's."""
-
-DESCRIPTORS_OF_A_CONTEXT = 32
-"""A context takes about ten: two threads with a queue and an epoll each, and the first sockets."""
-
+FRAMES_PER_TURN = 1024  # excess frames that are read and dropped, which takes half a millisecond
+CURVE_BYTES = 64  # what encryption adds to a frame at most; the exact bound on what we read is the codec's
+DESCRIPTORS_OF_A_CONTEXT = 32  # it takes about ten: two threads with a queue and an epoll each, and the first sockets
+# It takes four: three ZeroMQ sockets and TCP. ZeroMQ reports nothing if another thread took the one for TCP.
 DESCRIPTORS_OF_A_LINK = 8
-"""A link takes four: three ZeroMQ sockets and TCP. ZeroMQ reports nothing if another thread took the one for TCP."""
 
 
 class Delivery(Enum):
@@ -53,18 +55,12 @@ class Delivery(Enum):
 class LinkEvent(Enum):
     """What the monitor of a dialed socket saw."""
 
-    ACCEPTED = auto()
-    """The TCP connection was accepted; ZeroMQ's own handshake begins."""
-    SECURED = auto()
-    """ZeroMQ's handshake succeeded, CURVE included: messages flow."""
-    UNREACHABLE = auto()
-    """The TCP connection was refused."""
-    DENIED = auto()
-    """The server does not accept our key, or our lack of one."""
-    CUT = auto()
-    """The connection ended within ZeroMQ's handshake, without a reason: the server cannot decrypt."""
-    LOST = auto()
-    """The connection ended."""
+    ACCEPTED = auto()  # the TCP connection was accepted; ZeroMQ's own handshake begins
+    SECURED = auto()  # ZeroMQ's handshake succeeded, CURVE included: messages flow
+    UNREACHABLE = auto()  # the TCP connection was refused
+    DENIED = auto()  # the server does not accept our key, or our lack of one
+    CUT = auto()  # the connection ended within ZeroMQ's handshake, without a reason: the server cannot decrypt
+    LOST = auto()  # the connection ended
 
 
 _LINK_EVENTS: dict[int, LinkEvent] = {
@@ -77,22 +73,17 @@ _LINK_EVENTS: dict[int, LinkEvent] = {
     zmq.Event.DISCONNECTED: LinkEvent.LOST,
 }
 
+# The only events that the monitor of a listener reports, because each takes time of the loop.
 _NOT_LET_IN: dict[int, CloseCode] = {
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: CloseCode.UNAUTHENTICATED,
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: CloseCode.UNAUTHENTICATED,
     zmq.Event.HANDSHAKE_FAILED_AUTH: CloseCode.KEY_UNKNOWN,
 }
-"""The only events that the monitor of a listener reports: each takes a turn of the loop."""
-_MONITORED = struct.Struct("=Hi")
-"""Event and value, in this machine's order of bytes. Source: zmq_socket_monitor(3)."""
+_MONITORED = struct.Struct("=Hi")  # event and value, in this machine's order of bytes. Source: zmq_socket_monitor(3)
 
 
 class Channel:
-    """One ZeroMQ socket.
-
-    Attributes:
-        endpoint: its address: the real one of a listener, the dialed one of a dialer.
-    """
+    """One ZeroMQ socket. ``endpoint``: the real address of a listener, the dialed one of a dialer."""
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str, intake: Intake, *, secured: bool) -> None:
         self.endpoint = endpoint
@@ -103,7 +94,7 @@ class Channel:
         self._dropping: list[zmq.Frame] = []
 
     def send(self, frames: list[bytes]) -> Delivery:
-        """Queue one message, or return why not, at once. A listener's first frame names the peer."""
+        """Queue one message, or return why not. A listener's first frame names the peer."""
         try:
             for frame in frames[:-1]:
                 self._socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE)
@@ -148,11 +139,7 @@ class Channel:
 
 
 class ListeningChannel(Channel):
-    """A channel that any number of peers talk to; a message's first frame names the connection.
-
-    Attributes:
-        strangers: how many connections were not let in, or were cut off, by code.
-    """
+    """A channel for any number of peers. ``strangers``: connections that were not let in, or cut off, by code."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], endpoint: str, monitor: zmq.Socket[bytes], held_max: int, *, secured: bool
@@ -165,8 +152,8 @@ class ListeningChannel(Channel):
     async def read(self, on_frames: Callable[[list[bytes], PublicKey], bool]) -> None:
         """Pass on each message that arrives, with the key that its connection has proved to hold, or an empty one.
 
-        Runs until it is cancelled; ``on_frames`` must not raise, and returns whether it took the message. A connection
-        whose messages it does not take, or have several frames, is cut when it has sent too much.
+        Runs until it is cancelled. ``on_frames`` must not raise, and returns whether it took the message. A connection
+        whose messages it does not take, or which have several frames, is cut when it has sent too much.
         """
         await self._read(2, lambda frames: on_frames([frame.bytes for frame in frames], self._key_of(frames[-1])))
 
@@ -178,7 +165,7 @@ class ListeningChannel(Channel):
         self.strangers[CloseCode.OVERFLOWED] += 1
 
     async def count_strangers(self) -> None:
-        """Count the peers that are refused. Runs until it is cancelled; ZeroMQ may have to wait for it."""
+        """Count the peers that are refused, until cancelled. ZeroMQ may have to wait for it."""
 
         def take() -> None:
             event, value = _event_of(self._monitor)
@@ -217,7 +204,7 @@ class DialedChannel(Channel):
             raise AddressInvalid(f"cannot dial {self.endpoint!r}: {error}") from error
 
     async def read(self, on_frames: Callable[[list[bytes]], None]) -> None:
-        """Pass on each message that arrives. Runs until it is cancelled; ``on_frames`` must not raise."""
+        """Pass on each message that arrives, until cancelled. ``on_frames`` must not raise."""
 
         def tell(frames: list[zmq.Frame]) -> bool:
             on_frames([frame.bytes for frame in frames])
@@ -226,7 +213,7 @@ class DialedChannel(Channel):
         await self._read(1, tell)
 
     async def watch(self, on_link: Callable[[LinkEvent], None]) -> None:
-        """Pass on what happens to the connection. Runs until it is cancelled; ``on_link`` must not raise."""
+        """Pass on what happens to the connection, until cancelled. ``on_link`` must not raise."""
 
         def take() -> None:
             number, value = _event_of(self._monitor)
@@ -289,15 +276,23 @@ async def open_listener(bind: str, security: ClusterSecurity | None, limits: Lim
             try:
                 router.bind(bind)
             except zmq.ZMQError as error:
-                raise cannot_listen(bind, error.errno, error.strerror) from error
+                raise _cannot_listen(bind, error) from error
             channel.endpoint = router.get_string(zmq.LAST_ENDPOINT)
             with watched(channel.intake):
                 yield channel
 
 
+def _cannot_listen(bind: str, error: zmq.ZMQError) -> AddressInvalid:
+    reason, remedy = error.strerror, "Give an address of this host, or a wildcard."
+    if error.errno == errno.EADDRINUSE:
+        reason, remedy = "the address is already in use", "Choose another port, or port 0, which takes a free one."
+    elif error.errno in (errno.ENODEV, errno.EADDRNOTAVAIL):
+        reason = f"{host_and_port(bind)[0]} is not an address of this host"
+    return AddressInvalid(f"cannot listen on {bind}: {reason}", remedy=remedy)
+
+
 @contextmanager
 def _destroying(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[None]:
-    """Close a context with all its sockets."""
     try:
         yield
     finally:
@@ -313,11 +308,11 @@ async def resolve(endpoint: str) -> tuple[str, ...]:
 
     Cancellation: safe; the look-up ends later, in a thread.
     """
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    host, port = host_and_port(endpoint)
     with suppress(ValueError):
-        ip_address(host.strip("[]"))
+        ip_address(host)
         return (endpoint,)
-    found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     addresses = dict.fromkeys(str(each[4][0]) for each in found)
     return tuple(f"tcp://[{each}]:{port}" if ":" in each else f"tcp://{each}:{port}" for each in addresses)
 
@@ -346,7 +341,7 @@ class _SharedContext:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     def forget(self) -> None:
-        """Start again in a forked child, which has none of the threads."""
+        """Start again in a forked child, which has no threads."""
         self._lock = threading.Lock()
         self._users = 0
         self._context = None
@@ -386,7 +381,6 @@ _links = count()
 
 @contextmanager
 def _closing() -> Iterator[list[zmq.Socket[bytes]]]:
-    """Close the sockets in a list."""
     sockets: list[zmq.Socket[bytes]] = []
     try:
         yield sockets
@@ -450,31 +444,25 @@ class Network(Protocol):
 
     def now(self) -> float:
         """Return the seconds of a monotonic clock."""
-        ...
 
     def wall(self) -> float:
         """Return the seconds since 1970 on the wall clock, which may jump."""
-        ...
 
     def draw(self) -> float:
         """Return a random number in [0, 1), which spreads load and protects nothing."""
-        ...
 
     def open_listener(
         self, bind: str, security: ClusterSecurity | None, limits: Limits
     ) -> AbstractAsyncContextManager[ListeningChannel]:
         """Listen."""
-        ...
 
     def open_dialer(
         self, endpoint: str, security: ClusterSecurity | None, limits: Limits
     ) -> AbstractAsyncContextManager[DialedChannel]:
         """Get ready to dial."""
-        ...
 
     async def resolve(self, endpoint: str) -> tuple[str, ...]:
         """Look a name up, which may have several addresses."""
-        ...
 
 
 class ZeroMqNetwork:

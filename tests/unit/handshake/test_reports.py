@@ -7,7 +7,7 @@ from handshake.connection import Giving
 from handshake.errors import Closed, LocalProtocolError
 from handshake.limits import Limits
 from handshake.messages import REPORT_BYTES_MAX, ConnectionFailed, PingAnswered
-from handshake.server import HandshakeServer
+from handshake.server import _made
 
 from .helpers import Pair, connected, patiently, serving
 
@@ -71,7 +71,7 @@ def test_nobody_asks_before_the_connection_is_ready_or_after_its_end():
 
 @pytest.mark.parametrize("broken", [lambda: 1 / 0, lambda: bytes(REPORT_BYTES_MAX + 1), lambda: None])
 def test_a_report_that_cannot_be_made_is_logged_and_the_client_gets_none(broken, caplog):
-    assert HandshakeServer._reported(broken) == b""
+    assert _made("report", REPORT_BYTES_MAX, broken) == b""
     assert "making a report failed" in caplog.text
 
 

@@ -18,8 +18,8 @@ from handshake.security import (
     answer_admission,
     answer_request,
     check_bind,
-    check_endpoint,
     hkdf,
+    host_and_port,
     key_of_request,
     sign,
     verify,
@@ -144,7 +144,7 @@ def test_a_malformed_address_is_refused(bind):
     with pytest.raises(AddressInvalid, match="not an address"):
         check_bind(bind, SECURITY)
     with pytest.raises(AddressInvalid, match="not an address"):
-        check_endpoint(bind)
+        host_and_port(bind)
 
 
 KEY = SECURITY.client.public_key
