@@ -6,8 +6,7 @@ from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item", bound=Hashable)
 
-SPARE_MAX = 16
-"""How many dead entries do not cause a rebuild."""
+SPARE_MAX = 16  # dead entries that do not cause a rebuild
 
 
 class Heap(Generic[Item]):

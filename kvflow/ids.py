@@ -1,6 +1,7 @@
-"""The identities that all of kvflow uses, as types."""
+"""The types that all of kvflow uses: identities, block ids, and time as an argument."""
 
 import hmac
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -8,15 +9,17 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+FEW = 64  # up to this many block ids or units, Python is faster than NumPy, whose calls take a microsecond each
+ABSENT = -1  # the block id of an absent block
+
+# Checked block ids of one group: a tuple if they are few. It needs no copy, and the garbage collector does not follow
+# one of integers.
 Ids = tuple[int, ...] | npt.NDArray[np.int64]
-"""Checked block ids of one group: a tuple if they are few, because Python is then faster than NumPy; otherwise an
-array. A tuple needs no copy, and the garbage collector does not follow one of integers."""
 
-FEW = 64
-"""Up to this many block ids or units, Python is faster than NumPy, whose calls take a microsecond each."""
+LeaseKey = tuple[int, int]  # names a lease to its readers: epoch slot and epoch
 
-ABSENT = -1
-"""The block id of an absent block."""
+# Seconds of a monotonic clock with an arbitrary origin. The pure packages never read a clock: ``now`` is an argument.
+Clock = Callable[[], float]
 
 
 class PeerId(Struct, frozen=True, cache_hash=True, gc=False):
@@ -51,10 +54,9 @@ def worker_name(engine_id: str, rank: int, incarnation: str) -> str:
 
 
 def agent_name(worker: str, public_key: str) -> str:
-    """Return the name of a worker's transport.
+    """Return the name of a worker's transport, by which readers identify it.
 
-    A reader identifies the transports of its peers by name. A worker that used another worker's name would prevent
-    reads from that worker. The name contains the public key, so no worker can use the name of one with another key.
+    A worker that used another worker's name would prevent reads from it. So the name contains the public key.
     """
     return f"{worker}/{public_key}"
 
@@ -64,10 +66,7 @@ class Credentials(Struct, frozen=True):
 
     Attributes:
         public_key: the key that the reader has proven to hold on the control channel, 64 hexadecimal digits.
-        engine_id: engine of the reader.
-        rank: rank of the reader.
-        incarnation: incarnation of the reader.
-        pass_: the pass that the producer gave to this reader on the control channel; empty if none.
+        pass_: what the producer gave to this reader on the control channel; empty if nothing.
     """
 
     public_key: str
@@ -90,7 +89,3 @@ def pass_of(pass_key: bytes, public_key: str, engine_id: str, rank: int, incarna
     The fields are encoded with their lengths, so that no two readers have the same pass.
     """
     return hmac.digest(pass_key, msgspec.msgpack.encode((public_key, engine_id, rank, incarnation)), "sha256")
-
-
-LeaseKey = tuple[int, int]
-"""The key of a lease for its readers: epoch slot and epoch."""

@@ -6,25 +6,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvflow.reprs import counted, quoted
 
+# Of a pull, in the order in which they begin. ``TransferReport.timings_s`` says what each of them measures.
 PHASES: Final = ("handshake", "queue", "bind", "post", "wire", "scatter", "fence", "deliver")
-"""Phases of a pull, in the order in which they begin. ``TransferReport.timings_s`` says what each of them measures."""
 
+# A function that sets the missing fields of a report, and its arguments after the report.
 Deferred = tuple[Callable[..., None], tuple[Any, ...]]
-"""A function that sets the missing fields of a report, and its arguments after the report."""
 
 
 class _Deferring:
-    """Compute missing fields when one of them is first read.
-
-    Attributes:
-        deferred: what to call for the missing fields; None if no field is missing.
-
-    Thread: any. Two threads may both compute the fields; they find the same values.
-    """
+    """Computes missing fields when one is first read. Two threads may both do so, and find the same values."""
 
     __slots__ = ("deferred",)
 
-    deferred: Deferred | None
+    deferred: Deferred | None  # None if no field is missing
 
     if not TYPE_CHECKING:  # a type checker would accept every attribute
 

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvflow import events
-from kvflow.clock import Clock
 from kvflow.errors import ConfigInvalid, FailureCode, KvflowError
 from kvflow.events import Event, Hook, OnlyEvents, event_name
 
@@ -145,7 +144,7 @@ class EventLog:
         identity: fields that every record of this worker has.
     """
 
-    def __init__(self, wall: Clock = time.time, /, **identity: Any) -> None:
+    def __init__(self, wall: Callable[[], float] = time.time, /, **identity: Any) -> None:
         self.identity = identity
         self._wall = wall
         self._top = logging.getLogger("kvflow")

@@ -29,7 +29,6 @@ from msgspec import Struct
 
 from handshake.rates import pause_s
 from kvflow import events
-from kvflow.clock import Clock
 from kvflow.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
@@ -46,7 +45,7 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.events import BreakerClosed, BreakerOpened, Hook
-from kvflow.ids import PeerId
+from kvflow.ids import Clock, PeerId
 from kvflow.leases.tickets import Member
 from kvflow.reads.contract import Carrier, PeerAddress, Published
 from kvflow.reads.pulls import advance

@@ -8,13 +8,14 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import monotonic
 from typing import Literal
 
 from msgspec import Struct
 
-from kvflow.clock import Clock, monotonic
 from kvflow.config import WorkerConfig
 from kvflow.errors import WorkerClosed, WorkerDraining
+from kvflow.ids import Clock
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import BlockAccount
 from kvflow.observability.logs import Reporter

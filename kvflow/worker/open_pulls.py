@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kvflow.clock import Clock
 from kvflow.errors import DeadlineExceeded, KvflowError, StaleLease
 from kvflow.events import PullFailed, TransferCompleted, TransferQuiesced, TransferTraced
-from kvflow.ids import Ids
+from kvflow.ids import Clock, Ids
 from kvflow.leases.tickets import Member, Ticket
 from kvflow.observability.logs import Record, Reporter
 from kvflow.reads.pulls import Pull, report_of, trace_of

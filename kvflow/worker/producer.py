@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from kvflow.clock import Clock
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid, KvflowError, RequestUnknown
 from kvflow.events import LeaseEnded, OfferAdmitted, OfferRefused, Outcome
-from kvflow.ids import Ids, LeaseKey, worker_name
+from kvflow.ids import Clock, Ids, LeaseKey, worker_name
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import BlockAccount, check_block_ids, join_loans
 from kvflow.leases.issuer import Issuer

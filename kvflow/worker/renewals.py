@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct, UnsetType
 
-from kvflow.clock import Clock
 from kvflow.errors import CapacityExceeded, KvflowError, PeerUnavailable
-from kvflow.ids import LeaseKey, PeerId
+from kvflow.ids import Clock, LeaseKey, PeerId
 from kvflow.leases.tickets import Member
 from kvflow.worker.peers import PeerPool
 

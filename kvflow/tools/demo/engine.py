@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from time import monotonic
 from typing import Literal, cast
 
 import msgspec
@@ -18,7 +19,6 @@ from aiohttp import web
 from msgspec import Struct
 
 import kvflow
-from kvflow.clock import monotonic
 from kvflow.errors import KvflowError
 from kvflow.layout.groups import Group, window_blocks
 from kvflow.memory.cache import allocate

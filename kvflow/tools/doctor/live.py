@@ -8,13 +8,13 @@ import asyncio
 import random
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from time import monotonic
 from typing import Any, Final
 
 import aiohttp
 import msgspec
 from msgspec import Raw, Struct
 
-from kvflow.clock import monotonic
 from kvflow.tools.doctor.codes import Finding, found, note, ok
 from kvflow.tools.doctor.hops import (
     Counted,

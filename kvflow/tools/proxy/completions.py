@@ -13,8 +13,6 @@ import msgspec
 import structlog
 from msgspec import Raw, Struct, field, to_builtins
 
-from kvflow.clock import monotonic
-
 PARAMS = "kv_transfer_params"
 
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -228,7 +226,7 @@ class RequestRecord(Struct, kw_only=True):
     request_id: str
     client: str = ""
     called_at: float = field(default_factory=time.time)
-    started: float = field(default_factory=monotonic)
+    started: float = field(default_factory=time.monotonic)
     phase: str = "prefill"
     status: int = 0
     prefill_server: str = ""
@@ -244,7 +242,7 @@ class RequestRecord(Struct, kw_only=True):
     @property
     def elapsed_s(self) -> float:
         """Seconds since the request arrived."""
-        return monotonic() - self.started
+        return time.monotonic() - self.started
 
     def attempt_failed(self, role: Literal["prefill", "decode"], error: object) -> str:
         """Note that the server of a role failed; return what to log of it."""

@@ -10,6 +10,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from time import monotonic
 from typing import Final
 
 import aiohttp
@@ -18,7 +19,6 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from msgspec import Raw, Struct
 
-from kvflow.clock import monotonic
 from kvflow.observability.logs import record_logger
 from kvflow.tools.proxy import ProxyConfig
 from kvflow.tools.proxy.completions import (

@@ -4,11 +4,11 @@ import asyncio
 import threading
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from time import monotonic
 
 import msgspec
 
 from handshake.sockets import LinkEvent, ZeroMqNetwork
-from kvflow.clock import monotonic
 from kvflow.config import Tuning
 from kvflow.events import PullFailed, TransferCompleted
 from kvflow.layout.shards import Shard
