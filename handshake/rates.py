@@ -66,7 +66,7 @@ class ClockOffset(Struct, frozen=True):
     """An estimate of the difference of two wall clocks."""
 
     ahead_s: float  # seconds by which the peer's is ahead of ours
-    error_s: float  # largest error of that, either way
+    error_s: float  # largest error of ``ahead_s``, either way
 
 
 class OffsetFilter:

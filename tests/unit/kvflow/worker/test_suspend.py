@@ -175,7 +175,7 @@ def test_allowed_keys_are_those_that_were_given_last():
 
 def allowed(worker, *keys):
     """Tell of each key whether the worker's present life allows it."""
-    return [key in worker._thread.worker._local.security.allowed for key in keys]
+    return [key in worker._thread.worker._shared.local.security.allowed for key in keys]
 
 
 def test_the_error_of_a_loop_is_reported_once_and_it_can_resume(monkeypatch):
