@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvflow.tools.bench.tables import quantile
+from kvflow.tools.bench import quantile
 
 SIDES = ("kvflow", "NixlConnector")
 

@@ -16,8 +16,8 @@ from kvflow.layout.manifest import Manifest
 from kvflow.planning.pairs import Int64s
 from kvflow.planning.plan import plan_transfer
 from kvflow.report import TransferReport
+from kvflow.tools.bench import Table, median_ratio, summarize
 from kvflow.tools.bench.source import HOST, Devices, SourceProcess, open_source
-from kvflow.tools.bench.tables import Table, median_ratio, summarize
 from kvflow.tools.doctor.probe import BLOCK_SIZE, Geometry
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
@@ -63,7 +63,7 @@ async def run(
         ConfigInvalid: one cache is in host memory, and the other is not.
         PeerLost: the source process has ended.
     """
-    if not devices.alike:
+    if (devices.here == "cpu") != (devices.there == "cpu"):
         raise ConfigInvalid(
             f"the caches are on {devices.there} and {devices.here}, and reads between both kinds are never staged",
             remedy="Measure with both caches on devices, or with none.",

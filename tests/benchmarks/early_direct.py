@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvflow.tools.bench.tables import quantile
+from kvflow.tools.bench import quantile
 from tests.benchmarks.beside_vllm import make_model
 from tests.benchmarks.early_tickets import CONNECTORS, LENGTH
 from tests.vllm import engines

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvflow.tools.bench.tables import quantile
+from kvflow.tools.bench import quantile
 from tests.benchmarks.beside_vllm import make_model
 from tests.ports import free_port
 from tests.vllm.engines import ENVIRONMENT, OUT, PYTHON

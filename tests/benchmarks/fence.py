@@ -15,8 +15,8 @@ from msgspec import Struct
 
 from kvflow.config import WorkerConfig
 from kvflow.leases.tickets import Ticket
+from kvflow.tools.bench import Table, median_ratio, summarize
 from kvflow.tools.bench.source import open_source
-from kvflow.tools.bench.tables import Table, median_ratio, summarize
 from kvflow.tools.doctor.probe import BLOCK_SIZE, Geometry
 from kvflow.worker.environment import PRODUCTION, Environment
 from kvflow.worker.runtime import open_worker

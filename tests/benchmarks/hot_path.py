@@ -22,7 +22,7 @@ import msgspec
 
 from kvflow import Worker
 from kvflow.config import SECRET_VARIABLE
-from kvflow.tools.bench.tables import Result, Table, header, median_ratio, quantile
+from kvflow.tools.bench import Result, Table, header, median_ratio, quantile
 from kvflow.tools.doctor.probe import Geometry
 from tests.benchmarks.hot_path_calls import Calls
 from tests.benchmarks.hot_path_children import Child

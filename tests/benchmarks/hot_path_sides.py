@@ -26,6 +26,7 @@ from kvflow.config import SECRET_VARIABLE
 from kvflow.memory.cache import KVCache
 from kvflow.planning.pairs import Int64s
 from kvflow.reads.nixl.binding import Agent, load_binding
+from kvflow.reads.reach import host_facts
 from kvflow.tools.bench.ceilings import BareNixl, Opened
 from kvflow.tools.doctor.probe import BLOCK_SIZE, Geometry
 from tests.benchmarks.hot_path_calls import Calls, count_calls
@@ -124,12 +125,12 @@ async def open_source(geometry: Geometry, *, bare: bool) -> AsyncIterator[Source
     if bare:
         agent = Agent(load_binding(), f"bare-{secrets.token_hex(8)}", progress=True)
         agent.register(manifest.regions)
-        yield Source(cache, None, Opened(os.getpid(), "", encoded, "", agent.metadata(), ""))
+        yield Source(cache, None, Opened(host_facts(), encoded, "", agent.metadata(), ""))
         agent.destroy()
         return
     config = WorkerConfig.read({"engine_id": "source", "lease_s": LEASE_S, "lease_slots": LEASES})
     async with open_worker(config, cache) as worker:
-        yield Source(cache, worker, Opened(os.getpid(), "", encoded, "", b"", ""))
+        yield Source(cache, worker, Opened(host_facts(), encoded, "", b"", ""))
 
 
 def number_words(cache: KVCache) -> None:

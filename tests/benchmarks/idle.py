@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack
 import numpy as np
 
 from kvflow.config import WorkerConfig
+from kvflow.tools.bench import Table, summarize
 from kvflow.tools.bench.source import SourceProcess, open_source
-from kvflow.tools.bench.tables import Table, summarize
 from kvflow.tools.doctor.probe import BLOCK_SIZE, Geometry
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker

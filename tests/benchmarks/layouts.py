@@ -12,9 +12,9 @@ import numpy as np
 from msgspec import Struct
 
 from kvflow.planning.pairs import Int64s
+from kvflow.tools.bench import Table, median_ratio, summarize
 from kvflow.tools.bench.pull import Session, open_session
 from kvflow.tools.bench.source import HOST, Devices, SourceProcess, open_source
-from kvflow.tools.bench.tables import Table, median_ratio, summarize
 from kvflow.tools.doctor.probe import Geometry
 
 LAYERS = 28

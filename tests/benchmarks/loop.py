@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
+from kvflow.tools.bench import Table, summarize
 from kvflow.tools.bench.pull import Session, open_session
 from kvflow.tools.bench.source import open_source
-from kvflow.tools.bench.tables import Table, summarize
 from kvflow.tools.doctor.probe import Geometry
 
 TICK_S = 0.001

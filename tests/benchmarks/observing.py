@@ -30,7 +30,7 @@ import msgspec
 from kvflow import WorkerConfig, configure_logging, open_worker
 from kvflow.config import SECRET_VARIABLE
 from kvflow.events import Event
-from kvflow.tools.bench.tables import Result, Table, header, quantile
+from kvflow.tools.bench import Result, Table, header, quantile
 from kvflow.tools.doctor.probe import Geometry
 from tests.benchmarks.hot_path import KIB, US, packed, show
 from tests.benchmarks.hot_path_calls import Calls

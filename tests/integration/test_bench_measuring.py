@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from kvflow.config import SECRET_VARIABLE
-from kvflow.tools.bench import pull, source
+from kvflow.tools.bench import Result, header, pull, source
 from kvflow.tools.bench.ceilings import process_vm_readv
 from kvflow.tools.bench.pull import open_session
 from kvflow.tools.bench.source import SourceProcess
-from kvflow.tools.bench.tables import Result, header
 from kvflow.tools.doctor.probe import Geometry
 from tests.benchmarks import descriptors
 from tests.ports import free_port
@@ -38,7 +37,7 @@ async def told(running):
     """Serve one reader from a source in this process, whose memory a test can see."""
     sockets = socket.socketpair()
     (reader, writer), (asked, answers) = [await asyncio.open_connection(sock=each, limit=1 << 24) for each in sockets]
-    serving = asyncio.create_task(source.serve(running, asked.readline, answers.write))
+    serving = asyncio.create_task(source.serve(running, asked, answers))
     try:
         yield SourceProcess(reader, writer)
     finally:
@@ -68,10 +67,11 @@ async def listening():
 
 
 @pytest.mark.parametrize("way", ["kvflow", "bare NIXL", "streams", "process_vm_readv"])
-async def test_each_way_of_reading_delivers_the_bytes_of_the_source(way):
-    running = source.WorkerSet("127.0.0.1")
-    async with told(running) as process, open_session("each", process, SMALL) as session:
-        there, here = running._caches["each"].backing.numpy(), session.cache.backing.numpy()
+async def test_each_way_of_reading_delivers_the_bytes_of_the_source(monkeypatch, way):
+    caches, build = [], Geometry.build
+    monkeypatch.setattr(Geometry, "build", lambda self: caches.append(build(self)) or caches[-1])
+    async with told(source.WorkerSet("127.0.0.1")) as process, open_session("each", process, SMALL) as session:
+        there, here = (cache.backing.numpy() for cache in caches)
         there[:] = np.random.default_rng(0).integers(0, 256, len(there), np.uint8)
         here[:] = 0
         ids, nbytes = np.arange(3), 3 * SMALL.block_bytes
@@ -106,7 +106,8 @@ async def test_pairs_of_reads_begin_with_kvflow_and_with_nixl_in_turn():
 
 async def test_another_pid_namespace_is_not_read_by_the_kernel():
     async with told(source.WorkerSet("127.0.0.1")) as process, open_session("kernel", process, SMALL) as session:
-        opened = msgspec.structs.replace(session.opened, pid_namespace="another machine")
+        facts = msgspec.structs.replace(session.opened.facts, pid_namespace="another machine")
+        opened = msgspec.structs.replace(session.opened, facts=facts)
         assert process_vm_readv(opened, session.cache, 1) is None
 
 

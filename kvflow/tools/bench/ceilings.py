@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -25,6 +24,8 @@ from kvflow.planning.pairs import Int64s, UnitPairs
 from kvflow.planning.plan import plan_transfer
 from kvflow.reads.device import device_order_of
 from kvflow.reads.nixl.binding import Agent, error_types, load_binding
+from kvflow.reads.reach import HostFacts, host_facts
+from kvflow.tools.doctor.probe import shares_pids
 
 UNCHUNKED = 1 << 62
 
@@ -38,16 +39,14 @@ class Opened(Struct, frozen=True):
     """A worker that is open, and what bare NIXL and the kernel need in order to read the same memory.
 
     Attributes:
-        pid: of the source process.
-        pid_namespace: in which ``pid`` means that process.
+        facts: of the source process.
         manifest: the cache's manifest, msgpack.
         agent: name of a bare NIXL agent over the same memory.
         metadata: what a bare reader must load.
         streams: ``host:port`` of plain TCP streams of the same memory; empty if it is not host memory.
     """
 
-    pid: int
-    pid_namespace: str
+    facts: HostFacts
     manifest: bytes
     agent: str
     metadata: bytes
@@ -149,11 +148,6 @@ def memcpy(nbytes: int) -> float:
     return time.perf_counter() - started
 
 
-def pid_namespace() -> str:
-    """Return a name for what a process id means here: the machine since its start, and the namespace on it."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{Path('/proc/self/ns/pid').readlink()}"
-
-
 class _Iovec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
@@ -170,7 +164,7 @@ def process_vm_readv(opened: Opened, cache: KVCache, nbytes: int) -> float | Non
     Raises:
         OSError: the kernel refuses.
     """
-    if opened.pid_namespace != pid_namespace():
+    if not shares_pids(opened.facts, host_facts()):
         return None
     source = msgspec.msgpack.decode(opened.manifest, type=Manifest)
     local = _Iovec(cache.backing.data_ptr(), nbytes)
@@ -178,7 +172,7 @@ def process_vm_readv(opened: Opened, cache: KVCache, nbytes: int) -> float | Non
     started = time.perf_counter()
     copied = 0
     while copied < nbytes:
-        count = _libc.process_vm_readv(opened.pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        count = _libc.process_vm_readv(opened.facts.pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
         if count <= 0:
             code = ctypes.get_errno()
             raise OSError(code, f"process_vm_readv: {os.strerror(code)}")

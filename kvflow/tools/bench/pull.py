@@ -15,9 +15,9 @@ from kvflow.memory.cache import KVCache
 from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import Int64s
 from kvflow.report import PHASES, TransferReport
+from kvflow.tools.bench import Table, median_ratio, summarize
 from kvflow.tools.bench.ceilings import BareNixl, Opened, Streams, handed_over, memcpy, open_bare, process_vm_readv
 from kvflow.tools.bench.source import HOST, Devices, SourceProcess, open_source
-from kvflow.tools.bench.tables import Table, median_ratio, summarize
 from kvflow.tools.doctor.probe import BLOCK_SIZE, Geometry
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker

@@ -1,15 +1,16 @@
-"""The source process, ``python -m kvflow.tools.bench.source``, and its handle: it offers blocks on command.
+"""The source process and its handle: it offers blocks on command.
 
-Commands arrive on standard input, or with ``--listen HOST:PORT`` from one client after another. The source trusts its
-clients: listen on a private network only.
+A benchmark starts one, or ``python -m kvflow.tools.bench.source --listen HOST:PORT`` serves one client after another.
+The source trusts its clients: listen on a private network only.
 """
 
 import argparse
 import asyncio
+import multiprocessing
 import os
 import secrets
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+import socket
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Annotated, Any, TypeVar
 
@@ -18,12 +19,14 @@ import uvloop
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from kvflow.addresses import host_and_port
 from kvflow.config import SECRET_VARIABLE, Tuning, WorkerConfig
 from kvflow.errors import PeerLost
 from kvflow.leases.tickets import Ticket
 from kvflow.memory.cache import KVCache
 from kvflow.reads.nixl.binding import Agent, load_binding
-from kvflow.tools.bench.ceilings import Opened, StreamSource, enter_device, pid_namespace
+from kvflow.reads.reach import host_facts
+from kvflow.tools.bench.ceilings import Opened, StreamSource, enter_device
 from kvflow.tools.doctor.probe import Geometry
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker
@@ -57,16 +60,6 @@ class CloseCaches(Struct, frozen=True, tag="close"):
     """Close all workers."""
 
 
-class Offered(Struct, frozen=True):
-    """Tickets, as a router would carry them."""
-
-    params: list[dict[str, Any]]
-
-
-class CachesClosed(Struct, frozen=True):
-    """All workers are closed."""
-
-
 Request = OpenCache | OfferBlocks | CloseCaches
 
 
@@ -87,10 +80,9 @@ class WorkerSet:
         self._host = host
         self._stack = AsyncExitStack()
         self._workers: dict[str, Worker] = {}
-        self._caches: dict[str, KVCache] = {}
 
-    async def answer(self, request: Request) -> Struct:
-        """Do what is asked."""
+    async def answer(self, request: Request) -> Opened | list[dict[str, Any]] | None:
+        """Do what is asked; tickets are returned as a router would carry them."""
         match request:
             case OpenCache(name=name, geometry=geometry):
                 cache = geometry.build()
@@ -101,21 +93,19 @@ class WorkerSet:
                     tuning=Tuning(lease_slots=LEASE_SLOTS),
                 )
                 self._workers[name] = await self._stack.enter_async_context(open_worker(config, cache))
-                self._caches[name] = cache
                 return self._opened(name, cache)
             case OfferBlocks(name=name, block_ids=block_ids, num_tokens=num_tokens, count=count):
                 worker = self._workers[name]
                 tickets = (worker.offer(secrets.token_hex(8), block_ids, num_tokens) for _ in range(count))
-                return Offered([ticket.to_params() for ticket in tickets])
+                return [ticket.to_params() for ticket in tickets]
             case CloseCaches():
                 await self.aclose()
-                return CachesClosed()
+                return None
 
     async def aclose(self) -> None:
         """Close all workers."""
         await self._stack.aclose()
         self._workers.clear()
-        self._caches.clear()
 
     def _opened(self, name: str, cache: KVCache) -> Opened:
         manifest = cache.manifest()
@@ -130,26 +120,26 @@ class WorkerSet:
             self._stack.callback(streams.close)
             endpoint = streams.endpoint
         encoded = msgspec.msgpack.encode(manifest)
-        return Opened(os.getpid(), pid_namespace(), encoded, agent_name, agent.metadata(), endpoint)
+        return Opened(host_facts(), encoded, agent_name, agent.metadata(), endpoint)
 
 
-async def serve(source: WorkerSet, read: Callable[[], Awaitable[bytes]], write: Callable[[bytes], object]) -> None:
+async def serve(source: WorkerSet, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Answer requests until there are no more, then close all workers."""
     decoder, encoder = msgspec.json.Decoder(Request), msgspec.json.Encoder()
     async with aclosing(source):
-        while line := await read():
+        while line := await reader.readline():
             reply = await source.answer(decoder.decode(line))
-            write(encoder.encode(reply) + b"\n")
+            writer.write(encoder.encode(reply) + b"\n")
 
 
-async def serve_pipe() -> None:
-    """Serve the parent process."""
+async def _serve_socket(connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_BYTES_MAX)
+    await serve(WorkerSet("127.0.0.1"), reader, writer)
+    writer.close()
 
-    def write(line: bytes) -> None:
-        sys.stdout.buffer.write(line)
-        sys.stdout.buffer.flush()
 
-    await serve(WorkerSet("127.0.0.1"), lambda: asyncio.to_thread(sys.stdin.buffer.readline), write)
+def _serve_parent(connection: socket.socket) -> None:
+    uvloop.run(_serve_socket(connection))
 
 
 async def serve_network(listen: str) -> None:
@@ -161,12 +151,12 @@ async def serve_network(listen: str) -> None:
         host = writer.get_extra_info("sockname")[0]
         try:
             async with one_client:
-                await serve(WorkerSet(host), reader.readline, writer.write)
+                await serve(WorkerSet(host), reader, writer)
         finally:
             writer.close()
 
-    host, port = listen.rsplit(":", 1)
-    async with await asyncio.start_server(on_connection, host, int(port), limit=LINE_BYTES_MAX) as server:
+    host, port = host_and_port(listen)
+    async with await asyncio.start_server(on_connection, host, port, limit=LINE_BYTES_MAX) as server:
         await server.serve_forever()
 
 
@@ -186,16 +176,11 @@ class Devices(Struct, frozen=True, kw_only=True):
         """Whether both caches lie in host memory, so that sockets and the kernel may copy them."""
         return self.here == self.there == "cpu"
 
-    @property
-    def alike(self) -> bool:
-        """Whether both caches lie in host memory, or both on a device: only then reads are staged."""
-        return (self.here == "cpu") == (self.there == "cpu")
-
 
 HOST = Devices()
 
 
-R = TypeVar("R", Opened, Offered, CachesClosed)
+T = TypeVar("T")
 
 
 class SourceProcess:
@@ -216,14 +201,14 @@ class SourceProcess:
 
     async def offer(self, name: str, block_ids: list[list[int]], *, num_tokens: int, count: int = 1) -> list[Ticket]:
         """Have the same blocks offered ``count`` times."""
-        reply = await self._ask(OfferBlocks(name, block_ids, num_tokens, count), Offered)
-        return [Ticket.from_params(params) for params in reply.params]
+        offered = await self._ask(OfferBlocks(name, block_ids, num_tokens, count), list[dict[str, Any]])
+        return [Ticket.from_params(params) for params in offered]
 
     async def close_caches(self) -> None:
         """Close all workers there and free their memory."""
-        await self._ask(CloseCaches(), CachesClosed)
+        await self._ask(CloseCaches(), None)
 
-    async def _ask(self, request: Struct, reply: type[R]) -> R:
+    async def _ask(self, request: Request, reply: type[T] | None) -> T:
         try:
             self._writer.write(msgspec.json.encode(request) + b"\n")
             await self._writer.drain()
@@ -249,38 +234,30 @@ async def open_source(address: str | None = None, devices: Devices = HOST) -> As
         OSError: nothing listens there.
         PeerLost: it ended before it had answered.
     """
-    if address is not None:
-        host, port = address.rsplit(":", 1)
-        reader, writer = await asyncio.open_connection(host, int(port), limit=LINE_BYTES_MAX)
-        try:
-            yield SourceProcess(reader, writer, devices)
-        finally:
-            writer.close()
-        return
-    os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "kvflow.tools.bench.source",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=LINE_BYTES_MAX,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
+    process = None
+    if address is None:
+        os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
+        connection, theirs = socket.socketpair()
+        process = multiprocessing.get_context("spawn").Process(target=_serve_parent, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_BYTES_MAX)
+    else:
+        host, port = host_and_port(address)
+        reader, writer = await asyncio.open_connection(host, port, limit=LINE_BYTES_MAX)
     try:
-        yield SourceProcess(process.stdout, process.stdin, devices)
+        yield SourceProcess(reader, writer, devices)
     finally:
-        process.stdin.close()
-        await process.wait()
+        writer.close()
+        if process is not None:
+            await asyncio.to_thread(process.join)
 
 
 def main() -> None:
     """Serve as the command line says."""
     parser = argparse.ArgumentParser(prog="python -m kvflow.tools.bench.source", description=__doc__)
-    parser.add_argument("--listen", metavar="HOST:PORT", help="serve clients that connect, instead of standard input")
-    listen = parser.parse_args().listen
-    uvloop.run(serve_network(listen) if listen else serve_pipe())
+    parser.add_argument("--listen", metavar="HOST:PORT", required=True, help="address for clients")
+    uvloop.run(serve_network(parser.parse_args().listen))
 
 
 if __name__ == "__main__":

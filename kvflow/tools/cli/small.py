@@ -236,8 +236,8 @@ def run_bench(options: argparse.Namespace) -> int:
     import uvloop  # noqa: PLC0415
 
     from kvflow.memory.device import require_device  # noqa: PLC0415
+    from kvflow.tools.bench import Result, header  # noqa: PLC0415
     from kvflow.tools.bench.source import Devices  # noqa: PLC0415
-    from kvflow.tools.bench.tables import Result, header  # noqa: PLC0415
 
     about = header()
     benchmark = importlib.import_module(module)

@@ -237,6 +237,11 @@ async def ask(visit: Visit) -> ProbeOffer | None:
     return decode(report.told, peer=visit.endpoint)
 
 
+def shares_pids(ours: HostFacts, theirs: HostFacts) -> bool:
+    """Return whether a process id means the same process on both sides."""
+    return one_host(ours, theirs) and ours.pid_namespace == theirs.pid_namespace
+
+
 def large_blocks(free_bytes: int) -> int:
     """Return how many blocks the large read has, of the free memory."""
     return max(LARGE_BLOCKS_MIN, min(LARGE_BYTES, free_bytes // MEMORY_SHARE) // BLOCK_BYTES)
@@ -380,7 +385,6 @@ async def read_probe(endpoint: str, config: WorkerConfig, *, device: str = "cpu"
                 reads += [await reader.read(offer.large_blocks, LARGE_READS)]
             except KvflowError as error:
                 failure = failure_of(error)
-    near = one_host(offer.facts, facts) and offer.facts.pid_namespace == facts.pid_namespace
     connected = notes.connected
     return ProbeFigures(
         reads=tuple(reads),
@@ -389,7 +393,7 @@ async def read_probe(endpoint: str, config: WorkerConfig, *, device: str = "cpu"
         transport="" if connected is None else connected.transport,
         known_by="" if connected is None else connected.transport_known_by,
         missing=notes.missing,
-        may_copy=may_copy_from(offer.facts.pid) if near else None,
+        may_copy=may_copy_from(offer.facts.pid) if shares_pids(offer.facts, facts) else None,
         slow=notes.slow,
         facts=facts,
     )
