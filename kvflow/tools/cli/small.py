@@ -33,7 +33,7 @@ from kvflow.tools.cli.arguments import (
     with_default,
 )
 from kvflow.tools.proxy import ProxyConfig
-from kvflow.tools.trace import page, perfetto
+from kvflow.tools.trace import export
 from kvflow.tools.trace.joining import read_trace
 from kvflow.tools.trace.records import Reading, RequestTrace, Trace
 from kvflow.tools.trace.text import list_lines, reading_lines, waterfall_lines
@@ -73,9 +73,9 @@ def run_trace(options: argparse.Namespace) -> int:
             if options.request is not None:
                 trace.requests = [request for request in trace.requests if options.request in _names_of(request)]
             if options.html:
-                options.html.write_text(page.render(trace), encoding="utf-8")
+                options.html.write_text(export.page(trace), encoding="utf-8")
             if options.perfetto:
-                options.perfetto.write_bytes(perfetto.encode(trace))
+                options.perfetto.write_bytes(export.perfetto(trace))
     except OSError as error:
         raise CommandFailed(f"{error.filename}: {error.strerror}") from error
     if options.json:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow.observability.logs import event_fields
-from kvflow.tools.trace import page, perfetto
+from kvflow.tools.trace import export
 from kvflow.tools.trace.joining import read_trace
 from kvflow.tools.trace.records import Reading, Trace
 from kvflow.tools.trace.text import list_lines, waterfall_lines
@@ -82,8 +82,8 @@ def shown(folder, lines):
     trace = read_trace([path])
     text = [*list_lines(trace), *(line for request in trace.requests for line in waterfall_lines(request))]
     assert all(line.isprintable() for line in text)
-    assert page.render(trace).count("<") == page.render(Trace([], [], Reading())).count("<")
-    json.loads(perfetto.encode(trace))
+    assert export.page(trace).count("<") == export.page(Trace([], [], Reading())).count("<")
+    json.loads(export.perfetto(trace))
     return trace
 
 

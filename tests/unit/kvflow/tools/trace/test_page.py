@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 from msgspec.structs import replace
 
-from kvflow.tools.trace import page
+from kvflow.tools.trace import export
 from kvflow.tools.trace.joining import read_trace
 from tests.unit.kvflow.worker.pulling import failure, opened
 
@@ -58,15 +58,15 @@ async def trace(log):
 
 
 async def test_names_from_outside_are_data(trace):
-    plain = Elements(page.render(replace(trace, requests=[])))
-    elements = Elements(page.render(trace))
+    plain = Elements(export.page(replace(trace, requests=[])))
+    elements = Elements(export.page(trace))
     assert [tag for tag, _ in elements.found] == [tag for tag, _ in plain.found]
     requests = elements.data()["trace"]["requests"]
     assert [request["request_id"] for request in requests] == [*HOSTILE, "lost"]
 
 
 async def test_the_page_may_load_nothing_and_run_its_own_script_alone(trace):
-    elements = Elements(page.render(trace))
+    elements = Elements(export.page(trace))
     links = {"src", "href", "action", "srcset"}
     assert not [attributes for _, attributes in elements.found if links & attributes.keys()]
     hashes = {
@@ -81,14 +81,14 @@ async def test_the_page_may_load_nothing_and_run_its_own_script_alone(trace):
 
 
 def test_the_script_makes_no_markup_of_text():
-    template = page.files("kvflow.tools.trace").joinpath("page.html").read_text()
+    template = export.files("kvflow.tools.trace").joinpath("page.html").read_text()
     for name in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "Function(", "fetch(", "http:"):
         assert name not in template.replace("http://www.w3.org/2000/svg", "")
 
 
 async def test_a_page_keeps_failures_and_the_slowest(trace, monkeypatch):
-    monkeypatch.setattr(page, "REQUESTS_MAX", 2)
-    data = Elements(page.render(trace)).data()
+    monkeypatch.setattr(export, "REQUESTS_MAX", 2)
+    data = Elements(export.page(trace)).data()
     kept = data["trace"]["requests"]
     slowest = max(trace.requests[:-1], key=lambda request: request.total_s)
     assert {request["request_id"] for request in kept} == {"lost", slowest.request_id}
@@ -96,8 +96,8 @@ async def test_a_page_keeps_failures_and_the_slowest(trace, monkeypatch):
 
 
 async def test_a_page_has_no_more_details_than_its_limit(trace, monkeypatch):
-    monkeypatch.setattr(page, "DETAILS_MAX", 4)  # a pull has one chunk and one run
-    requests = Elements(page.render(trace)).data()["trace"]["requests"]
+    monkeypatch.setattr(export, "DETAILS_MAX", 4)  # a pull has one chunk and one run
+    requests = Elements(export.page(trace)).data()["trace"]["requests"]
     details = [len(pull["chunks"]) + len(pull["groups"]) for request in requests for pull in request["pulls"]]
     assert sum(details) == 4
     assert [pull.chunks for request in trace.requests[:-1] for pull in request.pulls if not pull.chunks] == []

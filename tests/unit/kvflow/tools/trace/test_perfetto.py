@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvflow.tools.trace import perfetto
+from kvflow.tools.trace import export
 from kvflow.tools.trace.joining import read_trace
 from tests.unit.kvflow.worker.pulling import opened
 
@@ -14,7 +14,7 @@ async def events(log):
     async with opened(ranks=2, inline_s_max=0.0) as world:
         for number in range(3):
             await world.pull(world.ticket(f"r{number}"))
-    return json.loads(perfetto.encode(read_trace([log])))["traceEvents"]
+    return json.loads(export.perfetto(read_trace([log])))["traceEvents"]
 
 
 async def test_spans_of_one_lane_nest(events):
@@ -34,7 +34,7 @@ async def test_spans_of_one_lane_nest(events):
 
 
 def test_a_span_that_rounding_makes_overlap_is_cut():
-    tracks = perfetto._Tracks(0.0)
+    tracks = export._Tracks(0.0)
     spans = [(0.0, 1e-5), (0.0, 4e-6), (3.999e-6, 3e-6), (6.999e-6, 3.003e-6), (1.1e-5, 1e-6)]
     for number, (at, seconds) in enumerate(spans):
         tracks._span((1, 1), str(number), at, seconds, {})
