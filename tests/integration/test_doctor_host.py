@@ -58,7 +58,7 @@ def test_a_host_without_a_route_is_told_from_one_that_is_silent():
     if shutil.which(apart[0]) is None or subprocess.run([*apart, "true"], check=False).returncode:
         pytest.skip("namespaces cannot be made here")
     program = (
-        "from kvflow.tools.doctor.addresses import dial; print([each.code for each in dial('tcp://192.0.2.7:7000')[1]])"
+        "from kvflow.tools.doctor.facts import dial; print([each.code for each in dial('tcp://192.0.2.7:7000')[1]])"
     )
     done = subprocess.run(
         [*apart, sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120

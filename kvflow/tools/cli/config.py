@@ -14,7 +14,7 @@ from kvflow.config import SECRETS, SETTINGS, VARIABLES, WorkerConfig
 from kvflow.errors import ConfigInvalid, KvflowError
 from kvflow.integrations.vllm import settings as vllm
 from kvflow.tools.cli.arguments import CommandFailed, Subparsers, add_command, print_facts, print_json, read_file
-from kvflow.tools.doctor.addresses import own_address
+from kvflow.tools.doctor.facts import own_address
 
 FILE_BYTES_MAX = 16 << 20
 """65,536 allowed keys take 4.5 MB."""

@@ -26,8 +26,8 @@ from kvflow.tools.cli.arguments import (
     server,
     with_default,
 )
-from kvflow.tools.doctor.addresses import own_address
 from kvflow.tools.doctor.codes import Finding, exit_status, ok, summarized
+from kvflow.tools.doctor.facts import own_address
 from kvflow.tools.trace.text import printable
 
 MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "failed": "FAILED"}

@@ -17,7 +17,7 @@ from kvflow.config import (
 from kvflow.errors import ConfigInvalid, KvflowError
 from kvflow.reads.reach import PREFIXES, network_cards
 from kvflow.rendezvous.visitor import open_visit
-from kvflow.tools.doctor import addresses, apart, facts, probe
+from kvflow.tools.doctor import apart, facts, probe
 from kvflow.tools.doctor.codes import FailureFigures, Finding, found, note, ok
 from kvflow.tools.doctor.path import latency, rate, unread, why_tcp, without_ucx
 
@@ -40,7 +40,7 @@ async def examine(*, bind: str | None, advertise: str | None, device: str = "cpu
         yield finding
     for finding in facts.examine_machine():
         yield finding
-    for finding in await asyncio.to_thread(lambda: list(addresses.examine(bind, advertise))):
+    for finding in await asyncio.to_thread(lambda: list(facts.examine_addresses(bind, advertise))):
         yield finding
     async for finding in _gpus(expected=on_gpu):
         yield finding

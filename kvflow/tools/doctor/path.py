@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from kvflow.addresses import host_and_port
 from kvflow.config import Encryption, TransportName, WorkerConfig
 from kvflow.errors import KvflowError
 from kvflow.reads.reach import PTRACE_REMEDY, host_facts, one_host, reach
@@ -15,8 +16,8 @@ from kvflow.rendezvous.publication import Advertisement
 from kvflow.rendezvous.visitor import Visit, open_visit
 from kvflow.reprs import quoted
 from kvflow.tools.doctor import apart, probe
-from kvflow.tools.doctor.addresses import accepts, dial, split
 from kvflow.tools.doctor.codes import FailureFigures, Finding, failure, found, note, ok
+from kvflow.tools.doctor.facts import accepts, dial
 from kvflow.version import __version__
 
 PINGS = 5
@@ -125,7 +126,7 @@ def _location(offer: probe.ProbeOffer) -> Finding:
 
 def _advertised(endpoint: str, offer: probe.ProbeOffer) -> Finding | None:
     """Return what is wrong with the address that tickets name; None if nothing is."""
-    if split(offer.advertised) == split(endpoint):
+    if host_and_port(offer.advertised) == host_and_port(endpoint):
         return None
     if reason := accepts(offer.advertised):
         evidence = f"its tickets name {offer.advertised}, which we do not reach: {reason}"

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import zmq
 
-from kvflow.tools.doctor import addresses
+from kvflow.tools.doctor import facts
 from tests.ports import free_port
 
 FOREIGN = "192.0.2.7"
@@ -49,24 +49,24 @@ def codes(findings):
 @pytest.fixture
 def soon(monkeypatch):
     """Wait for what does not come for a short time only."""
-    monkeypatch.setattr(addresses, "CONNECT_S", 0.3)
+    monkeypatch.setattr(facts, "CONNECT_S", 0.3)
 
 
 def test_an_address_of_this_host_can_be_bound():
-    assert addresses.check_bind(f"127.0.0.1:{free_port()}").status == "ok"
-    assert addresses.check_bind("*:0").status == "ok"
+    assert facts.check_bind(f"127.0.0.1:{free_port()}").status == "ok"
+    assert facts.check_bind("*:0").status == "ok"
 
 
 def test_a_port_that_is_taken_is_named_with_its_process():
     with listening() as endpoint:
-        found = addresses.check_bind(endpoint.removeprefix("tcp://"))
+        found = facts.check_bind(endpoint.removeprefix("tcp://"))
     assert (found.code, found.status) == ("port_taken", "failed")
     assert f"by process {os.getpid()}: " in found.evidence
 
 
 @pytest.mark.parametrize("host", [FOREIGN, "no-such-host.invalid"])
 def test_an_address_of_another_host_cannot_be_bound(host):
-    assert addresses.check_bind(f"{host}:7000").code == "bind_impossible"
+    assert facts.check_bind(f"{host}:7000").code == "bind_impossible"
 
 
 @pytest.mark.parametrize(
@@ -82,31 +82,31 @@ def test_an_address_of_another_host_cannot_be_bound(host):
     ],
 )
 def test_an_advertised_address_that_others_cannot_use_is_noticed(address, code):
-    found = addresses.check_advertised(address)
+    found = facts.check_advertised(address)
     assert found.code == code
     assert found.remedy
 
 
 def test_the_address_that_leads_out_may_be_advertised():
-    own = addresses.own_address()
+    own = facts.own_address()
     if own == "0.0.0.0":
         pytest.skip("no interface leads out")
-    assert addresses.check_advertised(f"{own}:7000").status == "ok"
+    assert facts.check_advertised(f"{own}:7000").status == "ok"
 
 
 def test_a_wildcard_alone_is_not_enough():
-    found = list(addresses.examine("0.0.0.0:0", None))
+    found = list(facts.examine_addresses("0.0.0.0:0", None))
     assert "advertise_unreachable" in codes(found)
-    assert "advertise_unreachable" not in codes(addresses.examine("0.0.0.0:0", "127.0.0.1:7000"))
+    assert "advertise_unreachable" not in codes(facts.examine_addresses("0.0.0.0:0", "127.0.0.1:7000"))
 
 
 def test_a_port_where_nobody_listens_refuses():
-    address, found = addresses.dial(f"tcp://127.0.0.1:{free_port()}")
+    address, found = facts.dial(f"tcp://127.0.0.1:{free_port()}")
     assert (address, codes(found)) == ("", ["connection_refused"])
 
 
 def test_a_name_that_does_not_resolve_is_noticed():
-    address, found = addresses.dial("tcp://no-such-host.invalid:7000")
+    address, found = facts.dial("tcp://no-such-host.invalid:7000")
     assert (address, codes(found)) == ("", ["name_unresolved"])
 
 
@@ -119,7 +119,7 @@ def test_what_is_no_worker_is_told_from_one(request, answer, close, words):
     if not close:
         request.getfixturevalue("soon")  # of the others, news comes: for it there is time
     with listening(answer, close=close) as endpoint:
-        address, found = addresses.dial(endpoint)
+        address, found = facts.dial(endpoint)
     assert address == "127.0.0.1"
     assert codes(found) == ["ok", "no_handshake"]
     assert words in found[-1].evidence
@@ -129,7 +129,7 @@ def test_zeromq_without_encryption_is_told_from_a_worker():
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
         server.linger = 0
         port = server.bind_to_random_port("tcp://127.0.0.1")
-        _, found = addresses.dial(f"tcp://127.0.0.1:{port}")
+        _, found = facts.dial(f"tcp://127.0.0.1:{port}")
     assert codes(found) == ["ok", "no_encryption"]
     assert "NULL" in found[-1].evidence
 
@@ -140,7 +140,7 @@ def test_zeromq_with_encryption_is_as_it_should_be():
         server.linger, server.curve_server = 0, True
         server.curve_publickey, server.curve_secretkey = public, private
         port = server.bind_to_random_port("tcp://127.0.0.1")
-        assert codes(addresses.dial(f"tcp://127.0.0.1:{port}")[1]) == ["ok"]
+        assert codes(facts.dial(f"tcp://127.0.0.1:{port}")[1]) == ["ok"]
 
 
 def test_packets_that_are_dropped_are_told_from_a_refusal(soon):
@@ -151,7 +151,7 @@ def test_packets_that_are_dropped_are_told_from_a_refusal(soon):
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(server.getsockname())
-        _, found = addresses.dial(f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        _, found = facts.dial(f"tcp://127.0.0.1:{server.getsockname()[1]}")
     assert codes(found) == ["connection_timed_out"]
 
 
@@ -165,8 +165,8 @@ def test_packets_that_are_dropped_are_told_from_a_refusal(soon):
     ],
 )
 def test_each_way_of_not_being_reached_has_its_code(error, code):
-    assert addresses._not_reached("192.0.2.7 port 7000", error).code == code
+    assert facts._not_reached("192.0.2.7 port 7000", error).code == code
 
 
 def test_a_port_that_cannot_be_is_not_dialed():
-    assert addresses.accepts("tcp://127.0.0.1:99999")
+    assert facts.accepts("tcp://127.0.0.1:99999")
