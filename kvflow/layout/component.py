@@ -11,8 +11,7 @@ from kvflow.layout.specs import DIMS_MAX, ITEM_BYTES, ComponentSpec, DType, Role
 ADDRESS_MAX = (1 << 63) - 1
 """Addresses and lengths are int64 in descriptor lists; no user address of a 64-bit machine reaches this."""
 
-METADATA_BYTES_MAX = 1 << 20
-"""Largest metadata of a transport. NIXL needs about 44 bytes per region."""
+METADATA_BYTES_MAX = 1 << 20  # largest metadata of a transport; NIXL needs about 44 bytes per region
 
 Address = Annotated[int, Meta(ge=0, le=ADDRESS_MAX)]
 

@@ -30,11 +30,8 @@ from kvflow.layout.specs import (
     validate_specs,
 )
 
-LAYER_OUTERMOST = "LBNHC"
-"""What "auto" means for most models: every attention backend supports it."""
-
-PACKED = "BLHNC"
-"""What "auto" means if one block must be one row: this packed layout divides heads without gaps."""
+LAYER_OUTERMOST = "LBNHC"  # what "auto" means for most models: every attention backend supports it
+PACKED = "BLHNC"  # what "auto" means if one block must be one row: this packed layout divides heads without gaps
 
 STRIPED = ("full", "mla", "mixed")
 """Kinds of groups that keep every token, so that decode context parallelism divides them."""

@@ -22,8 +22,7 @@ from kvflow.validation import find_fault
 
 MANIFEST_SCHEMA = 3
 
-MANIFEST_BYTES_MAX = 256 << 10
-"""128 layers of 8 components take about 60 KiB. Decoding blocks other threads."""
+MANIFEST_BYTES_MAX = 256 << 10  # 128 layers of 8 components take about 60 KiB. Decoding blocks other threads
 
 REGIONS_MAX = 2048
 LAYERS_MAX = 4096

@@ -14,11 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-RANKS_MAX = 1 << 10
-"""Ranks that divide tokens. Engines use up to 16; each rank is a peer."""
-
-TOKENS_MAX = 1 << 24
-"""Consecutive tokens on one rank: as many as the largest block has."""
+RANKS_MAX = 1 << 10  # ranks that divide tokens; engines use up to 16; each rank is a peer
+TOKENS_MAX = 1 << 24  # consecutive tokens on one rank: as many as the largest block has
 
 Numbers = TypeVar("Numbers", int, "npt.NDArray[np.int64]")
 
@@ -88,8 +85,7 @@ class Stripe(Struct, frozen=True, array_like=True):
         return Fraction(pairs * other.size, math.lcm(ours, theirs))
 
 
-ALL_TOKENS = Stripe()
-"""A rank that holds every token."""
+ALL_TOKENS = Stripe()  # a rank that holds every token
 
 
 Rank = Annotated[int, Meta(ge=0, le=1 << 16)]

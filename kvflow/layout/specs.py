@@ -16,14 +16,9 @@ from kvflow.layout.shards import Shard
 from kvflow.reprs import shown
 from kvflow.validation import SuggestingMeta, find_fault
 
-LAYER_NAME_MAX = 256
-"""Hugging Face module paths are much shorter."""
-
-DIMS_MAX = 8
-"""Attention has three axes, and no state of known models has more."""
-
-ARRANGEMENT_MAX = 48
-"""A role appends the kernel block to the arrangement."""
+LAYER_NAME_MAX = 256  # Hugging Face module paths are much shorter
+DIMS_MAX = 8  # attention has three axes, and no state of known models has more
+ARRANGEMENT_MAX = 48  # a role appends the kernel block to the arrangement
 
 Positive = Annotated[int, Meta(ge=1, le=1 << 24)]
 Natural = Annotated[int, Meta(ge=0, le=1 << 24)]
@@ -48,8 +43,7 @@ ITEM_BYTES: dict[str, int] = {
     "uint8": 1,
 }
 
-NVFP4_GROUP = 16
-"""Elements that share one scale in nvfp4; two elements are packed into one byte."""
+NVFP4_GROUP = 16  # elements that share one scale in nvfp4; two elements are packed into one byte
 
 
 class ComponentSpec(Struct, frozen=True):

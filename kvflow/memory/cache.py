@@ -17,8 +17,7 @@ from kvflow.memory.device import TorchDeviceOrder
 from kvflow.memory.mapping import ask_for_huge_pages, bytes_in_huge_pages, huge_page_size, map_bytes
 from kvflow.reprs import counted
 
-Tensors = torch.Tensor | list[torch.Tensor]
-"""One layer in the form of its attention backend; a list for states."""
+Tensors = torch.Tensor | list[torch.Tensor]  # one layer in the form of its attention backend; a list for states
 
 
 class KVCache:

@@ -152,8 +152,7 @@ Copy = tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]
 """One strided copy of a unit: bytes of a piece, offset in the buffer, stride of the buffer's places, address in the
 target, and its strides of blocks, kernel blocks and units; then count, stride here and stride there of each axis."""
 
-_WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""Bytes that one thread of a kernel copies."""
+_WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # bytes that one thread of a kernel copies
 
 
 class TorchStage:

@@ -22,14 +22,9 @@ from kvflow.errors import SpecInvalid
 
 Int64s = npt.NDArray[np.int64]
 
-PIECES_MAX = 1 << 12
-"""Of one tensor: layers, keys and values, and heads outside of blocks."""
-
-RUNS_MAX = 1 << 16
-"""Of one piece: 16 per token and head of a large block. If there are more, gaps count as occupied."""
-
-ONE_BLOCK = 1 << 62
-"""The stride of a pool of one block, in which nothing recurs."""
+PIECES_MAX = 1 << 12  # of one tensor: layers, keys and values, and heads outside of blocks
+RUNS_MAX = 1 << 16  # of one piece: 16 per token and head of a large block; if there are more, gaps count as occupied
+ONE_BLOCK = 1 << 62  # the stride of a pool of one block, in which nothing recurs
 
 
 class LiveBytes(Struct, frozen=True):

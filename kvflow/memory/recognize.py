@@ -25,8 +25,7 @@ AXIS_NAMES = {
 }
 
 LATENT_FORMS = ("BNC", "BHNC")
-PAIR_FORMS = ("BNHC", "BHNC")
-"""Of keys and values in two tensors."""
+PAIR_FORMS = ("BNHC", "BHNC")  # of keys and values in two tensors
 WHOLE_FORMS = ("BHNC", "KBNHC", "BKNHC", "KBHNC", "BKHNC")
 """Of keys and values in one tensor. Tokens before heads come first: nothing distinguishes them if N == H."""
 CROSS_LAYER_FORMS = (
@@ -37,8 +36,7 @@ CROSS_LAYER_FORMS = (
 """Of several layers in one tensor. A layer axis inside of heads must be named, as it may be as long as theirs."""
 CROSS_LAYER_LATENT_FORMS = ("LBNC", "BLNC")
 
-RAW_DTYPES = ("uint8", "int8")
-"""Tensors of these may hold any type; their last axis is then counted in bytes."""
+RAW_DTYPES = ("uint8", "int8")  # tensors of these may hold any type; their last axis is then counted in bytes
 
 
 class TensorLayout(Struct, frozen=True):

@@ -56,8 +56,7 @@ GPT_NEOX = Keys(name="model.layers.{}.attention.attn")
 OPT = Keys(name="model.decoder.layers.{}.self_attn.attn")
 GEMMA2 = Keys(defaults={"head_dim": 256, "sliding_window": 4096}, period=2)
 GEMMA3_DEFAULTS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
-GEMMA3 = Keys(defaults=GEMMA3_DEFAULTS, period=6)
-"""The published configs of 4b and 12b leave these out."""
+GEMMA3 = Keys(defaults=GEMMA3_DEFAULTS, period=6)  # the published configs of 4b and 12b leave these out
 GEMMA4 = Keys(defaults={"head_dim": 256, "sliding_window": 512})
 COHERE2 = Keys(defaults={"sliding_window": 4096}, beyond=1, period=4)
 """Its window counts the tokens before the current one. Source: vLLM 0.32, ``commandr.py``."""
@@ -248,11 +247,8 @@ _MAKERS: dict[str, Callable[[ModelConfig, Keys, dict[str, Any]], CacheSpec]] = {
 }
 
 
-INDEX_SCALE_BYTES = 4
-"""One float32 scale per vector of 128 indexer elements, which are one byte each."""
-
-OWN_INDEXER, SHARED_INDEXER = "full", "shared"
-"""Entries of ``indexer_types``."""
+INDEX_SCALE_BYTES = 4  # one float32 scale per vector of 128 indexer elements, which are one byte each
+OWN_INDEXER, SHARED_INDEXER = "full", "shared"  # entries of ``indexer_types``
 
 WINDOW_BLOCK_SIZE = 64
 """DeepSeek V4: tokens in one block of a sliding-window cache, for any other block size. Source: vLLM 0.32."""
@@ -260,11 +256,8 @@ WINDOW_BLOCK_SIZE = 64
 STATE_BLOCK_SIZES = {4: 4, 128: 8}
 """DeepSeek V4: compression -> tokens in one block of its compressor's state. Source: vLLM 0.32."""
 
-OVERLAPPING = 4
-"""DeepSeek V4: the compression whose entries overlap, and which alone has an indexer."""
-
-PAGE_ALIGNMENT = 512
-"""DeepSeek V4: bytes, for kernels that read plain rows. Source: vLLM 0.32."""
+OVERLAPPING = 4  # DeepSeek V4: the compression whose entries overlap, and which alone has an indexer
+PAGE_ALIGNMENT = 512  # DeepSeek V4: bytes, for kernels that read plain rows (vLLM 0.32)
 
 
 def deepseek_v3(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:

@@ -36,8 +36,7 @@ UNSET: tuple[object, ...] = (None, False, 0, "", [], {})
 
 Entry = TypeVar("Entry", str, int)
 
-LAYERS_MAX = 4096
-"""Far more than any model has, so that a broken config does not exhaust memory."""
+LAYERS_MAX = 4096  # far more than any model has, so that a broken config does not exhaust memory
 
 GEOMETRY = frozenset((
     # heads

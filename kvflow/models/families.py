@@ -60,11 +60,8 @@ FAMILIES: dict[str, Describe] = {
 }
 """``model_type`` of the text model -> its function. ``tests/data/vllm_specs.json`` has vLLM's answers."""
 
-BLOCK_SIZE = 16
-"""As in vLLM."""
-
-BLOCK_SIZES = {"deepseek_v4": 256}
-"""A block of DeepSeek V4 holds whole entries of 128 tokens."""
+BLOCK_SIZE = 16  # as in vLLM
+BLOCK_SIZES = {"deepseek_v4": 256}  # a block of DeepSeek V4 holds whole entries of 128 tokens
 
 WITH_HEADS = (FullAttention, SlidingWindow, ChunkedLocal)
 

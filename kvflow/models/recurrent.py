@@ -9,8 +9,7 @@ from kvflow.models.attention import SELF_ATTENTION, attention
 from kvflow.models.config import ModelConfig, Options
 
 ATTENTION_TYPES = ("attention", "full_attention")
-RECURRENT_TYPES = ("mamba", "linear_attention")
-"""Entries of ``layer_types``, old and new."""
+RECURRENT_TYPES = ("mamba", "linear_attention")  # entries of ``layer_types``, old and new
 
 
 def granite_hybrid(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:

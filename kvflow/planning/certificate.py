@@ -16,8 +16,7 @@ from kvflow.layout.manifest import Manifest
 from kvflow.planning.match import ComponentPair, GroupPair
 from kvflow.planning.runs import Bools, Int64s, RunTable, Units, group_by_shape
 
-PROVEN_AT_ONCE = 1 << 18
-"""Pieces that are checked together: about 30 MiB of numbers."""
+PROVEN_AT_ONCE = 1 << 18  # pieces that are checked together: about 30 MiB of numbers
 
 
 class Missing(Struct, frozen=True):

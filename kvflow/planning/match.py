@@ -28,14 +28,9 @@ SAME = {
 }
 """Field in which models may differ -> remedy."""
 
-ComponentName = tuple[str, str]
-"""Layer and role."""
-
-HeadRange = tuple[int, int]
-"""First index and count along the sharded axis, counted in the whole model."""
-
-HeadRanges = Mapping[ComponentName, HeadRange]
-"""The ranges to read from one source, which holds all of them."""
+ComponentName = tuple[str, str]  # layer and role
+HeadRange = tuple[int, int]  # first index and count along the sharded axis, counted in the whole model
+HeadRanges = Mapping[ComponentName, HeadRange]  # the ranges to read from one source, which holds all of them
 
 
 class ComponentPair(Struct, frozen=True):

@@ -20,8 +20,7 @@ from kvflow.reprs import counted
 Bools = npt.NDArray[np.bool_]
 Int64s = npt.NDArray[np.int64]
 
-UNITS_MAX = 1 << 22
-"""Of one list. 4 M units of 16 tokens are 64 M tokens, and take 100 MiB while they are paired."""
+UNITS_MAX = 1 << 22  # of one list. 4 M units of 16 tokens are 64 M tokens, and take 100 MiB while they are paired
 
 
 class Side(Struct, frozen=True):

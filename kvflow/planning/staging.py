@@ -35,14 +35,9 @@ from kvflow.planning.runs import Int64s, RunTable, Units, cut_fragments, group_b
 STAGING_BUFFERS = 8
 """Two chunks in flight for each of four peers. More buffers would be too small for a unit of a large model."""
 
-FETCH_RUNS_MAX = 512
-"""Most descriptors of one unit. One post fetches a unit, and must not delay other peers for long."""
-
-HULL_FRAGMENTS_MAX = 1 << 18
-"""Most fragments of the source's part of one unit, before merging: about 30 MiB of numbers."""
-
-SLOTS_MAX = 4096
-"""Most units of one buffer. More gain nothing, and descriptor numbers of all places must fit int32."""
+FETCH_RUNS_MAX = 512  # most descriptors of one unit; one post fetches a unit, and must not delay other peers for long
+HULL_FRAGMENTS_MAX = 1 << 18  # most fragments of the source's part of one unit, before merging: about 30 MiB of numbers
+SLOTS_MAX = 4096  # most units of one buffer; more gain nothing, and descriptor numbers of all places must fit int32
 
 # Seconds of a read of one unit, for memory of hosts. They favor direct reads: between two processes of one host, a
 # descriptor takes 3.6 us over shared memory and more over TCP, a byte 0.3 ns, and a copied byte 0.2 ns; on a busy host
@@ -53,11 +48,8 @@ READ_BYTE_S = 0.6e-9
 COPIED_BYTE_S = 0.4e-9
 LAUNCH_S = 5e-6  # of one strided copy, without its bytes
 
-STAGED_MEMORY = "DRAM"
-"""Kind of memory of both caches that the constants hold for."""
-
-AXES_MAX = 6
-"""Axes of one copy around its contiguous bytes: tokens, heads, keys and values, layers, and two spare ones."""
+STAGED_MEMORY = "DRAM"  # kind of memory of both caches that the constants hold for
+AXES_MAX = 6  # axes of one copy around its contiguous bytes: tokens, heads, keys and values, layers, and two spare ones
 
 RUNS_MAX = 1 << 16
 """Most runs of one unit. Finding those at even distances, and proving them, takes about half a microsecond each."""
@@ -68,8 +60,7 @@ FOLDED_MAX = 8192
 COPIES_MAX = 512
 """Most copies of one unit. Proving one takes 70 us. For every unit, each copy takes some us of the read thread."""
 
-FIXED = 7
-"""Number of columns before those of the axes, see ``Scatter``."""
+FIXED = 7  # number of columns before those of the axes, see ``Scatter``
 
 COLUMNS = FIXED + 3 * AXES_MAX
 

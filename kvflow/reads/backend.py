@@ -24,11 +24,8 @@ from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, PreparedList,
 from kvflow.reads.device import Scatters
 from kvflow.reads.reach import HostFacts
 
-NO_BUFFER = -1
-"""The buffer number of a chunk that is read directly into the target."""
-
-SPAN_MAX = 512
-"""Most epoch slots that one check reads: 4 KiB."""
+NO_BUFFER = -1  # the buffer number of a chunk that is read directly into the target
+SPAN_MAX = 512  # most epoch slots that one check reads: 4 KiB
 
 
 class Cause(Struct, frozen=True):

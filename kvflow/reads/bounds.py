@@ -19,13 +19,11 @@ from kvflow.planning.runs import Int64s
 from kvflow.planning.staging import COLUMNS, FIXED, room_left
 from kvflow.reads.contract import PreparedList
 
-INDEX_MAX = (1 << 31) - 1
-"""Descriptors are numbered by int32."""
+INDEX_MAX = (1 << 31) - 1  # descriptors are numbered by int32
 
 EPOCH_MAX = (1 << 63) - 1
 
-FEW = 128
-"""Up to this many descriptors, a loop is faster than arrays."""
+FEW = 128  # up to this many descriptors, a loop is faster than arrays
 
 _INTEGERS = {int}
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)

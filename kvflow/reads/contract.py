@@ -49,17 +49,10 @@ from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.staging import Scatter
 from kvflow.validation import Count
 
-CHUNK_BYTES_MAX = 8 << 20
-"""Most bytes of one chunk. Over shared memory a post is the copy: 8 MiB take about 1 ms."""
-
-CHUNK_DESCRIPTORS_MAX = 256
-"""Most merged descriptors of one chunk: at 2 to 9 us each, about 1 ms, too."""
-
-INLINE_S_MAX = 100e-6
-"""Longest time that a post may hold the event loop."""
-
-RESET_DRAIN_S = 2.0
-"""How long a reader reset waits for healthy peers: two chunks of 8 MiB take 2 s at 70 Mbit/s."""
+CHUNK_BYTES_MAX = 8 << 20  # most bytes of one chunk; over shared memory a post is the copy: 8 MiB take about 1 ms
+CHUNK_DESCRIPTORS_MAX = 256  # most merged descriptors of one chunk: at 2 to 9 us each, about 1 ms, too
+INLINE_S_MAX = 100e-6  # longest time that a post may hold the event loop
+RESET_DRAIN_S = 2.0  # how long a reader reset waits for healthy peers: two chunks of 8 MiB take 2 s at 70 Mbit/s
 
 PRIORITY_MAX = 1 << 31
 """Largest priority in either direction. A float still adds it to a time with enough precision."""
@@ -285,8 +278,7 @@ class PreparedList(Struct, frozen=True, eq=False):
     binding: PairBinder | None = None
 
 
-Piece = tuple[int, int]
-"""Address and length of bytes that are contiguous in device memory."""
+Piece = tuple[int, int]  # address and length of bytes that are contiguous in device memory
 
 
 class DeviceMemory(Protocol):
@@ -305,8 +297,7 @@ class DeviceMemory(Protocol):
         ...
 
 
-Blocks = Sequence[Sequence[int]]
-"""Block ids of each group."""
+Blocks = Sequence[Sequence[int]]  # block ids of each group
 
 
 class Serving(Struct, frozen=True, eq=False):

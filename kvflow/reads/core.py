@@ -60,8 +60,7 @@ from kvflow.reads.staging import StagingMemory
 
 _logger = logging.getLogger(__name__)
 
-WEIGHT_MAX = 64
-"""Most chunks in one turn of a peer."""
+WEIGHT_MAX = 64  # most chunks in one turn of a peer
 
 REMOVED = Cause(FailureCode.CANCELLED, "the peer was removed")
 CLOSING = Cause(FailureCode.CANCELLED, "the transport is closing")

@@ -44,11 +44,8 @@ CHUNKS_IN_FLIGHT_MAX = 2
 busy between two polls: 1.60 GB/s against 1.49 GB/s with one (64 MiB over loopback, medians). With 4 or 8, urgent and
 cancelled reads only wait longer."""
 
-CHECKS_IN_FLIGHT_MAX = 8
-"""Most checks in flight per peer, because a hung peer never ends its checks."""
-
-AGING_S = 1.0
-"""Waiting time that counts like one step of priority."""
+CHECKS_IN_FLIGHT_MAX = 8  # most checks in flight per peer, because a hung peer never ends its checks
+AGING_S = 1.0  # waiting time that counts like one step of priority
 
 OVERTAKEN_MAX = 8
 """How many more urgent chunks in a row may overtake the oldest read, which then gets one. So every read advances."""

@@ -14,8 +14,7 @@ HORIZON_S = 10e-3
 reads wait this long."""
 
 WINDOW_MIN = 2 * CHUNK_BYTES_MAX
-WINDOW_MAX = 2 << 30
-"""Bytes in flight of one peer. The largest value is ``HORIZON_S`` at 200 GB/s."""
+WINDOW_MAX = 2 << 30  # bytes in flight of one peer; the largest value is ``HORIZON_S`` at 200 GB/s
 
 WINDOW_CHUNKS = 8  # of a full window: one then takes a millisecond or more, and one ends before the next poll
 LARGE_CHUNK_BYTES_MAX = 256 << 20

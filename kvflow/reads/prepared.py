@@ -24,13 +24,11 @@ from kvflow.reads.staging import StagingMemory
 PORTION_BYTES_MAX = 32 << 20
 """Most bytes that are read for one portion, unless one pair has more: four chunks, so that binding is amortized."""
 
-PORTION_DESCRIPTORS_MAX = 8192
-"""Most descriptors of one portion before they merge: about 100 us of binding."""
+PORTION_DESCRIPTORS_MAX = 8192  # most descriptors of one portion before they merge: about 100 us of binding
 
 # Estimates of the seconds that a post blocks its thread. Each post corrects them.
 
-READ_S = 12e-6
-"""Seconds of one read without its posts: the fence, and the work in Python."""
+READ_S = 12e-6  # seconds of one read without its posts: the fence, and the work in Python
 
 POST_S = 8e-6
 DESCRIPTOR_S = 0.5e-6
@@ -41,8 +39,7 @@ compares measured times with these estimates."""
 SLOWEST = 64.0
 """A post counts as at most this many times slower than its estimate, so that a peer recovers within about ten posts."""
 
-WEIGHT = 0.25
-"""The weight of the last post: after a pause, one in ten takes five times as long, and must not dominate."""
+WEIGHT = 0.25  # the weight of the last post: after a pause, one in ten takes five times as long, and must not dominate
 
 
 class PostCosts:

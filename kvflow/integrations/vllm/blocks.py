@@ -115,8 +115,7 @@ START = blake2b(b"kvflow.integrations.vllm content 1", digest_size=DIGEST_BYTES)
 PLAIN, KEYED = (blake2b(digest_size=DIGEST_BYTES, person=person) for person in (b"tokens", b"tokens and keys"))
 """Hashes of a link of the chain, to be copied: of a block with tokens alone, and of one with other keys too."""
 
-BLOCK_SIZES_MAX = 16
-"""Largest number of different block sizes in one ticket. Engines have one to three."""
+BLOCK_SIZES_MAX = 16  # largest number of different block sizes in one ticket; engines have one to three
 
 ExtraKeys = Callable[[Any, int, int, int], tuple[tuple[Any, ...] | None, int]]
 """vLLM's ``generate_block_hash_extra_keys``: request, first token, end, first media item -> keys, next media item."""

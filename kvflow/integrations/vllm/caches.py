@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from kvflow import KVCache
 
-Tensor = Any
-"""A tensor of torch, which only ``kvflow.memory`` imports."""
+Tensor = Any  # a tensor of torch, which only ``kvflow.memory`` imports
 
 CacheSpec = FullAttention | SlidingWindow | ChunkedLocal | MLA | Mamba | Opaque
 
@@ -49,8 +48,7 @@ CELLS_MAX = 1 << 20
 """Largest number of key elements in one block, all layers together, that is described by strides: strides describe
 single elements, the finest unit that a plan compares. Most peers have the same kernel, and transfer whole blocks."""
 
-PORTABLE_STATES = ("conv", "ssm")
-"""What Mamba 1, Mamba 2 and gated delta nets keep, in the order of a page."""
+PORTABLE_STATES = ("conv", "ssm")  # what Mamba 1, Mamba 2 and gated delta nets keep, in the order of a page
 
 
 class EngineShape(Struct, frozen=True, kw_only=True):

@@ -14,18 +14,14 @@ from kvflow.integrations.vllm.settings import EngineFacts, model_name
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-LAYERED = "LBHNC"
-"""Layout of vLLM with one tensor per layer, in which the tokens of one head of a block lie together."""
-
-PACKED = "BLHNC"
-"""Layout of vLLM in which one block of all layers is one row."""
+LAYERED = "LBHNC"  # layout of vLLM with one tensor per layer, in which the tokens of one head of a block lie together
+PACKED = "BLHNC"  # layout of vLLM in which one block of all layers is one row
 
 PACKED_BY_HEAD = "BHLNC"
 """The same, with the layers of one head side by side: other numbers of ranks read one piece per head. vLLM takes it
 only where all layers have heads and pages of one shape, so not for hybrid models."""
 
-BLACKWELL = 10
-"""Compute capability from which FlashInfer and B12X support ``LBHNC`` and ``BLHNC`` only (vLLM 0.32)."""
+BLACKWELL = 10  # compute capability from which FlashInfer and B12X support ``LBHNC`` and ``BLHNC`` only (vLLM 0.32)
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Variables with the settings of torch's allocator for GPUs, which has had several names."""

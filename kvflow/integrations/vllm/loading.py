@@ -24,8 +24,7 @@ logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers b
 SAMPLE = re.compile(r"\d+_(?P<prompt>.+)", re.DOTALL)
 """vLLM's name of a sample: its number, then the name of the request. Other requests have no number in front."""
 
-SAMPLED_MAX = 1024
-"""Number of prompts with samples to remember. The samples of a prompt arrive within a step or two."""
+SAMPLED_MAX = 1024  # number of prompts with samples to remember; the samples of a prompt arrive within a step or two
 
 
 @dataclass(slots=True)

@@ -8,8 +8,7 @@ from msgspec import Struct
 
 from kvflow import Finished, Grant, Ticket
 
-BlockIds = tuple[tuple[int, ...], ...]
-"""One list of block ids for each group, with -1 for a block that is absent."""
+BlockIds = tuple[tuple[int, ...], ...]  # one list of block ids for each group, with -1 for a block that is absent
 
 # Commands: the scheduler's side sends those of a step to every rank. ``request_id`` is the name in this engine.
 
@@ -83,8 +82,7 @@ def unpack(packed: bytes | Sequence[Command]) -> Sequence[Command]:
 PHASES = ("total_s", "queue_s", "post_s", "wire_s", "fence_s")
 """Phases of a completed pull in seconds, as in ``TransferReport.timings_s``."""
 
-SERIES = (*PHASES, "nbytes", "descriptors")
-"""One number for each completed pull."""
+SERIES = (*PHASES, "nbytes", "descriptors")  # one number for each completed pull
 
 COUNTS = ("failed", "leases", "defects", "untagged")
 """Counts by key: failed pulls by error code; ended leases by outcome; exceptions that vLLM's scheduler did not see, by

@@ -32,8 +32,7 @@ AdmitEarly = Callable[[Ticket, int], None]  # ``EarlyAdmission.admit``
 PROMPT_NAME = re.compile(r"(?P<call>cmpl-.+)-(?P<number>\d{1,6})(-[0-9a-f]{8})?", re.DOTALL)
 """vLLM's name of a prompt of ``/v1/completions``: all prompts of a call have it, up to their number and some digits."""
 
-PROMPT_STARTS = ("cmpl-", *"0123456789")
-"""Start of the name of such a prompt, or of a sample of it."""
+PROMPT_STARTS = ("cmpl-", *"0123456789")  # start of the name of such a prompt, or of a sample of it
 
 SPECULATIVE_SHARE = 0.5
 """Share of the engine's blocks, and of its lease slots, that speculative offers may hold: those no client asked for."""

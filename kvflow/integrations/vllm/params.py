@@ -20,14 +20,9 @@ from kvflow.integrations.vllm.settings import Settings
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
-Verify = Callable[[bytes, bytes], bool]
-"""Payload and MAC of a grant -> whether a member of the cluster signed it."""
-
-TICKET_CHARS_BASE = 1 << 17
-"""Characters of a ticket without its blocks: enough for 400 ranks with long names."""
-
-CHARS_PER_BLOCK = 32
-"""A block id and a digest take 23 bytes of msgpack, which are 31 characters of base64."""
+Verify = Callable[[bytes, bytes], bool]  # payload and MAC of a grant -> whether a member of the cluster signed it
+TICKET_CHARS_BASE = 1 << 17  # characters of a ticket without its blocks: enough for 400 ranks with long names
+CHARS_PER_BLOCK = 32  # a block id and a digest take 23 bytes of msgpack, which are 31 characters of base64
 
 FINEST_BLOCK = 16
 """Tokens of the smallest block that a producer may have, unless this engine has smaller ones: vLLM's default."""
@@ -155,8 +150,7 @@ def _rewritten(params: dict[Any, Any], ticket: Ticket) -> tuple[str, ...]:
     return tuple([name for name, value in expected.items() if params.get(name, value) not in (value, None)])
 
 
-UNTAGGED_MAX = 20
-"""Requests without parameters after which an engine logs that none of them had any."""
+UNTAGGED_MAX = 20  # requests without parameters after which an engine logs that none of them had any
 
 UNTAGGED_CODE = "untagged_requests"  # the metric ``vllm:kvflow_untagged_requests`` counts the same requests
 

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
-BLOCK_ID, BLOCK_HASH = attrgetter("block_id"), attrgetter("block_hash")
-"""Fields of a block of vLLM's block manager."""
+BLOCK_ID, BLOCK_HASH = attrgetter("block_id"), attrgetter("block_hash")  # fields of a block of vLLM's block manager
 
 ENDED_BY_ITSELF = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 """Statuses of a request that completed: other engines can use its blocks."""

@@ -185,8 +185,7 @@ def moved(endpoint: str, offset: int) -> str:
 # The address of this host.
 
 HOST = "{host}"
-ENDPOINTS = ("bind", "advertise", "tcp_bind", "tcp_advertise")
-"""Settings with an endpoint, which may contain ``HOST``."""
+ENDPOINTS = ("bind", "advertise", "tcp_bind", "tcp_advertise")  # settings with an endpoint, which may contain ``HOST``
 
 HOST_VARIABLE = "KVFLOW_ADVERTISE_HOST"
 HOST_VARIABLES = (HOST_VARIABLE, "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_HOST_IP", "POD_IP")

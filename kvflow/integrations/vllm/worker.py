@@ -52,14 +52,12 @@ logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers b
 WRITTEN_PAUSE_S = 0.001
 """Pause before an early admission asks again if the blocks are written: a draft model takes some milliseconds."""
 
-MARKS_MAX = 8
-"""Ends of steps that are watched. vLLM gives a device at most a few steps ahead."""
+MARKS_MAX = 8  # ends of steps that are watched. vLLM gives a device at most a few steps ahead
 
 NOT_RELEASED = (AuthenticationFailed, PeerLost, PeerRefused, ReleaseMismatch, StaleLease, TicketInvalid, WorkerClosed)
 """Errors after which the ticket is not released: the producer cannot be reached or does not need it."""
 
-Passed = Callable[[], bool]
-"""Returns whether a device has done what it had been given when it was marked."""
+Passed = Callable[[], bool]  # returns whether a device has done what it had been given when it was marked
 
 
 class Results(NamedTuple):

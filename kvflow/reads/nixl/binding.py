@@ -53,8 +53,7 @@ variables take precedence over both."""
 _ASLEEP_CONFIG = {"RCACHE_ENABLE": "n"}
 """The same for a cache whose memory is freed while its worker lives: UCX must not take an earlier registration."""
 
-_CUDA = ("cuda_copy", "cuda_ipc", "gdr_copy")
-"""What ``cuda`` stands for in ``UCX_TLS``."""
+_CUDA = ("cuda_copy", "cuda_ipc", "gdr_copy")  # what ``cuda`` stands for in ``UCX_TLS``
 
 _MUST_AGREE = ("UCX_UNIFIED_MODE", "UCX_PROTO_ENABLE", "UCX_ADDRESS_VERSION")
 """Variables that change the form of addresses or messages."""
@@ -101,8 +100,7 @@ DEVICE_REMEDY = (
     f"unlimited. {UCX_TELLS}"
 )
 
-_creating = threading.Lock()
-"""Held while an agent is created, because that changes environment variables temporarily."""
+_creating = threading.Lock()  # held while an agent is created, because that changes environment variables temporarily
 
 
 def load_binding(log_level: str = QUIET) -> ModuleType:

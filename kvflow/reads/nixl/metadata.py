@@ -25,8 +25,7 @@ from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier
 
 _logger = logging.getLogger(__name__)
 
-REGIONS_MAX = 20_000
-"""As many as fit into the largest metadata that is published."""
+REGIONS_MAX = 20_000  # as many as fit into the largest metadata that is published
 
 _ADDRESS_VERSION = 0  # what UCX calls version 1, in the low half of the first byte
 _HAS_UUID = 2  # the only flag that the addresses of workers have, in the high half of the first byte
@@ -39,8 +38,7 @@ _LAST, _SECOND, _THIRD = 0x80, 0x40, 0x20
 """Flags above a length: the last of its kind; then, of an interface, endpoints follow; of a device, a number of paths
 follows, and the device of the system."""
 
-_NO_SYSTEM_DEVICE = 0xFF
-"""Also the end of a list of distances."""
+_NO_SYSTEM_DEVICE = 0xFF  # also the end of a list of distances
 
 _LENGTHS_MIN = {
     "self": (0, 8),
@@ -177,8 +175,7 @@ _RDMA = frozenset({"rc_verbs", "rc_mlx5", "dc_mlx5", "rc_gda", "gga_mlx5", "srd"
 
 _OTHERS = ("ud_verbs", "ud_mlx5", "gdr_copy", "xpmem", "knem", "rocm_ipc", "rocm_copy", "ze_ipc", "ze_copy")
 
-_NAMES = (*_LENGTHS_MIN, *sorted(_RDMA), *_OTHERS)
-"""Transports that UCX 1.23 may be built with."""
+_NAMES = (*_LENGTHS_MIN, *sorted(_RDMA), *_OTHERS)  # transports that UCX 1.23 may be built with
 
 
 class _Cursor:
