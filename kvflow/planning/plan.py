@@ -28,7 +28,7 @@ from kvflow.planning.runs import (
     group_by_shape,
     merge_runs,
 )
-from kvflow.planning.staging import DIRECT, Choice, StagedRuns, choose, explain_choice
+from kvflow.planning.staging import DIRECT, Choice, StagedRuns, choose
 from kvflow.reprs import counted
 
 
@@ -184,16 +184,18 @@ class TransferPlan(Struct, frozen=True, eq=False):
             runs = group.runs
             low, high = int(runs.nbytes.min()), int(runs.nbytes.max())
             size = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+            unit = f"unit of {group.unit_tokens} tokens" if group.unit_tokens else "state"
             lines.append(
                 f"source group {group.source_group} -> target group {group.target_group}: "
-                f"{len(runs):,} run{'s' if len(runs) > 1 else ''} of {size} bytes for each {_unit(group)} "
+                f"{len(runs):,} run{'s' if len(runs) > 1 else ''} of {size} bytes for each {unit} "
                 f"({group.source_units} per source block, {group.target_units} per target block)"
             )
             merging = f"{dense_runs(runs, group.source, group.target):,} of {len(runs):,} merge over consecutive blocks"
             lines.append(f"  {explain_stop(runs, group.pairs, group.unit_tokens)}; {merging}")
             if not group.aligned:
                 lines.append(f"  {explain_stripes(group.source.stripe, group.target.stripe)}")
-            lines += explain_choice(group.choice)
+            if group.choice.reason:
+                lines.append(f"  for each unit {group.choice.reason}")
         lines += explain_proof(self.certificate)
         return "\n".join(lines)
 
@@ -267,10 +269,6 @@ def _prove_staged(
     ]
     if certify(target, chosen) != certificate:
         raise PlanUnsound("staged runs fill other bytes of the target than direct ones")
-
-
-def _unit(group: GroupPlan) -> str:
-    return f"unit of {group.unit_tokens} tokens" if group.unit_tokens else "state"
 
 
 def _require_few_fragments(limits: PlanLimits, pairs: Sequence[GroupPair]) -> None:

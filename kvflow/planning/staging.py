@@ -415,11 +415,5 @@ def choose(group: PlannedGroup, sides: tuple[Manifest, Manifest], staging_bytes:
     return Choice(None, f"{words}; direct, because staging is not cheaper")
 
 
-def explain_choice(choice: Choice) -> Iterator[str]:
-    """Explain how a group is read and what the alternative costs; empty if nothing may be staged."""
-    if choice.reason:
-        yield f"  for each unit {choice.reason}"
-
-
 def _count(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"

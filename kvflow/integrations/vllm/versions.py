@@ -110,16 +110,11 @@ def hit_source() -> Any:
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
     """Return vLLM's ``KVConnectorTransferResults``, which exist in releases with ``failed_requests``."""
-    return _results_class()(sent, received, failed)
-
-
-@cache
-def _results_class() -> type:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415 - not there before
         KVConnectorTransferResults,
     )
 
-    return KVConnectorTransferResults  # type: ignore[no-any-return]
+    return KVConnectorTransferResults(sent, received, failed)
 
 
 def extra_keys() -> Callable[[Any, int, int, int], Keys]:
