@@ -88,16 +88,9 @@ def plan_cache(
 ) -> CachePlan:
     """Place every layer in one backing allocation, in which groups share rows, or tensors of their positions.
 
-    Args:
-        specs: layer name -> spec.
-        groups: a partition of the layers.
-        layout: one of ``LAYOUTS``.
-        kv: one of ``KV_FORMS``.
-        shard: the rank.
-        num_blocks: blocks in the pool; give either this or ``memory_bytes``.
-        memory_bytes: budget of the backing allocation.
-        apart: layers that get separate tensors also in a packed layout.
-        alignment: bytes; the stride of a row, or of a tensor's blocks, is a multiple.
+    ``layout`` is one of ``LAYOUTS``, and ``kv`` one of ``KV_FORMS``. Give either the blocks of the pool or the bytes of
+    the allocation. Layers ``apart`` get separate tensors also in a packed layout. The stride of a row, or of a tensor's
+    blocks, is a multiple of ``alignment`` bytes.
 
     Raises:
         SpecInvalid: a spec, the groups, the layout or the budget cannot be used.

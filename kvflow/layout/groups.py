@@ -116,13 +116,7 @@ def resolve_layout(
     """Return the layout, with ``auto`` replaced by the layout that it means.
 
     A model with MLA and other attention whose pages have several sizes is always packed, because its pages fit no
-    common grid. Any other model is packed only on request. Source: vLLM pull request 46252.
-
-    Args:
-        specs: layer name -> spec.
-        layout: ``auto``, or one of ``LAYOUTS``.
-        enable_cross_layers_blocks: choose a packed layout for ``auto``.
-        shard: a rank of the engine; None for an engine of one rank.
+    common grid. Any other model is packed only with ``enable_cross_layers_blocks``. Source: vLLM pull request 46252.
 
     Raises:
         ArgumentInvalid: the switch is not a bool.
@@ -291,8 +285,7 @@ def share_one_table(layers: Sequence[Sized]) -> bool:
 def with_equal_pages(layers: Sequence[Sized]) -> list[Sized]:
     """Return layers with pages as large as the largest: by more tokens per block where that fits, else by padding.
 
-    Raises:
-        SpecInvalid: the page of an MLA layer does not divide the largest; its kernels cannot step over padding.
+    SpecInvalid: the page of an MLA layer does not divide the largest; its kernels cannot step over padding.
     """
     largest = max(layers, key=lambda layer: layer.nbytes)
     return [_enlarged(layer, largest) for layer in layers]

@@ -94,7 +94,9 @@ def bundles(spec: CacheSpec) -> tuple[Bundle, ...]:
         named.setdefault(part.role[0] if part.role[0] in "kv" else "", []).append(part)
     found = []
     for parts in named.values():
-        offsets, end = beside([(part.shape[-1] * ITEM_BYTES[part.dtype], ITEM_BYTES[part.dtype]) for part in parts])
+        offsets, end = side_by_side(
+            [(part.shape[-1] * ITEM_BYTES[part.dtype], ITEM_BYTES[part.dtype]) for part in parts]
+        )
         found.append(Bundle(tuple(zip(parts, offsets, strict=True)), end))
     return tuple(found)
 
@@ -102,10 +104,10 @@ def bundles(spec: CacheSpec) -> tuple[Bundle, ...]:
 def states(spec: CacheSpec, shard: Shard) -> tuple[tuple[ComponentSpec, int], ...]:
     """Return the states of a spec, each with its offset in the rank's page."""
     sizes = [(part.nbytes(shard), ITEM_BYTES[part.dtype]) for part in spec.components]
-    return tuple(zip(spec.components, beside(sizes)[0], strict=True))
+    return tuple(zip(spec.components, side_by_side(sizes)[0], strict=True))
 
 
-def beside(sizes: list[tuple[int, int]]) -> tuple[list[int], int]:
+def side_by_side(sizes: list[tuple[int, int]]) -> tuple[list[int], int]:
     """Lay pieces of (bytes, alignment) side by side; return their offsets and the bytes of all, padded to repeat."""
     offsets, end = [], 0
     for nbytes, alignment in sizes:
@@ -127,7 +129,7 @@ def has_tokens(spec: CacheSpec) -> bool:
 def kernel_page_bytes(spec: CacheSpec, shard: Shard) -> int:
     """Return the bytes of one kernel block on one rank; of a state, those of all."""
     if not has_tokens(spec):
-        return beside([(part.nbytes(shard), ITEM_BYTES[part.dtype]) for part in spec.components])[1]
+        return side_by_side([(part.nbytes(shard), ITEM_BYTES[part.dtype]) for part in spec.components])[1]
     heads = shard.heads(spec.components[0].shape[0]).count
     return heads * spec.kernel_tokens * sum(bundle.cell_bytes for bundle in bundles(spec))
 
@@ -282,7 +284,7 @@ def _bands(specs: Mapping[str, CacheSpec], names: Sequence[str], pool: Pool) -> 
         first = specs[band[0]]
         alignment = item_alignment(first)
         sizes.append((round_up(page_bytes(first, pool.shard), alignment) * len(band), alignment))
-    offsets, end = beside(sizes)
+    offsets, end = side_by_side(sizes)
     return list(zip(bands.values(), offsets, strict=True)), end
 
 

@@ -92,11 +92,7 @@ Rank = Annotated[int, Meta(ge=0, le=1 << 16)]
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Return an integer as Python's ``int``. NumPy's integers are accepted, but a manifest cannot encode them.
-
-    Raises:
-        SpecInvalid: names the field and the value.
-    """
+    """Return an integer as Python's ``int``, as a manifest can encode it; SpecInvalid names the field and the value."""
     try:
         return int(operator.index(value))
     except TypeError as error:

@@ -297,8 +297,7 @@ CacheSpec = FullAttention | SlidingWindow | ChunkedLocal | CrossAttention | MLA 
 def validate_specs(specs: Mapping[Any, Any]) -> None:
     """Check the bounds of every field of every spec, which msgspec checks only when it decodes, and how fields relate.
 
-    Raises:
-        SpecInvalid: names the layer, the field, and the expected value.
+    SpecInvalid names the layer, the field, and the expected value.
     """
     if not specs:
         raise SpecInvalid("specs is empty", remedy="Describe at least one layer.")

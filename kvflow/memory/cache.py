@@ -96,8 +96,8 @@ class KVCache:
         """Return what marks the writes of a device, so that no lease is held before they are complete.
 
         To call it marks the end of the work that the calling thread's current stream has been given, and returns a
-        function that tells whether the device has done this work. Neither waits. The function may be called from any
-        thread. Offer the blocks of a request when the mark after their last write has passed.
+        function that returns whether the device has done this work. Neither waits. Any thread may call the function.
+        Offer the blocks of a request when the mark after their last write has passed.
 
         Returns:
             None if the cache lies in host memory.
@@ -161,7 +161,7 @@ def allocate(
         layout: ``LBNHC``, ``LBHNC`` (a tensor per layer), ``BLHNC``, ``BLNHC``, ``BHLNC`` (one row per block)
             or ``auto``.
         kv: ``content`` (K and V side by side in the content axis), ``split`` (all K before all V where each layer has a
-            tensor of its own) or ``block_split`` (K before V within a block).
+            separate tensor) or ``block_split`` (K before V within a block).
         groups: as ``plan_groups`` forms them when None.
         shard: which heads and tokens this rank holds; all of them when None.
         device: torch's name of the device.
@@ -205,11 +205,7 @@ def _zeros(nbytes: int, device: torch.device, *, huge: bool) -> torch.Tensor:
 
 
 def region_of(storage: torch.Tensor) -> Region:
-    """Return where a flat tensor of bytes lies.
-
-    Raises:
-        SpecInvalid: it is on a device that no data plane reads.
-    """
+    """Return where a flat tensor of bytes lies. Raises SpecInvalid: it is on a device that no data plane reads."""
     device = storage.device
     if device.type not in {"cpu", "meta", "cuda"}:  # torch calls ROCm devices cuda, too
         raise SpecInvalid(

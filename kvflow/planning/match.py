@@ -116,11 +116,7 @@ def match_groups(source: Manifest, target: Manifest, head_ranges: HeadRanges | N
 
 
 def require_same_model(source: Manifest, target: Manifest) -> None:
-    """Check that two workers serve the same model, if both name it.
-
-    Raises:
-        LayoutMismatch: names the model, its revision or its dtype, and both values.
-    """
+    """Check that two workers serve the same model, if both name it; LayoutMismatch names the field and both values."""
     for (field, theirs), (_, ours) in zip(source.identity.must_agree(), target.identity.must_agree(), strict=True):
         if theirs and ours and theirs != ours:
             raise LayoutMismatch(field, theirs, ours, remedy=SAME[field])
@@ -139,22 +135,14 @@ def have_common_layer(source: Manifest, target: Manifest) -> bool:
 
 
 def require_common_layer(sources: Sequence[Manifest], target: Manifest) -> None:
-    """Check that at least one source has a layer of the target.
-
-    Raises:
-        LayoutMismatch: none has; names the layers of the first.
-    """
+    """Check that at least one source has a layer of the target; LayoutMismatch names the layers of the first."""
     if sources and not any(have_common_layer(source, target) for source in sources):
         remedy = "Serve the same model on both sides, and give each layer the same name."
         raise LayoutMismatch("layers", _names(sources[0]), _names(target), remedy=remedy)
 
 
 def require_equal_layer(name: str, sources: Sequence[Manifest], target: Manifest) -> None:
-    """Check that the sources that have a layer describe it as the target does.
-
-    Raises:
-        LayoutMismatch: names the first field that differs.
-    """
+    """Check that sources describe a layer as the target does; LayoutMismatch names the first field that differs."""
     (ours,) = (layer for _, layer in _layers(target) if layer.name == name)
     for source in sources:
         for _, layer in _layers(source):

@@ -202,11 +202,7 @@ class Backend(Protocol):
         return 0
 
     def prepare(self, prepared: CheckedList) -> None:
-        """Prepare to read with a prepared list.
-
-        Raises:
-            BackendError: the prepared list cannot be used.
-        """
+        """Prepare to read with a prepared list. Raises BackendError: the prepared list cannot be used."""
         ...
 
     def post(self, chunk: Chunk) -> PostedWork | int:
@@ -279,11 +275,7 @@ _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
 def seal(envelope: Envelope) -> bytes:
-    """Encode an envelope.
-
-    Raises:
-        ValueError: the result would be larger than ``METADATA_BYTES_MAX``.
-    """
+    """Encode an envelope. Raises ValueError: the result would be larger than ``METADATA_BYTES_MAX``."""
     body = msgspec.msgpack.encode(envelope)
     sealed = _MAGIC + _digest(body) + body
     if len(sealed) > METADATA_BYTES_MAX:

@@ -270,16 +270,10 @@ exporter's processor."""
 
 
 def create_transport(config: WorkerConfig, agent_name: str, sink: Sink, staging_bytes: int = 0) -> Transport:
-    """Construct a transport that has not started.
-
-    Args:
-        config: the settings; only those of the data planes are used.
-        agent_name: unique per incarnation.
-        sink: takes the events, on the read thread.
-        staging_bytes: memory for staged lists; 0 for none.
+    """Construct a transport that has not started. ``agent_name`` is unique per incarnation.
 
     Raises:
-        ConfigInvalid: there is not enough memory for staged lists.
+        ConfigInvalid: there are no ``staging_bytes`` of memory for staged lists.
     """
     staging = StagingMemory(staging_bytes)
     # If TCP is available, NIXL reads only over transports that are known to need no help of the exporter's process.

@@ -3,7 +3,7 @@
 import pytest
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.placement import beside, bundles, content_bytes, item_alignment, page_bytes, states
+from kvflow.layout.placement import bundles, content_bytes, item_alignment, page_bytes, side_by_side, states
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import MLA
 
@@ -23,7 +23,7 @@ TP2 = Shard(tp_rank=1, tp_size=2)
     ],
 )
 def test_pieces_lie_side_by_side_each_aligned(sizes, expected):
-    assert beside(sizes) == expected
+    assert side_by_side(sizes) == expected
 
 
 def named(bundle):
