@@ -3,7 +3,7 @@
 Most keep keys and values per head: full, sliding and chunked attention. DeepSeek V2 to V4 keep one compressed vector.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -206,8 +206,8 @@ def attention_layers(
 
 def attention(config: ModelConfig, options: Options, kind: str, keys: Keys = PLAIN) -> CacheSpec:
     """Describe one layer with keys and values per head; ``kind`` is an entry of ``layer_types``."""
-    if kind not in _MAKERS:
-        raise config.odd("layer_types", kind, f"one of {', '.join(_MAKERS)}")
+    if kind not in (FULL, SLIDING, CHUNKED):
+        raise config.odd("layer_types", kind, f"one of {FULL}, {SLIDING}, {CHUNKED}")
     if kind in WINDOWS and config.get(WINDOWS[kind], MISSING) in (None, 0):
         kind = FULL  # a null, unlike a missing key, switches windows and chunks off
     heads = config.first_whole(keys.heads, "attention heads", keys.defaults)
@@ -215,7 +215,7 @@ def attention(config: ModelConfig, options: Options, kind: str, keys: Keys = PLA
     if head_size is None:
         width = config.first_whole(keys.width, "width of the model, divided among the heads", keys.defaults)
         head_size = width // heads
-    common = {
+    common: dict[str, Any] = {
         "block_size": options.block_size,
         "num_kv_heads": config.first_whole(
             keys.kv_heads, "KV heads", keys.defaults, otherwise=1 if keys.multi_query else heads
@@ -223,28 +223,12 @@ def attention(config: ModelConfig, options: Options, kind: str, keys: Keys = PLA
         "head_size": head_size,
         "dtype": options.cache_dtype,
     }
-    return _MAKERS[kind](config, keys, common)
-
-
-def _full(config: ModelConfig, keys: Keys, common: dict[str, Any]) -> CacheSpec:
-    return FullAttention(**common)
-
-
-def _sliding(config: ModelConfig, keys: Keys, common: dict[str, Any]) -> CacheSpec:
-    window = config.whole("sliding_window", "tokens that a sliding layer sees", keys.defaults.get("sliding_window"))
-    return SlidingWindow(**common, window=window + keys.beyond)
-
-
-def _chunked(config: ModelConfig, keys: Keys, common: dict[str, Any]) -> CacheSpec:
-    chunk = config.whole("attention_chunk_size", "tokens of a chunk", keys.defaults.get("attention_chunk_size"))
-    return ChunkedLocal(**common, chunk=chunk)
-
-
-_MAKERS: dict[str, Callable[[ModelConfig, Keys, dict[str, Any]], CacheSpec]] = {
-    FULL: _full,
-    SLIDING: _sliding,
-    CHUNKED: _chunked,
-}
+    if kind == FULL:
+        return FullAttention(**common)
+    tokens = config.first_whole((WINDOWS[kind],), f"tokens that a layer of {kind} sees", keys.defaults)
+    if kind == SLIDING:
+        return SlidingWindow(**common, window=tokens + keys.beyond)
+    return ChunkedLocal(**common, chunk=tokens)
 
 
 INDEX_SCALE_BYTES = 4  # one float32 scale per vector of 128 indexer elements, which are one byte each

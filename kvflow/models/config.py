@@ -159,17 +159,15 @@ class ModelConfig:
         known = (defaults[key] for key in keys if key in defaults)
         found = next(given, next(known, otherwise))
         if found is None:
-            raise self._missing(" or ".join(map(repr, keys)), purpose)
+            names = " or ".join(map(repr, keys))
+            raise SpecInvalid(
+                f"config of model type {self.model_type!r} has no {names}: {purpose}", remedy=CONFIG_REMEDY
+            )
         return found
 
     def whole(self, key: str, purpose: str, default: int | None = None) -> int:
         """Return a whole number of 1 or more; SpecInvalid if it is missing without a default, or something else."""
-        value = self.optional(key)
-        if value is not None:
-            return value
-        if default is None:
-            raise self._missing(repr(key), purpose)
-        return default
+        return self.first_whole((key,), purpose, otherwise=default)
 
     def optional(self, key: str) -> int | None:
         """Return a whole number of 1 or more, or None if the key is missing or null; SpecInvalid for anything else."""
@@ -212,12 +210,6 @@ class ModelConfig:
         if not isinstance(found, str):
             raise self.odd(names[0], found, "the name of a dtype")
         return found.removeprefix("torch.")
-
-    def _missing(self, names: str, purpose: str) -> SpecInvalid:
-        return SpecInvalid(
-            f"config of model type {self.model_type!r} has no {names}: {purpose}",
-            remedy=CONFIG_REMEDY,
-        )
 
     def odd(self, key: str, found: object, expected: str) -> SpecInvalid:
         """Return the error for a key with an unusable value, which may be of any length."""
