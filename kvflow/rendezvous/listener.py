@@ -23,8 +23,7 @@ from kvflow.errors import ReleaseMismatch
 from kvflow.events import ConsumerRejected
 from kvflow.ids import LeaseKey, worker_name
 from kvflow.leases.table import Answer, Reader
-from kvflow.rendezvous.endpoint import LocalEndpoint, as_kvflow_error
-from kvflow.rendezvous.publication import READER
+from kvflow.rendezvous.endpoint import READER, LocalEndpoint, as_kvflow_error
 
 
 class Leases(Protocol):

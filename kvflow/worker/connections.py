@@ -50,8 +50,7 @@ from kvflow.leases.tickets import Member
 from kvflow.reads.contract import Carrier, PeerAddress, Published
 from kvflow.reads.pulls import advance
 from kvflow.rendezvous.dialer import Link, Replaced, Restarted
-from kvflow.rendezvous.endpoint import Distrusted, Network, NotDialed
-from kvflow.rendezvous.publication import Advertisement
+from kvflow.rendezvous.endpoint import Advertisement, Distrusted, Network, NotDialed
 from kvflow.validation import Name, Number
 from kvflow.worker.prepared import Source
 

@@ -31,10 +31,9 @@ from kvflow.observability.logs import EventLog, Reporter, check_hooks
 from kvflow.observability.pages import WorkerPages
 from kvflow.reads.contract import Serving, Transport, TransportEvent
 from kvflow.reads.device import device_memory_of
-from kvflow.rendezvous.endpoint import LocalEndpoint, build_local_endpoint, security_of
+from kvflow.rendezvous.endpoint import Advertisement, LocalEndpoint, build_local_endpoint, security_of
 from kvflow.rendezvous.issuer import TicketKey, draw_head_start
 from kvflow.rendezvous.listener import open_listener
-from kvflow.rendezvous.publication import Advertisement
 from kvflow.worker.consumer import Consumer
 from kvflow.worker.environment import PRODUCTION, Environment, Lifecycle, Shared
 from kvflow.worker.producer import LeaseManager, order_stores

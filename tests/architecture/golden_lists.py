@@ -27,7 +27,7 @@ from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.leases import tickets
 from kvflow.reads import backend
 from kvflow.reads.tcp import wire
-from kvflow.rendezvous.publication import Advertisement
+from kvflow.rendezvous.endpoint import Advertisement
 from kvflow.worker.snapshot import Inspection
 from tests.docs.api_page import MADE_BY_KVFLOW, fields, is_record, members, public_names, signature
 

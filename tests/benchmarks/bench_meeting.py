@@ -23,7 +23,7 @@ import handshake
 import kvflow
 from kvflow.layout.component import Region
 from kvflow.layout.manifest import COMPONENTS_MAX, Manifest
-from kvflow.rendezvous.publication import Advertisement, encode
+from kvflow.rendezvous.endpoint import Advertisement, encode
 from kvflow.worker.worker import Worker
 from tests.helpers.settings import flat_config
 

@@ -16,7 +16,7 @@ import kvflow.tools.bench.source
 import kvflow.tools.demo.messages
 from kvflow.leases.tickets import Grant
 from kvflow.reads.backend import Envelope
-from kvflow.rendezvous.publication import Advertisement
+from kvflow.rendezvous.endpoint import Advertisement
 from kvflow.tools.proxy import completions
 from kvflow.worker.snapshot import Inspection
 
@@ -28,7 +28,7 @@ COLUMNS = ["input", "who sends it", "checked by", "bound", "at most it costs", "
 WIRE = {
     "handshake/codec.py": [handshake.messages.AnyMessage],
     "kvflow/leases/tickets.py": [Grant],
-    "kvflow/rendezvous/publication.py": [Advertisement],
+    "kvflow/rendezvous/endpoint.py": [Advertisement],
     "kvflow/reads/backend.py": [Envelope],
     "kvflow/worker/snapshot.py": [Inspection],
     "kvflow/tools/proxy/completions.py": [
@@ -75,7 +75,7 @@ NOT_WIRE = {
     "kvflow/integrations/vllm/admission.py": "the engine's own scheduler, whose MAC is checked first",
     "kvflow/integrations/vllm/messages.py": "commands of the engine's own scheduler",
     "kvflow/integrations/vllm/settings.py": "settings",
-    "kvflow/layout/manifest.py": "manifests of this process; a peer's are read by rendezvous.publication",
+    "kvflow/layout/manifest.py": "manifests of this process; a peer's are read by rendezvous.endpoint",
     "kvflow/models/config.py": "files that the user names",
     "kvflow/models/families.py": "options of the caller, and files of this package",
     "kvflow/tools/trace/records.py": "logs that the user names: bounded by the types, and skipped if broken",

@@ -15,8 +15,8 @@ from kvflow.leases.tickets import FORMAT, RankAddress
 from kvflow.reads.backend import Envelope, seal, unseal
 from kvflow.reads.nixl.backend import NixlBackend, exporter_name
 from kvflow.reads.nixl.metadata import inspect
+from kvflow.rendezvous.endpoint import Advertisement
 from kvflow.rendezvous.issuer import TicketKey
-from kvflow.rendezvous.publication import Advertisement
 from tests.integration.shapes import Shape
 from tests.simulation.tickets import grants_of, packed
 

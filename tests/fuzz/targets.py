@@ -34,7 +34,7 @@ from kvflow.reads.contract import LeaseName
 from kvflow.reads.nixl.metadata import inspect
 from kvflow.reads.serving import ServedList
 from kvflow.reads.tcp import wire as tcp_wire
-from kvflow.rendezvous.publication import Advertisement, decode
+from kvflow.rendezvous.endpoint import Advertisement, decode
 from kvflow.tools.cli.inspect import lines_of as report_lines
 from kvflow.worker.connections import PeerState
 from kvflow.worker.destinations import Quarantined

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from handshake.sockets import ZeroMqNetwork
 from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE
 from kvflow.errors import ProtocolViolation
+from kvflow.rendezvous.dialer import open_visit
 from kvflow.rendezvous.issuer import draw_pair
-from kvflow.rendezvous.visitor import open_visit
 from kvflow.tools.doctor import path, probe
 from kvflow.tools.doctor.codes import FailureFigures
 from kvflow.tools.doctor.probe import build_cache, listening, read_probe

@@ -13,7 +13,7 @@ from kvflow.layout.component import ADDRESS_MAX, Region
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.planning.plan import PlanCache
 from kvflow.reads.backend import Envelope, seal
-from kvflow.rendezvous.publication import decode, encode
+from kvflow.rendezvous.endpoint import decode, encode
 
 from .consuming import works
 from .strangers import IDENTITY, SECURITY, publishing, ticket_to

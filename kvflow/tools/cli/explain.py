@@ -279,7 +279,7 @@ def _of_workers(options: argparse.Namespace) -> ExplainFigures:
 
 
 async def _manifests(endpoints: Sequence[str], keys: Sequence[str]) -> list[Manifest]:
-    from kvflow.rendezvous.visitor import open_visit  # noqa: PLC0415 - a model needs no ZeroMQ
+    from kvflow.rendezvous.dialer import open_visit  # noqa: PLC0415 - a model needs no ZeroMQ
 
     found, config = [], member_config(*keys)
     for endpoint, key in zip(endpoints, [*keys, "", ""], strict=False):

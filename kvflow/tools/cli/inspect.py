@@ -21,8 +21,8 @@ from kvflow.tools.cli.arguments import (
 )
 
 if TYPE_CHECKING:
-    from kvflow.rendezvous.publication import Advertisement
-    from kvflow.rendezvous.visitor import Visit
+    from kvflow.rendezvous.dialer import Visit
+    from kvflow.rendezvous.endpoint import Advertisement
     from kvflow.worker.snapshot import Inspection, Snapshot
 
 
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _inspect(options: argparse.Namespace) -> None:
-    from kvflow.rendezvous.visitor import open_visit  # noqa: PLC0415 - --help needs no ZeroMQ
+    from kvflow.rendezvous.dialer import open_visit  # noqa: PLC0415 - --help needs no ZeroMQ
 
     config = member_config(options.key)
     async with open_visit(options.endpoint, config, server_key=options.key or "") as visit:

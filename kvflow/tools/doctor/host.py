@@ -16,7 +16,7 @@ from kvflow.config import (
 )
 from kvflow.errors import ConfigInvalid, KvflowError
 from kvflow.reads.reach import PREFIXES, network_cards
-from kvflow.rendezvous.visitor import open_visit
+from kvflow.rendezvous.dialer import open_visit
 from kvflow.tools.doctor import apart, facts, probe
 from kvflow.tools.doctor.codes import FailureFigures, Finding, found, note, ok
 from kvflow.tools.doctor.path import latency, rate, unread, why_tcp, without_ucx

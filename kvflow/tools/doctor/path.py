@@ -12,8 +12,8 @@ from kvflow.addresses import host_and_port
 from kvflow.config import Encryption, TransportName, WorkerConfig
 from kvflow.errors import KvflowError
 from kvflow.reads.reach import PTRACE_REMEDY, host_facts, one_host, reach
-from kvflow.rendezvous.publication import Advertisement
-from kvflow.rendezvous.visitor import Visit, open_visit
+from kvflow.rendezvous.dialer import Visit, open_visit
+from kvflow.rendezvous.endpoint import Advertisement
 from kvflow.reprs import quoted
 from kvflow.tools.doctor import apart, probe
 from kvflow.tools.doctor.codes import FailureFigures, Finding, failure, found, note, ok

@@ -25,7 +25,7 @@ from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec, FullAttention
 from kvflow.leases.tickets import Ticket
 from kvflow.reads.reach import HostFacts, host_facts, one_host
-from kvflow.rendezvous.visitor import Visit, open_visit
+from kvflow.rendezvous.dialer import Visit, open_visit
 from kvflow.report import TransferReport
 from kvflow.tools.doctor.codes import FailureFigures, failure_of
 from kvflow.worker.snapshot import TOLD_BYTES_MAX, decode_inspection

@@ -11,8 +11,7 @@ from kvflow.layout.component import Component, Region
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 from kvflow.leases.tickets import RankAddress
 from kvflow.rendezvous.dialer import open_link
-from kvflow.rendezvous.endpoint import build_local_endpoint, security_of
-from kvflow.rendezvous.publication import Advertisement
+from kvflow.rendezvous.endpoint import Advertisement, build_local_endpoint, security_of
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
 from tests.helpers.settings import flat_config

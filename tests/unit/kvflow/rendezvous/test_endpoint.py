@@ -4,8 +4,7 @@ import pytest
 
 from handshake import ClusterSecurity, CurveKeys
 from kvflow.errors import ConfigInvalid
-from kvflow.rendezvous.endpoint import security_of
-from kvflow.rendezvous.publication import decode
+from kvflow.rendezvous.endpoint import decode, security_of
 from kvflow.version import __version__
 
 from .helpers import INCARNATION, SECRET, SECURITY, advertisement, config, peer, side

@@ -11,7 +11,7 @@ from handshake.messages import LeaseRef, Release
 from handshake.sockets import ZEROMQ
 from kvflow.errors import ConfigInvalid, ReleaseMismatch
 from kvflow.events import ConsumerRejected
-from kvflow.rendezvous.publication import READER
+from kvflow.rendezvous.endpoint import READER
 from kvflow.worker.runtime import open_worker
 from tests.unit.kvflow.worker.pulling import FaultyNetwork
 

@@ -13,7 +13,7 @@ from handshake.limits import PUBLICATION_BYTES_MAX
 from kvflow.errors import ProtocolViolation, ReleaseMismatch, SpecInvalid
 from kvflow.layout.component import ADDRESS_MAX, METADATA_BYTES_MAX, Component, Region
 from kvflow.layout.manifest import COMPONENTS_MAX, MANIFEST_BYTES_MAX, MANIFEST_SCHEMA, Layer
-from kvflow.rendezvous.publication import decode, encode
+from kvflow.rendezvous.endpoint import decode, encode
 
 from .helpers import DENSE, advertisement
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE
 from kvflow.errors import PeerLost
+from kvflow.rendezvous.dialer import open_visit
 from kvflow.rendezvous.issuer import draw_pair
-from kvflow.rendezvous.visitor import open_visit
 from kvflow.tools.cli import inspect, main
 from kvflow.worker.runtime import open_worker
 from tests.helpers.settings import flat_config
