@@ -19,11 +19,9 @@ Verdict = Literal["held", "stale", "early"]
 
 
 def judge(expected: int, observed: int) -> Verdict:
-    """Compare the epoch that a check has read with the epoch of the ticket.
+    """Compare the epoch that a check has read with that of the ticket.
 
-    Returns:
-        ``held``: the bytes that were read before are right. ``stale``: the lease has ended; deliver nothing.
-        ``early``: the producer has not admitted the lease yet; wait, and read the data again.
+    ``held``: the bytes that were read before are right. ``stale``: the lease has ended. ``early``: it is not admitted.
     """
     if observed == expected:
         return "held"
@@ -31,13 +29,7 @@ def judge(expected: int, observed: int) -> Verdict:
 
 
 class EpochTable:
-    """The slots of one worker. A slot is one aligned 8-byte store: readers never see half of it.
-
-    Args:
-        slots: number of slots.
-        base: value of every slot at the start.
-        order_stores: memory barrier: readers see the stores that precede the call before those that follow it.
-            docs/explanation/correctness.md explains why.
+    """The slots of one worker, at first ``base``. A slot is one aligned 8-byte store: readers never see half of it.
 
     Attributes:
         array: uint64, shape (slots,), in separate pages: the memory that is registered and read by peers.
@@ -66,7 +58,8 @@ class EpochTable:
     def raise_all(self, epochs: Iterable[tuple[int, int]]) -> None:
         """Set slots to higher epochs.
 
-        Peers see the new epochs after everything that was written before, and before everything that is written later.
+        Peers see them after everything that was written before, and before everything that is written later:
+        docs/explanation/correctness.md.
         """
         array, numbers = self.array, self.numbers
         self._order_stores()  # a reader that sees the lease held also sees its bytes

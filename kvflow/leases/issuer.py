@@ -24,13 +24,7 @@ HEAD_START_BITS = 48
 
 
 class Issuer:
-    """Assign the lease slots of one engine, and sign its tickets.
-
-    Attributes:
-        engine_id: the producer.
-        ranks: every rank, as the workers report them (``worker.rank_address``).
-        slots: leases that may be held at once.
-    """
+    """Assign the lease slots of one engine, and sign its tickets."""
 
     def __init__(
         self,
@@ -49,15 +43,14 @@ class Issuer:
 
         Args:
             engine_id: the producer.
-            ranks: at least one, each as its worker reports it now.
+            ranks: at least one, each as its worker reports it now (``worker.rank_address``).
             sign: makes the MAC of a grant.
             lease_s: how long a lease lasts unless renewed.
-            head_start: random, in ``[0, 2**HEAD_START_BITS)``, so that a new issuer does not reuse the epochs of
-                tickets that no rank has admitted.
+            head_start: random, so that a new issuer does not reuse the epochs of tickets that no rank has admitted.
             admitted: whether every lease is held before its ticket is handed out.
             wall_clock: seconds since 1970, for ``Grant.issued_ms``; None leaves it out.
             block_sizes: tokens in one block, group by group, 0 for states. Only offers with digests need them.
-            draw_trace: draws a trace context, so many bits at a time, for each offer without one; None leaves it out.
+            draw_trace: draws bits for a trace context of each offer without one; None leaves it out.
 
         Raises:
             ArgumentInvalid: a rank is something else than a ``RankAddress``.
@@ -156,7 +149,6 @@ class Issuer:
     def _contents(
         self, digests: Sequence[Sequence[bytes]], block_ids: tuple[tuple[int, ...], ...]
     ) -> tuple[Content, ...]:
-        """Return the digests of an offer, checked against its blocks."""
         if len(self._block_sizes) != len(block_ids):
             raise ConfigInvalid(
                 f"block_sizes of the mint has length {len(self._block_sizes)} for {counted(len(block_ids), 'group')}",

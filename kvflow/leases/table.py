@@ -27,8 +27,7 @@ Answer = Literal["held", "counted", "ended", "unknown"]
 class PastLease(Struct, frozen=True, gc=False):
     """How a lease ended, and when on the clock of the leases.
 
-    ``ended_by`` is ``expired``; ``revoked``; ``used`` if a reader released it after a read; ``released`` if a reader
-    released it without a read, or did not say.
+    ``ended_by`` is ``expired``; ``revoked``; ``used`` if a reader released it after a read; otherwise ``released``.
     """
 
     ended_by: str
@@ -81,11 +80,7 @@ class LeaseState(Struct, frozen=True, kw_only=True):
 
 
 class Lease(Struct, eq=False):
-    """One lease that is held.
-
-    ``released_by`` maps an engine and the number of its ranks to the ranks that have released it: none for an engine
-    that has only renewed it. ``read`` says whether a reader has read what is promised.
-    """
+    """One lease that is held. ``released_by``: by engine and number of its ranks, those that have released it."""
 
     grant: Grant
     epoch: int
@@ -101,7 +96,7 @@ class Lease(Struct, eq=False):
 
 
 READERS_MAX = 1024
-"""Engines that one lease counts: as many as a worker has peers. A reader states its engine, and may renew forever."""
+"""Engines that one lease counts: as many as a worker has peers."""
 
 
 EARLY_MAX = 1 << 16
@@ -203,8 +198,7 @@ class LeaseTable:
         """Count one reader's releases. A lease ends when the last rank of an engine releases it.
 
         A release may arrive before its lease is admitted, because a reader of some ranks of a ticket releases all of
-        them. The answer is then ``unknown``, and the release counts when the lease is admitted. ``read`` says whether
-        the reader has read the blocks.
+        them. The answer is then ``unknown``, and it counts at the admission. ``read``: whether the blocks were read.
 
         Returns:
             One answer per lease, in order; and the leases that ended now.
@@ -229,10 +223,7 @@ class LeaseTable:
         return answers, self._end(done.values(), "released", now) if done else []
 
     def renew(self, leases: Sequence[LeaseKey], now: float, reader: Reader | None = None) -> list[Answer]:
-        """Extend leases: each lasts its full duration from now. Return one answer per lease.
-
-        ``reader`` is listed with the lease; None if none is to be listed.
-        """
+        """Extend leases by their full duration from now; list the reader. Return one answer per lease."""
         answers: list[Answer] = []
         for slot, epoch in leases:
             lease = self._by_slot.get(slot)
@@ -273,7 +264,7 @@ class LeaseTable:
 
         The answer may be out of date on return. The epoch decides, and is raised before this method returns None.
 
-        Thread: any, without the worker's lock, because one dict lookup is atomic and a grant does not change.
+        Thread: any, without a lock, because one dict lookup is atomic and a grant does not change.
         """
         lease = self._find(slot, epoch)
         return None if lease is None else lease.grant.block_ids

@@ -3,8 +3,8 @@
 A ticket is one or more *grants*. A grant is one signed promise of some ranks of one engine. A mint signs one grant for
 all ranks, and ``worker.offer`` signs one for its own rank. ``join_tickets`` joins several into one ticket.
 
-The text of a ticket is one ASCII string: ``kvf2``, then for each grant a dot and the base64url of its MAC and msgpack.
-A router that parses and rewrites the JSON does not change a string. A reader checks the MAC before it decodes anything.
+The text of a ticket is one ASCII string, which no router changes: ``kvf2``, then for each grant a dot and the base64url
+of its MAC and msgpack. A reader checks the MAC before it decodes anything.
 """
 
 import base64
@@ -215,11 +215,7 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False):
         return verify(_encoder.encode(self), mac)
 
     def require_consistent(self) -> None:
-        """Check that the fields match each other.
-
-        Raises:
-            TicketInvalid: the fields have different numbers of groups, or digests do not match the block ids.
-        """
+        """Check that the fields match each other; raise ``TicketInvalid``."""
         if len(self.num_tokens) != len(self.block_ids):
             raise TicketInvalid(f"{len(self.num_tokens)} token counts for {len(self.block_ids)} groups")
         if isinstance(self.contents, UnsetType):
@@ -237,13 +233,9 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False):
                 )
 
     def seems_over(self, wall_s: float, error_s: float) -> bool:
-        """Return whether the promise has run out, unless it was renewed, if the clocks are right.
+        """Return whether the promise has run out unless it was renewed, by the producer's clock of this largest error.
 
         This is a reason to check the lease before the read, but not to refuse the ticket, because only the check knows.
-
-        Args:
-            wall_s: seconds since 1970 on the producer's clock.
-            error_s: largest error of that clock.
         """
         issued_ms = self.issued_ms
         return issued_ms is not UNSET and wall_s - error_s - OVERDUE_S > (issued_ms + self.lease_ms) / 1000
@@ -300,13 +292,7 @@ def _decode_ranks(encoded: bytes) -> Ranks:
 
 
 def block_ends(num_blocks: int, block_size: int, num_tokens: int) -> list[int]:
-    """Return the ends (one past the last token) of the last blocks of a request.
-
-    Args:
-        num_blocks: number of blocks.
-        block_size: tokens in one block; 0 for a state.
-        num_tokens: tokens of the request.
-    """
+    """Return the ends (one past the last token) of the last blocks of a request; ``block_size`` 0: of a state."""
     if not num_blocks:
         return []
     if not block_size:

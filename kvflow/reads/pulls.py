@@ -40,8 +40,7 @@ AWAITED = ("reading", "waiting", "draining")
 
 EARLY_RETRY_S = 0.005
 EARLY_RETRY_S_MAX = 0.5
-"""Pause before a lease that is not admitted yet is checked again. The admission usually needs one message. The pause
-doubles each time, because an engine that is still computing may take seconds."""
+"""Pause before a lease that is not admitted yet is checked again; it doubles, because an engine may take seconds."""
 
 
 S = TypeVar("S", bound=str)
@@ -53,11 +52,7 @@ class IllegalTransition(Exception):
 
 
 def advance(table: Mapping[tuple[S, E], S], state: S, event: E, what: str) -> S:
-    """Return the next state of ``what``.
-
-    Raises:
-        IllegalTransition: the table has no such entry.
-    """
+    """Return the next state of ``what``; raise ``IllegalTransition`` if the table has no such entry."""
     try:
         return table[state, event]
     except KeyError:
@@ -68,11 +63,9 @@ class SourceRank(Struct, eq=False, gc=False):
     """What one source rank gives to a pull.
 
     Attributes:
-        pull_id: the pull that it belongs to. Not the pull itself: without cycles, the garbage collector need not visit
-            pulls in flight.
+        pull_id: not the pull itself: without cycles, the garbage collector need not visit pulls in flight.
         read: the current or last read of this rank.
         asked_at: when the data plane got the read.
-        deadline_check_at: when its deadlines are checked next.
         early_at: when its lease was first found not admitted; infinite before.
         retries: how often it was read again because its lease was not admitted.
         unserved: whether the producer has refused blocks of a lease that it holds.
@@ -96,8 +89,6 @@ class Pull(Struct, eq=False):
     """One pull, from the call that starts it until nothing writes into its blocks. The worker adds what it needs.
 
     Attributes:
-        pull_id: unique in its worker.
-        request_id: the producer's name of the request, for the record.
         called_at: when the caller called, in seconds of the data plane's clock.
         step: the phase that the pull is in, until the scheduler has it.
         submitted_at: when its reads were built; infinite before.
@@ -107,9 +98,7 @@ class Pull(Struct, eq=False):
         missing: ranks that are not delivered.
         failed: whether it has failed; then it only drains.
         held_back: a failure that is reported once nothing of the pull is in flight.
-        held_since: since when the failure is held back.
-        early: how often a rank's lease was found not admitted yet.
-        early_bytes: bytes of these reads, which are read again.
+        early, early_bytes: how often a rank's lease was found not admitted yet, and bytes that are read again.
         ended: the answers that count, one for each delivered rank.
     """
 
@@ -169,8 +158,7 @@ class Pull(Struct, eq=False):
 # --- the report of a pull that has ended ---
 
 Times = tuple[float, float, float]
-"""When a pull was called, when its reads were created, and when it was completed, in seconds of the data plane's
-clock."""
+"""When a pull was called, when its reads were created, and when it was completed."""
 
 KEPT_BYTES_MAX = 1 << 20
 """Reports of more bytes are computed at once, so that they keep no long lists of blocks."""
@@ -218,12 +206,7 @@ def phases_s(
 ) -> dict[str, float]:
     """Return the seconds of each phase: see ``TransferReport.timings_s``.
 
-    Args:
-        ended: the answers of the ranks that have delivered.
-        submitted_at: when the pull's reads were created.
-        started_at: when the first of them left the queue.
-        arrived_at: when the last byte had arrived, or now.
-        fence_s: seconds from then to the last verdict.
+    ``arrived_at`` is when the last byte had arrived, or now; ``fence_s`` are the seconds from then to the last verdict.
     """
     bind_s = sum([each.bind_s for each in ended])
     post_s = sum([each.post_s for each in ended])

@@ -63,13 +63,9 @@ class Scheduler:
 
     Args:
         pulls: the caller's book of pulls, by number; each stays there until its last effect was carried out.
-        budgets: seconds of each phase of a read.
-        pulls_max: pulls that may be open at once.
 
     Attributes:
         read_ids: yields an id for every read of its data plane.
-
-    Thread: not thread-safe; it belongs to the worker's event loop.
     """
 
     def __init__(self, pulls: Mapping[int, Pull], budgets: Tuning, pulls_max: int = PULLS_MAX) -> None:
@@ -89,14 +85,7 @@ class Scheduler:
         return self._num_open > 0
 
     def require_room(self, before: int = 0) -> None:
-        """Refuse a pull if too many are open. Call it before its reads are posted.
-
-        Args:
-            before: pulls that were accepted and are not submitted yet.
-
-        Raises:
-            CapacityExceeded: too many pulls are open.
-        """
+        """Refuse a pull, before its reads are posted, if too many are open, or accepted ``before`` it."""
         if self._num_open + before >= self._pulls_max:
             raise CapacityExceeded("open pulls", self._pulls_max)
 

@@ -38,10 +38,7 @@ from kvflow.version import __version__
 
 
 class LeaseEnd(Struct, frozen=True):
-    """How a lease has ended, if its producer says so, and how many seconds ago.
-
-    ``ended_by`` is as of ``StaleLease``.
-    """
+    """How a lease has ended, as of ``StaleLease``, and how many seconds ago, if its producer says so."""
 
     ended_by: str = "unknown"
     ended_s: float | None = None
@@ -153,9 +150,7 @@ class Link:
     async def ask_end(self, lease: LeaseKey, *, within_s: float) -> LeaseEnd:
         """Ask the producer how a lease has ended, by renewing it. Without an answer in time, the reason is unknown.
 
-        Questions of one loop iteration are sent together.
-
-        Cancellation: safe.
+        Questions of one loop iteration are sent together. Cancellation: safe.
         """
         answered = self._queries.add(lease)
         if not self._to_ask:
@@ -215,12 +210,7 @@ async def open_link(
     local: LocalEndpoint,
     on_ended: Callable[[str, str], None],
 ) -> AsyncIterator[Link]:
-    """Dial one producer rank and read its manifest.
-
-    Args:
-        peer: the producer rank that the ticket names, and its endpoint.
-        local: what we send to it, and the keys that we trust.
-        on_ended: called once, with a code and a detail, when a connection that was ready has ended.
+    """Dial one producer rank and read its manifest. ``on_ended`` gets code and detail of a connection that ended.
 
     Raises:
         AuthenticationFailed: it has another secret or key, or we do not trust its key.
@@ -298,11 +288,7 @@ def _require_peer(identity: Identity, peer: PeerId) -> None:
 
 
 class Visit:
-    """A connection to a worker that is ready. Thread: the event loop.
-
-    Attributes:
-        manifest_schema: of what it publishes, which this release may not understand.
-    """
+    """A connection to a worker that is ready. Thread: the event loop."""
 
     def __init__(self, client: HandshakeClient, endpoint: str, answer_s: float) -> None:
         self._client = client
@@ -319,12 +305,7 @@ class Visit:
         return None if offset is None else offset.ahead_s
 
     async def read_manifest(self) -> Advertisement:
-        """Return what the worker publishes, checked.
-
-        Raises:
-            ReleaseMismatch: it writes another version of the manifest.
-            ProtocolViolation: what it publishes is invalid.
-        """
+        """Return what the worker publishes, checked. Raises as ``decode``."""
         software = self.identity.software
         return await asyncio.to_thread(decode, self._client.publication, peer=self.endpoint, software=software)
 
@@ -333,11 +314,7 @@ class Visit:
         return (await self._ask(report=False))[0]
 
     async def ask_report(self) -> bytes:
-        """Return what the worker reports about itself, at most 64 KiB; empty if its release reports nothing.
-
-        Raises:
-            DeadlineExceeded, PeerLost: there was no answer.
-        """
+        """Return what the worker reports about itself; empty if its release reports nothing. Raises as ``ping``."""
         return (await self._ask(report=True))[1]
 
     async def _ask(self, *, report: bool) -> tuple[float, bytes]:
@@ -358,11 +335,7 @@ async def open_visit(
 ) -> AsyncIterator[Visit]:
     """Dial a worker as a reader does, and leave with a goodbye. Cancellation: safe.
 
-    Args:
-        endpoint: ``tcp://HOST:PORT`` of the worker's control endpoint.
-        config: gives the secret, the keys and the budgets.
-        server_key: public key of the worker, needed if it has its own.
-        network: where the worker is dialed.
+    ``server_key`` is the public key of a worker that has its own.
 
     Raises:
         ConfigInvalid: there is no usable secret, or the endpoint is malformed.

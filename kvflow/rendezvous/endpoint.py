@@ -72,11 +72,7 @@ class Advertisement(Struct, frozen=True, kw_only=True):
     tcp_encryption: Annotated[str, Meta(max_length=32)] = "off"
 
     def check(self) -> None:
-        """Check what the types cannot say.
-
-        Raises:
-            SpecInvalid: names what is wrong.
-        """
+        """Check what the types cannot say; raise ``SpecInvalid`` with what is wrong."""
         self.manifest.check()
         if self.epochs.memory != "DRAM" or self.epochs.nbytes % SLOT_BYTES:
             raise SpecInvalid(f"the epoch table is not an array of u64 in DRAM: {self.epochs}")
@@ -101,11 +97,7 @@ _sized_decoder = msgspec.msgpack.Decoder(_Sized)
 
 
 def encode(advertisement: Advertisement) -> Publication:
-    """Wrap an advertisement for the handshake.
-
-    Raises:
-        SpecInvalid: the manifest is larger than any peer would read.
-    """
+    """Wrap an advertisement for the handshake; raise ``SpecInvalid`` if no peer would read so large a manifest."""
     nbytes = len(_encoder.encode(advertisement.manifest))
     if nbytes > MANIFEST_BYTES_MAX:
         raise SpecInvalid(f"the manifest has {nbytes} bytes, more than {MANIFEST_BYTES_MAX}")
@@ -113,12 +105,7 @@ def encode(advertisement: Advertisement) -> Publication:
 
 
 def decode(publication: Publication, *, peer: str, software: str = "") -> Advertisement:
-    """Read a peer's advertisement; the handshake has verified its digest.
-
-    Args:
-        publication: the peer's.
-        peer: who it is.
-        software: what it says that it runs.
+    """Read a peer's advertisement; the handshake has verified its digest. ``software``: what the peer says it runs.
 
     Thread: any. The largest takes a tenth of a second, too long for the event loop.
 
@@ -229,20 +216,12 @@ def _passes(pass_key: bytes) -> MakePass:
 
 
 def cluster_key(config: WorkerConfig) -> str:
-    """Return the public key that follows from the cluster secret: equal on all workers of a cluster, and no secret.
-
-    Raises:
-        ConfigInvalid: there is no usable cluster secret.
-    """
+    """Return the public key that follows from the cluster secret: equal on all workers of a cluster, and no secret."""
     return ClusterSecurity.from_secret(config.security.secret).server.public_key
 
 
 def security_of(config: WorkerConfig) -> ClusterSecurity:
-    """Return a worker's keys, and the keys that it trusts.
-
-    Raises:
-        ConfigInvalid: there is no usable cluster secret.
-    """
+    """Return a worker's keys, and those that it trusts; raise ``ConfigInvalid`` without a usable cluster secret."""
     told = config.security
     security = ClusterSecurity.from_secret(told.secret)
     if told.accepted_secret is not None:

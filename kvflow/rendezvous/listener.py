@@ -46,11 +46,7 @@ LeasesT = TypeVar("LeasesT", bound=Leases)
 
 
 class Listener:
-    """The readers that are connected to one worker. Thread: the event loop.
-
-    Attributes:
-        make_report: makes the report for a member that asks for it; set by the worker.
-    """
+    """The readers that are connected to one worker; ``make_report`` is set by the worker. Thread: the event loop."""
 
     def __init__(self, server: HandshakeServer, leases: Leases, report: Callable[[ConsumerRejected], None]) -> None:
         self.endpoint = server.endpoint
@@ -126,11 +122,7 @@ async def open_listener(
 ) -> AsyncIterator[tuple[Listener, LeasesT]]:
     """Listen for readers; return the listener, and what ``open_leases`` has returned.
 
-    Args:
-        bind: ``tcp://HOST:PORT``; port 0 takes a free one.
-        local: what we send to readers, and the keys that we trust.
-        open_leases: called once with the endpoint, before any message of a reader is handled.
-        report: takes the readers that are rejected.
+    ``open_leases`` is called once with the endpoint, before any message of a reader is handled.
 
     Raises:
         ConfigInvalid: the address cannot be bound.

@@ -112,13 +112,10 @@ class Connection:
     """The connection to one peer.
 
     Attributes:
-        member: the peer and its address, as a ticket names them.
-        begun_at: when it was begun to be dialed.
-        linked_at: when the control connection was ready.
+        begun_at, linked_at: when it was begun to be dialed, and when the control connection was ready.
         error: why the peer cannot be read from.
         unusable: why our transport cannot read from it over any data plane of both sides; empty if it can.
         drop: code and detail of why it must end.
-        task: runs the connection.
     """
 
     member: Member
@@ -197,9 +194,7 @@ class PlaneUnusable(Exception):
 class PlaneNegotiation(Struct, frozen=True):
     """Our side of the choice of data planes over which a peer is read: those that both sides have, and settings allow.
 
-    Attributes:
-        within_s: seconds that resolving a name may take.
-        weights: see ``WorkerConfig.peer_weights``.
+    ``within_s`` bounds the resolution of a name.
     """
 
     published: Published
@@ -275,7 +270,7 @@ ADDRESSES_MAX = 1024
 """Addresses that are remembered to have failed: as many as one worker has peers."""
 
 CLOSED_MAX = 4096
-"""Peers that are remembered as closed. A ticket of a forgotten one costs one attempt, which is refused."""
+"""Peers that are remembered as closed."""
 
 SUPERSEDED_S = 30.0
 """How long a peer counts as closed because another one answers at its address. The address may be a name, and a name
@@ -334,10 +329,7 @@ class AddressRecord:
 
 
 class Reachability:
-    """What one worker has learned about the addresses and peers that it dialed.
-
-    Thread: the event loop.
-    """
+    """What one worker has learned about the addresses and peers that it dialed. Thread: the event loop."""
 
     def __init__(self, *, clock: Clock, draw: Callable[[], float], report: Hook) -> None:
         self._clock = clock

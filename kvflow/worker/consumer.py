@@ -56,14 +56,7 @@ PullItem = tuple[Ticket, BlockLists] | tuple[Ticket, BlockLists, str]
 
 
 class Consumer:
-    """The pulls of one worker, the peers that they read from, and the leases that they renew.
-
-    Attributes:
-        pulls: every open pull.
-        peers: the connections to the producers.
-
-    Thread: the event loop.
-    """
+    """The pulls of one worker, their peers, and the leases that they renew. Thread: the event loop."""
 
     def __init__(self, shared: Shared, *, verify: Callable[[Ticket], None]) -> None:
         environment, tuning = shared.environment, shared.config.tuning
@@ -334,10 +327,7 @@ class Consumer:
             self._report(TransferStarted(pull.pull_id, pull.request_id))
 
     def _post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
-        """Post reads to the data plane, and return the answers that it gives at once.
-
-        If some reads have no answer yet, collect the next pulls of this iteration of the loop and post them together.
-        """
+        """Post reads, and return what is answered at once. If some are not, collect the next pulls of this turn."""
         answers = self._transport.post(reads)
         if len(answers) < len(reads):
             self._collecting = self._turn_until is not None

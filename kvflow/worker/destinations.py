@@ -3,9 +3,9 @@
 A block is in at most one destination. It is *receiving* from the submission of a pull, *quarantined* when the pull has
 ended while a read may still write, and leaves the table when the transfer is quiescent.
 
-Most quarantined blocks become free automatically: their reads complete, fail, or end with their peer. Reads from a hung
-peer may never end. Resetting the reader ends them: it destroys the agent that reads, and every peer pauses meanwhile.
-Staging buffers count like blocks: once all of them are quarantined, nothing can be read through them.
+Most quarantined blocks become free automatically. Reads from a hung peer may never end. Resetting the reader ends them:
+it destroys the agent that reads, and every peer pauses meanwhile. Staging buffers count like blocks: once all of them
+are quarantined, nothing can be read through them.
 """
 
 from collections import OrderedDict
@@ -36,13 +36,7 @@ class Quarantined(Struct, frozen=True):
 
 
 class Standing(Struct, frozen=True):
-    """The sum of all quarantined blocks.
-
-    Attributes:
-        num_blocks: blocks in quarantine.
-        lasting_blocks: those of them that have been quarantined for longer than ``lasting_s``.
-        since: when the oldest was quarantined, on the worker's clock; None if there is none.
-    """
+    """The sum of all quarantined blocks, those that have been there for longer than ``lasting_s``, and since when."""
 
     num_blocks: int = 0
     lasting_blocks: int = 0
@@ -50,11 +44,7 @@ class Standing(Struct, frozen=True):
 
 
 class DestinationTable:
-    """Every block that a pull may write into.
-
-    Attributes:
-        aliases: the alias class of each group.
-    """
+    """Every block that a pull may write into. ``aliases``: the alias class of each group."""
 
     def __init__(self, account: BlockAccount) -> None:
         self.aliases = account.aliases
@@ -68,11 +58,7 @@ class DestinationTable:
         return len(self._open)
 
     def take(self, pull_id: int, ids: Sequence[Ids]) -> None:
-        """Take blocks for one pull; all or none.
-
-        Args:
-            pull_id: the pull.
-            ids: checked block ids, one ``Ids`` for each group.
+        """Take the checked blocks of one pull; all or none.
 
         Raises:
             BlockIdsInvalid: a block is a target of another pull, still quarantined, or on offer.
@@ -99,9 +85,7 @@ class DestinationTable:
     def standing(self, now: float, lasting_s: float) -> Standing:
         """Sum up what is in quarantine, without visiting every entry.
 
-        Args:
-            now: seconds of the worker's clock; never less than in an earlier call.
-            lasting_s: seconds after which blocks count as lasting; the same in every call.
+        ``now`` is never less than in an earlier call, and ``lasting_s`` is the same in every call.
         """
         while (entry := self._fresh.oldest()) is not None and now - entry.since > lasting_s:
             self._fresh.remove(entry.pull_id)
@@ -119,8 +103,6 @@ class DestinationTable:
 
 
 class _Quarantine:
-    """Quarantined destinations, the oldest first, and the number of their blocks."""
-
     def __init__(self) -> None:
         self.entries: OrderedDict[int, Quarantined] = OrderedDict()
         self.num_blocks = 0
@@ -147,25 +129,14 @@ pull arrive without a reset. The value exceeds the two seconds that a reset give
 
 
 class ResetReason(Struct, frozen=True):
-    """Why the reader is reset.
-
-    Attributes:
-        setting: the limit that was exceeded, ``quarantine_bytes_max`` or ``quarantine_s_max``; ``staging_bytes`` if all
-            staging memory was in quarantine.
-        num_blocks: blocks in quarantine at that moment.
-    """
+    """The setting whose limit was exceeded, and the number of blocks in quarantine."""
 
     setting: str
     num_blocks: int
 
 
 class ReaderResetPolicy:
-    """Decide when the reader is reset; at most one reset at a time.
-
-    Args:
-        limits: the limits of the quarantine.
-        block_nbytes: bytes of the largest block.
-    """
+    """Decide when the reader is reset; at most one reset at a time."""
 
     def __init__(self, limits: Tuning, block_nbytes: int) -> None:
         self._limits = limits
@@ -176,10 +147,7 @@ class ReaderResetPolicy:
     def due(self, standing: Standing, now: float, *, starved: bool = False) -> bool:
         """Return whether to reset the reader now; False while a reset is under way.
 
-        Args:
-            standing: the sum of the quarantine; blocks are lasting after ``DUE_AFTER_S``.
-            now: seconds of the worker's clock.
-            starved: whether peers wait for a staging buffer while every one is quarantined.
+        ``starved``: whether peers wait for a staging buffer while every one is quarantined.
         """
         if not starved:
             self._starved_since = None

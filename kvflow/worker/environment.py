@@ -36,8 +36,7 @@ def staging_of(config: WorkerConfig, manifest: Manifest) -> int:
 
 
 OpenTransport = Callable[[WorkerConfig, str, Sink, int], Transport]
-"""Makes a transport that has not started, from the settings, the agent's name, the sink of events, and the bytes of
-staging memory. See ``create_transport``."""
+"""Makes a transport that has not started: from settings, the agent's name, the sink of events, and staging bytes."""
 
 
 class Environment(Struct, frozen=True, kw_only=True):

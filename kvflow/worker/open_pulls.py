@@ -22,8 +22,7 @@ from kvflow.worker.prepared import Route
 from kvflow.worker.renewals import HeldLease
 
 EXPLAIN_S = 0.5
-"""How long a pull whose lease has ended waits for its producer to say why. An answer takes about a millisecond; a
-producer that is too busy to answer must not keep the caller from recomputing."""
+"""How long a pull whose lease has ended waits for the reason. An answer takes about a millisecond."""
 
 
 class PullHandle:
@@ -165,14 +164,11 @@ class OpenPull(Pull, eq=False, kw_only=True):
     """What a worker knows of a pull, in addition to what its scheduler does.
 
     Attributes:
-        ticket: the ticket; None if the caller passed something else.
-        local_request_id: the caller's own name of the request.
-        handle: the handle that the caller has.
+        ticket: None if the caller passed something else.
+        expected: the digests that the blocks must have, group by group.
         peer: the source rank that failed, as far as it is known.
-        route: how its ranks are read; ``UNCONNECTED`` until the peers are connected.
         held: the leases that are renewed for it.
         targets: our checked block ids of each group; empty until they are checked.
-        expected: the digests that the blocks must have, group by group.
         failure: the failure that the scheduler reported.
         quiesced: the event that nothing writes now, if it came before the failure was recorded.
         submitted: whether the scheduler has it: its reads did not complete when they were posted.
@@ -200,15 +196,12 @@ class OpenPull(Pull, eq=False, kw_only=True):
         return [(peer.link.peer, grants[at].slot, int(grants[at].epoch)) for peer, at in self.route.ranks]
 
     def member(self, name: str) -> Member | None:
-        """Return the rank called ``engine/rank/incarnation``; None if the ticket does not name it."""
+        """Return the rank of this name; None if the ticket does not name it."""
         members = () if self.ticket is None else self.ticket.members()
         return next((member for member in members if str(member.peer) == name), None)
 
     def context(self, wall_s: float) -> dict[str, object]:
-        """Return the fields that a record has in addition to its event, under the names that vLLM's operators know.
-
-        ``wall_s``: seconds since 1970 when the worker's clock was at zero.
-        """
+        """Return the fields that a record has in addition to its event, under the names that vLLM's operators know."""
         called_at = round(wall_s + self.called_at, 6)
         if self.ticket is None:
             return {"called_at": called_at}
@@ -242,24 +235,13 @@ class OpenPull(Pull, eq=False, kw_only=True):
         return {"handshake": min(now, self.submitted_at) - self.called_at} | total_s
 
     def ticket_age_s(self, wall_s: float) -> float | None:
-        """Return the age of the ticket in seconds; None if the ticket has no time of issue.
-
-        Args:
-            wall_s: seconds since 1970 on the clock of the producer, as far as that clock is known.
-        """
+        """Return the age of the ticket by the producer's clock, in seconds since 1970; None without a time of issue."""
         issued_at = UNSET if self.ticket is None else self.ticket.grants[0].issued_at
         return None if isinstance(issued_at, UnsetType) else wall_s - issued_at
 
 
 class OpenPulls:
     """The open pulls of one worker, and the record of each pull that ends, however early it fails.
-
-    Args:
-        pool: the connected peers.
-        clock: times the pulls.
-        wall: returns seconds since 1970.
-        report: takes the records.
-        cancel: cancels the pull of a number; does nothing if that pull has ended.
 
     Attributes:
         by_id: every pull that is connecting, waiting, open or draining. A pull that is answered at once never gets in.
@@ -300,9 +282,7 @@ class OpenPulls:
     async def quiesced(self, request_id: str | None = None) -> None:
         """Wait until nothing may write into the blocks of the pulls of one name, or of all pulls if it is None.
 
-        Pulls of the same name that start meanwhile are waited for too. Return at once if there is none.
-
-        Cancellation: safe; the pulls go on.
+        Pulls of the same name that start meanwhile are waited for too. Cancellation: safe; the pulls go on.
         """
         while pull := next((each for each in self.by_id.values() if request_id in {None, each.request_id}), None):
             await pull.handle.quiesced()
@@ -364,9 +344,7 @@ class OpenPulls:
             pull.quiesced = event
 
     async def explain(self, pull: OpenPull, error: StaleLease) -> StaleLease:
-        """Return the error of a lease that a fence found ended, completed with the reason that the producer gives.
-
-        Wait ``EXPLAIN_S`` at most for the reason.
+        """Return the error of a lease that a fence found ended, with the reason that the producer gives.
 
         Cancellation: safe.
         """

@@ -50,14 +50,10 @@ _RouteKey = tuple[object, ...]
 _RANKS = attrgetter("ranks")
 
 CLOSING = (FailureCode.CLOSING, "the worker is closing")
-"""Code and detail of a peer that is dropped because this worker closes."""
 
 
 class PeerPool:
-    """The connections to every producer that this worker reads from.
-
-    Attributes:
-        drops: number of peers that were dropped since the start, by code.
+    """The connections to every producer that this worker reads from. ``drops`` counts those that were dropped, by code.
 
     Thread: the event loop.
     """
@@ -90,7 +86,7 @@ class PeerPool:
         Cancellation: safe; connecting goes on for other callers.
 
         Raises:
-            KvflowError: see ``open_link``; ``LayoutMismatch`` if its cache cannot fill ours; ``PeerUnavailable`` or
+            KvflowError: of ``open_link``; ``LayoutMismatch`` if its cache cannot fill ours; ``PeerUnavailable`` or
                 ``StaleLease`` at once if dialing it is useless; ``TicketInvalid`` if the peer has no such slot.
         """
         peer = await (await self._connection(member)).require_peer()
@@ -99,21 +95,11 @@ class PeerPool:
         return peer
 
     async def connect_link(self, member: Member) -> Link:
-        """Return the control connection of the peer that a ticket names, also if the peer cannot be read from.
-
-        Cancellation: safe.
-
-        Raises:
-            KvflowError: see ``open_link``.
-        """
+        """Return the control connection of a peer, also if it cannot be read from. Cancellation: safe."""
         return await (await self._connection(member)).require_link()
 
     def start_connecting(self, member: Member) -> None:
-        """Start to connect the peer that a ticket names, unless it has a connection; do not wait.
-
-        Raises:
-            StaleLease, PeerUnavailable: dialing it is useless now.
-        """
+        """Start to connect a peer, unless it has a connection; do not wait. Raises as ``connect`` if it is useless."""
         if member.peer not in self._connections and not self._closed:
             self._start(member)
 
@@ -146,14 +132,12 @@ class PeerPool:
     async def connect_ticket(self, ticket: Ticket, blame: Callable[[Member], object]) -> Route:
         """Connect every rank that a ticket names, divide our cache among them, and prepare to read from them.
 
+        ``blame`` is called with the only rank before it is connected, or with each rank that could not be connected.
+
         Cancellation: safe; connecting goes on for other pulls that need the peers.
 
-        Args:
-            ticket: a verified ticket.
-            blame: called with the only rank before it is connected, or with each rank that could not be connected.
-
         Raises:
-            KvflowError: see ``connect``.
+            KvflowError: of ``connect``.
             PeerLost: one of the ranks was dropped while others were being connected.
             LayoutMismatch: the ranks together cannot fill our cache.
             CapacityExceeded: a plan would be too large, or a rank is read with too many different sets of others.
@@ -321,7 +305,6 @@ class PeerPool:
         return Source(link, carrier)
 
     def _note_failure(self, connection: Connection, error: Exception) -> None:
-        """Note why a peer could not be connected."""
         if connection.peer is None and connection.error is None:
             self._reachability.on_failed(connection.member, error)
 

@@ -33,23 +33,15 @@ from kvflow.rendezvous.dialer import Link
 from kvflow.worker.environment import Shared
 
 DIVISIONS_MAX = 4096
-"""Sets of ranks whose division is remembered. A forgotten one is divided again and uses the lists that exist."""
+"""Sets of ranks whose division is remembered."""
 
 SHARES_MAX = 64
-"""Different shares of our cache that are prepared for one peer: at most one for each set of ranks that it is read with.
-A ticket normally names all ranks of its engine, so one or two are enough. The limit stops arbitrary sets."""
+"""Different shares of our cache that are prepared for one peer. A ticket normally names all ranks, so one or two do."""
 
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """A producer rank that can be read from.
-
-    Attributes:
-        link: its control connection.
-        carrier: what carries the bytes that we read from it.
-        manifest: the manifest of its cache.
-        num_slots: number of slots of its epoch table.
-    """
+    """A producer rank that can be read from; ``num_slots`` of its epoch table."""
 
     link: Link
     carrier: Carrier = UNKNOWN_CARRIER
@@ -65,8 +57,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 PLANNING_S_MAX = 30.0
-"""How long a peer, or a set of ranks, waits for its plans: as long as a pull waits in the queue. Plans are made one
-after the other, the largest legal one in about a second, and each geometry is planned once."""
+"""How long a peer waits for its plans, which are made one after the other: as long as a pull waits in the queue."""
 
 PreparedGroups = tuple[tuple[int, AnyBinding], ...]
 """Id of the prepared list and binding of each group of a plan."""
@@ -83,13 +74,7 @@ class RankShare(NamedTuple):
 
 
 class TicketRank(NamedTuple):
-    """A rank of a ticket that is read from.
-
-    Attributes:
-        peer: the rank.
-        grant: number of its grant in the ticket.
-        groups: the prepared lists that read it.
-    """
+    """A rank of a ticket that is read from, the number of its grant, and the prepared lists that read it."""
 
     peer: Source
     grant: int
@@ -102,8 +87,7 @@ class Route(NamedTuple):
     Attributes:
         ranks: every rank that the ticket names, ascending, with the number of its grant.
         sources: the ranks that are read from.
-        transport: what carries the bytes.
-        plane: the data planes of ``transport``.
+        transport, plane: what carries the bytes, and the data planes.
     """
 
     ranks: tuple[tuple[Source, int], ...]
@@ -113,13 +97,7 @@ class Route(NamedTuple):
 
 
 class _BoundShare(NamedTuple):
-    """The share of our cache that one peer gives, before its lists are prepared.
-
-    Attributes:
-        member: number of the peer.
-        taken: its pieces; None for everything that both sides hold.
-        bindings: the bindings of its groups; empty if their lists are prepared already.
-    """
+    """A share before its lists are prepared. ``taken``: None for everything that both sides hold."""
 
     member: int
     taken: Taken | None
@@ -160,12 +138,9 @@ class PreparedTable:
         self._prepared[peer] = {}
 
     async def shares(self, peers: tuple[Source, ...]) -> tuple[RankShare, ...]:
-        """Divide our cache among the ranks of one ticket, and prepare to read from those that are needed.
+        """Divide our cache among the ranks of one ticket, ascending, and prepare to read from those that are needed.
 
         Cancellation: safe. If everything is prepared, the call does not yield to the event loop.
-
-        Args:
-            peers: the ranks, ascending, after ``begin``.
 
         Raises:
             LayoutMismatch: the ranks together cannot fill our cache.
@@ -187,11 +162,7 @@ class PreparedTable:
         return self._divisions[key]
 
     async def _in_time(self, work: Coroutine[None, None, R]) -> R:
-        """Await work that waits behind the work of other peers.
-
-        Raises:
-            DeadlineExceeded: it did not end within ``PLANNING_S_MAX``.
-        """
+        """Await work that waits behind the work of other peers, for ``PLANNING_S_MAX`` at most."""
         try:
             async with asyncio.timeout(PLANNING_S_MAX):
                 return await work
@@ -281,9 +252,7 @@ class PreparedTable:
 
 
 def parts_of(grant: Grant, peer: Source, groups: PreparedGroups, targets: Sequence[Ids]) -> tuple[Part, ...]:
-    """Pair our blocks with those of a ticket, group by group, and return the groups that are read.
-
-    ``targets`` are our checked block ids of each group.
+    """Pair our checked blocks of each group with those of a ticket. Return the groups that are read.
 
     Raises:
         TicketInvalid: the ticket's lists do not fit the producer's own cache.

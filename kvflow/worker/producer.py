@@ -33,7 +33,7 @@ ENDED_MAX = 65536
 """Outcomes that are kept for a late ``wait_offer``."""
 
 WAITING_MAX = 4096
-"""Offers that may wait for a slot: as many as there are slots. An engine with more to offer prefills too much."""
+"""Offers that may wait for a slot: as many as there are slots."""
 
 Digests = Sequence[Sequence[bytes]] | None
 """The content of each block of an offer, group by group; None if the engine does not give it."""
@@ -62,10 +62,7 @@ class LeaseManager:
     """Offers and leases of one worker.
 
     Args:
-        leases: the table, over the worker's epochs.
-        account: the account of the worker's blocks.
         issuer: assigns slots, and signs the tickets of the worker's own offers.
-        manifest: of the worker's cache.
         lease_s: how long a renewed lease lasts.
         offers: whether the worker may offer anything.
         name: the worker's name, ``engine/rank/incarnation``.
@@ -190,22 +187,13 @@ class LeaseManager:
             self._drop_waiter(request_id, future)
 
     async def wait_idle(self) -> None:
-        """Wait until no lease is held, when new ones are refused.
-
-        Cancellation: safe.
-        """
+        """Wait until no lease is held, when new ones are refused. Cancellation: safe."""
         while requests := self.requests():
             with suppress(RequestUnknown):  # it has ended, and its outcome was dropped
                 await self.wait_offer(requests[0])
 
     def on_release(self, leases: Sequence[LeaseKey], reader: Reader, *, read: bool = False) -> list[Answer]:
-        """Count a reader's releases, and answer each.
-
-        Args:
-            leases: slots and epochs.
-            reader: the rank that releases.
-            read: whether it has read the blocks.
-        """
+        """Count the releases of a reader, which has read the blocks or not, and answer each."""
         with self._lock:
             answers, ended = self._leases.release(leases, reader, self._clock(), read=read)
             waiters = self._note(ended)
@@ -329,9 +317,7 @@ class LeaseManager:
     def _check(self, grant: Grant, *, decoded: bool = False) -> tuple[Ids, ...]:
         """Refuse a grant for another worker or incarnation, or that does not fit the cache. Return its blocks.
 
-        Args:
-            grant: the grant.
-            decoded: whether its fields were checked: a grant is decoded again before it is signed.
+        ``decoded``: whether its fields were checked: a grant is decoded again before it is signed.
         """
         if not self._offers:
             raise ConfigInvalid(
@@ -415,7 +401,7 @@ class LeaseManager:
             self._on_loop(self._serve_waiting)
 
     def _drop_waiter(self, request_id: str, future: "asyncio.Future[Outcome]") -> None:
-        """Drop the future of a caller that is done or gave up, so that repeated timeouts do not fill the list."""
+        """Drop the future of a caller that gave up, so that repeated timeouts do not fill the list."""
         with self._lock:
             waiters = self._waiters.get(request_id, [])
             if future in waiters:
@@ -437,8 +423,8 @@ def _names(engine_id: str, ranks: tuple[RankAddress, ...]) -> frozenset[str]:
 def order_stores() -> None:
     """Order this thread's stores before the call ahead of its stores after it, also on weakly ordered machines.
 
-    Releasing a lock and then acquiring one is such a barrier on every machine that CPython runs on; one of them alone
-    is not. docs/explanation/correctness.md says why. No other thread uses this lock, so the call never waits.
+    Releasing a lock and then acquiring one is such a barrier on every machine that CPython runs on
+    (docs/explanation/correctness.md). No other thread uses this lock, so the call never waits.
     """
     lock = threading.Lock()
     lock.acquire()

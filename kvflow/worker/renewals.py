@@ -30,15 +30,10 @@ class _Lease(Struct, eq=False, gc=False):
 
 
 class LeaseRenewer:
-    """Renew the leases of one worker's open pulls and held tickets, and release them.
+    """Renew the leases of one worker's open pulls and held tickets, and release them. Thread: the event loop.
 
-    A lease is renewed once for all pulls that need it. The fence detects that a lease has ended. The leases that are
-    due at one tick are in one dictionary, so the cost of a lease does not depend on their number.
-
-    Attributes:
-        held: the lease of each held ticket, and the requests that hold it, by their own ids.
-
-    Thread: the event loop.
+    A lease is renewed once for all pulls that need it. Those due at one tick are in one dictionary, so the cost of a
+    lease does not depend on their number. ``held``: the lease of each held ticket, and the requests that hold it.
     """
 
     def __init__(self, pool: PeerPool, clock: Clock, wall: Clock) -> None:
@@ -87,11 +82,7 @@ class LeaseRenewer:
             get_running_loop().call_later(0 if before else RELEASE_PAUSE_S, self._take)
 
     def hold_ticket(self, members: Iterable[Member], name: str = "") -> None:
-        """Renew the leases of a ticket for one request until ``end_ticket``. Do nothing if it holds the ticket already.
-
-        Args:
-            members: members of the ticket.
-            name: our own id of the request. Several requests may hold one ticket.
+        """Renew the leases of a ticket for one request until ``end_ticket``. Several may hold one ticket.
 
         Raises:
             CapacityExceeded: too many leases are held; some leases of this ticket may be among them.

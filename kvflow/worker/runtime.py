@@ -62,11 +62,7 @@ class Unopened:
     statement = ""
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuse to be used as a worker.
-
-        Raises:
-            AttributeError: says how to open the worker.
-        """
+        """Refuse to be used as a worker, with an AttributeError that says how to open it."""
         raise AttributeError(
             f"{self.call} returns a context manager, which has no {name!r}: the worker is not open. "
             f"Write: {self.statement}(config, cache) as worker:",
@@ -201,7 +197,7 @@ def _check_arguments(config: WorkerConfig, cache: Cache, hooks: Sequence[Hook]) 
 
 
 class _Parts:
-    """The parts of one worker. Parts that need neither the transport nor the listener exist from the start."""
+    """The parts of one worker that need neither the transport nor the listener, and how the others are built."""
 
     def __init__(self, config: WorkerConfig, cache: Cache, hooks: Sequence[Hook], environment: Environment) -> None:
         _check_arguments(config, cache, hooks)
@@ -278,12 +274,7 @@ class _Parts:
         )
 
     def rank_address(self, local: LocalEndpoint, endpoint: str) -> RankAddress:
-        """Return the address of the worker for its peers.
-
-        Args:
-            local: what it sends to them.
-            endpoint: the address that it listens on.
-        """
+        """Return the address of the worker for its peers; ``endpoint`` is where it listens."""
         return RankAddress(
             rank=self.config.rank,
             incarnation=self.incarnation,
@@ -355,11 +346,10 @@ class _Parts:
 
 
 def _end_child(failure: BaseException | None) -> NoReturn:
-    """End a forked child that leaves the block of its parent's worker.
+    """End a forked child that leaves the block of its parent's worker, as ``multiprocessing`` ends its forked children.
 
     The child shares the parent's epoll: if it closed its loop, the parent would get no more events for its sockets.
-    ZeroMQ in the child would wait for threads that do not exist there. ``multiprocessing`` ends its forked children in
-    the same way.
+    ZeroMQ in the child would wait for threads that do not exist there.
     """
     message = "kvflow: a forked child left the block of open_worker, which belongs to its parent; the child ends here"
     logger.critical(message, exc_info=failure)

@@ -22,7 +22,6 @@ LISTED_MAX = 256
 """Pulls, and leases, that a snapshot lists unless its caller asks for more: about a millisecond of the event loop."""
 
 Many = Meta(max_length=1 << 16)
-"""As many entries as a worker may have open pulls."""
 
 INSPECTION_BYTES_MAX = 64 << 10
 """What ``handshake`` carries as a report."""
@@ -101,7 +100,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
 
 def state_of(pull: OpenPull, now: float) -> PullState:
-    """Describe one pull; ``now`` is in seconds of the worker's clock."""
+    """Describe one pull."""
     members = () if pull.ticket is None else tuple(pull.ticket.members())
     peer = pull.peer or (str(members[0].peer) if members else "")
     return PullState(
@@ -120,12 +119,10 @@ def state_of(pull: OpenPull, now: float) -> PullState:
 
 
 class Inspection(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a running worker tells.
+    """What a running worker tells a member of the cluster.
 
     Attributes:
-        stage: ``open``, ``draining`` or ``closing``.
         now: seconds of the worker's clock, with which the times of the snapshot are compared.
-        snapshot: what it holds; of each list the oldest entries.
         told: what the program above adds; empty for most workers.
     """
 
@@ -140,10 +137,7 @@ _decoder = msgspec.msgpack.Decoder(Inspection)
 
 
 def encode_inspection(stage: str, now: float, take: Callable[..., Snapshot], told: bytes = b"") -> bytes:
-    """Return a report that is small enough, with fewer entries of each list if it must be.
-
-    ``take`` takes a snapshot with at most ``limit`` entries of each list; ``told`` is what the program above adds.
-    """
+    """Return a report that is small enough, with fewer entries of each list if it must be."""
     assert len(told) <= TOLD_BYTES_MAX, f"{len(told)} bytes are added to a report"
     limit = REPORTED_MAX
     while True:
@@ -156,10 +150,6 @@ def encode_inspection(stage: str, now: float, take: Callable[..., Snapshot], tol
 
 def decode_inspection(report: bytes, *, peer: str) -> Inspection:
     """Read what a worker has told about itself.
-
-    Args:
-        report: what it sent.
-        peer: the worker.
 
     Raises:
         PeerLost: its release tells nothing.
@@ -177,7 +167,6 @@ def decode_inspection(report: bytes, *, peer: str) -> Inspection:
 
 
 def _cut(snapshot: Snapshot, limit: int) -> Snapshot:
-    """Bound what a snapshot does not bound itself."""
     return msgspec.structs.replace(
         snapshot,
         quarantined=snapshot.quarantined[:limit],

@@ -148,13 +148,8 @@ class Worker:
     ) -> Ticket:
         """Wait until a lease slot is free, then ``offer``; first come, first served.
 
-        Args:
-            request_id: as in ``offer``.
-            block_ids: as in ``offer``. The blocks must stay unchanged from this call on.
-            num_tokens: as in ``offer``.
-            digests: as in ``offer``.
-            timeout_s: how long to wait; None waits without limit.
-            traceparent: as in ``offer``.
+        The arguments are those of ``offer``; the blocks must stay unchanged from this call on. ``timeout_s`` is
+        how long to wait; None waits without limit.
 
         Raises:
             ArgumentInvalid, BlockIdsInvalid: as in ``offer``; raised when a slot is free.
@@ -491,12 +486,7 @@ class Worker:
         return self._told
 
     def _require_loop(self) -> None:
-        """Refuse a call from another loop, which would never end, because futures resolve only on their own loop.
-
-        Raises:
-            ForkedProcess: this is a forked child of the worker's process.
-            WrongEventLoop: the caller runs on another event loop, or on none.
-        """
+        """Refuse a call from another loop, which would never end, because futures resolve only on their own loop."""
         here = _get_running_loop()
         if here is self._loop and os.getpid() == self._pid:
             return
@@ -507,11 +497,7 @@ class Worker:
 
 
 def require_seconds(name: str, value: object) -> None:
-    """Refuse an argument that is not a duration.
-
-    Raises:
-        ArgumentInvalid: names it.
-    """
+    """Refuse an argument that is not a duration."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         remedy = "Pass seconds as a number, such as 30.0."
         raise ArgumentInvalid(name, "a number of seconds, 0 or more", value, remedy=remedy)
