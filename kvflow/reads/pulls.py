@@ -60,25 +60,16 @@ def advance(table: Mapping[tuple[S, E], S], state: S, event: E, what: str) -> S:
 
 
 class SourceRank(Struct, eq=False, gc=False):
-    """What one source rank gives to a pull.
+    """What one source rank gives to a pull."""
 
-    Attributes:
-        pull_id: not the pull itself: without cycles, the garbage collector need not visit pulls in flight.
-        read: the current or last read of this rank.
-        asked_at: when the data plane got the read.
-        early_at: when its lease was first found not admitted; infinite before.
-        retries: how often it was read again because its lease was not admitted.
-        unserved: whether the producer has refused blocks of a lease that it holds.
-    """
-
-    pull_id: int
-    read: RankRead
-    asked_at: float
+    pull_id: int  # not the pull itself: without cycles, the garbage collector need not visit pulls in flight
+    read: RankRead  # the current or last read of this rank
+    asked_at: float  # when the data plane got the read
     deadline_check_at: float
     state: RankState = "reading"
-    early_at: float = math.inf
-    retries: int = 0
-    unserved: bool = False
+    early_at: float = math.inf  # when its lease was first found not admitted; infinite before
+    retries: int = 0  # how often it was read again because its lease was not admitted
+    unserved: bool = False  # whether the producer has refused blocks of a lease that it holds
 
     def move(self, event: RankEvent) -> None:
         """Enter the next state."""
@@ -86,37 +77,23 @@ class SourceRank(Struct, eq=False, gc=False):
 
 
 class Pull(Struct, eq=False):
-    """One pull, from the call that starts it until nothing writes into its blocks. The worker adds what it needs.
-
-    Attributes:
-        called_at: when the caller called, in seconds of the data plane's clock.
-        step: the phase that the pull is in, until the scheduler has it.
-        submitted_at: when its reads were built; infinite before.
-        reads: the first read of each source rank that gives something.
-        nbytes: bytes to move.
-        ranks: one for each read, once the scheduler has the pull.
-        missing: ranks that are not delivered.
-        failed: whether it has failed; then it only drains.
-        held_back: a failure that is reported once nothing of the pull is in flight.
-        early, early_bytes: how often a rank's lease was found not admitted yet, and bytes that are read again.
-        ended: the answers that count, one for each delivered rank.
-    """
+    """One pull, from the call that starts it until nothing writes into its blocks. The worker adds what it needs."""
 
     pull_id: int
     request_id: str
-    called_at: float
-    step: str = "check"
-    submitted_at: float = math.inf
-    reads: Sequence[RankRead] = ()
-    nbytes: int = 0
-    ranks: tuple[SourceRank, ...] = ()
-    missing: int = 0
-    failed: bool = False
-    held_back: PullFailed | None = None
+    called_at: float  # when the caller called, in seconds of the data plane's clock
+    step: str = "check"  # the phase that the pull is in, until the scheduler has it
+    submitted_at: float = math.inf  # when its reads were built; infinite before
+    reads: Sequence[RankRead] = ()  # the first read of each source rank that gives something
+    nbytes: int = 0  # bytes to move
+    ranks: tuple[SourceRank, ...] = ()  # one for each read, once the scheduler has the pull
+    missing: int = 0  # ranks that are not delivered
+    failed: bool = False  # whether it has failed; then it only drains
+    held_back: PullFailed | None = None  # a failure that is reported once nothing of the pull is in flight
     held_since: float = 0.0
-    early: int = 0
-    early_bytes: int = 0
-    ended: Sequence[ReadEnded] = ()
+    early: int = 0  # how often a rank's lease was found not admitted yet
+    early_bytes: int = 0  # of these reads, which are read again
+    ended: Sequence[ReadEnded] = ()  # the answers that count, one for each delivered rank
 
     @property
     def phase(self) -> str:

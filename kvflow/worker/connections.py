@@ -109,25 +109,18 @@ TRANSITIONS: dict[tuple[ConnectionState, ConnectionEvent], ConnectionState] = {
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """The connection to one peer.
-
-    Attributes:
-        begun_at, linked_at: when it was begun to be dialed, and when the control connection was ready.
-        error: why the peer cannot be read from.
-        unusable: why our transport cannot read from it over any data plane of both sides; empty if it can.
-        drop: code and detail of why it must end.
-    """
+    """The connection to one peer."""
 
     member: Member
-    begun_at: float
+    begun_at: float  # when dialing began
     state: ConnectionState = "dialing"
     link: Link | None = None
-    linked_at: float | None = None
+    linked_at: float | None = None  # when the control connection was ready
     carrier: Carrier | None = None
     peer: Source | None = None
-    error: KvflowError | None = None
-    unusable: str = ""
-    drop: tuple[str, str] | None = None
+    error: KvflowError | None = None  # why the peer cannot be read from
+    unusable: str = ""  # why our transport cannot read from it over any data plane of both sides; empty if it can
+    drop: tuple[str, str] | None = None  # code and detail of why it must end
     task: asyncio.Task[None] | None = None
     _changed: asyncio.Future[None] | None = None
 
@@ -289,19 +282,12 @@ TRIED_MAX = 16
 
 @dataclass(slots=True)
 class AddressRecord:
-    """The failures of one address.
+    """The failures of one address."""
 
-    Attributes:
-        failures: number of attempts that failed in a row.
-        retry_at: when the next attempt may be made, once there are ``FAILURES_MAX``.
-        probing: whether an attempt is under way that decides.
-        tried: peers that failed at this address, the latest last.
-    """
-
-    failures: int = 0
-    retry_at: float = 0.0
-    probing: bool = False
-    tried: dict[PeerId, None] = field(default_factory=dict)
+    failures: int = 0  # number of attempts that failed in a row
+    retry_at: float = 0.0  # when the next attempt may be made, once there are ``FAILURES_MAX``
+    probing: bool = False  # whether an attempt is under way that decides
+    tried: dict[PeerId, None] = field(default_factory=dict)  # peers that failed at this address, the latest last
 
     @property
     def broken(self) -> bool:

@@ -34,7 +34,6 @@ from kvflow.reads.contract import (
     RankRead,
     RateLearned,
     ReadEnded,
-    StagingUse,
     TransportEvent,
 )
 from kvflow.reads.scheduler import Delivered, Effect, Scheduler, StartReads
@@ -167,10 +166,6 @@ class Consumer:
     def quarantined(self) -> list[Quarantined]:
         """Return the destinations of ended pulls into which a read may still write."""
         return self._destinations.quarantined()
-
-    def staging(self) -> StagingUse:
-        """Return how many staging buffers are taken."""
-        return self._transport.staging()
 
     def on_transport_event(self, event: TransportEvent) -> None:
         """Handle an event of the data plane."""

@@ -161,33 +161,22 @@ UNCONNECTED = Route((), (), "", "")
 
 
 class OpenPull(Pull, eq=False, kw_only=True):
-    """What a worker knows of a pull, in addition to what its scheduler does.
+    """What a worker knows of a pull, in addition to what its scheduler does."""
 
-    Attributes:
-        ticket: None if the caller passed something else.
-        expected: the digests that the blocks must have, group by group.
-        peer: the source rank that failed, as far as it is known.
-        held: the leases that are renewed for it.
-        targets: our checked block ids of each group; empty until they are checked.
-        failure: the failure that the scheduler reported.
-        quiesced: the event that nothing writes now, if it came before the failure was recorded.
-        submitted: whether the scheduler has it: its reads did not complete when they were posted.
-        recorded: whether the record of its failure was written.
-    """
-
-    ticket: Ticket | None
+    ticket: Ticket | None  # None if the caller passed something else
     local_request_id: str
     handle: PullHandle
     priority: int = 0
-    expected: Sequence[Sequence[bytes]] | None = None
-    peer: str = ""
+    expected: Sequence[Sequence[bytes]] | None = None  # the digests that the blocks must have, group by group
+    peer: str = ""  # the source rank that failed, as far as it is known
     route: Route = UNCONNECTED
-    held: Sequence[HeldLease] = ()
-    targets: Sequence[Ids] = ()
-    failure: PullFailed | None = None
+    held: Sequence[HeldLease] = ()  # the leases that are renewed for it
+    targets: Sequence[Ids] = ()  # our checked block ids of each group; empty until they are checked
+    failure: PullFailed | None = None  # the failure that the scheduler reported
+    # the event that nothing writes now, if it came before the failure was recorded
     quiesced: TransferQuiesced | None = None
-    submitted: bool = False
-    recorded: bool = False
+    submitted: bool = False  # whether the scheduler has it: its reads did not complete when they were posted
+    recorded: bool = False  # whether the record of its failure was written
 
     @property
     def leases(self) -> list[HeldLease]:

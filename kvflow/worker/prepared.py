@@ -82,17 +82,11 @@ class TicketRank(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How the ranks of one ticket are read: all of them are connected, and every list is prepared.
+    """How the ranks of one ticket are read: all of them are connected, and every list is prepared."""
 
-    Attributes:
-        ranks: every rank that the ticket names, ascending, with the number of its grant.
-        sources: the ranks that are read from.
-        transport, plane: what carries the bytes, and the data planes.
-    """
-
-    ranks: tuple[tuple[Source, int], ...]
-    sources: tuple[TicketRank, ...]
-    transport: str
+    ranks: tuple[tuple[Source, int], ...]  # every rank that the ticket names, ascending, with the number of its grant
+    sources: tuple[TicketRank, ...]  # the ranks that are read from
+    transport: str  # what carries the bytes
     plane: str
 
 

@@ -67,7 +67,7 @@ class LeaseManager:
         offers: whether the worker may offer anything.
         name: the worker's name, ``engine/rank/incarnation``.
 
-    Thread: ``offer``, ``admit``, ``revoke``, ``held``, ``listed``, ``requests`` and ``highest_epoch`` from any thread;
+    Thread: ``offer``, ``admit``, ``revoke``, ``listed``, ``requests`` and ``highest_epoch`` from any thread;
         everything else on the event loop.
     """
 
@@ -151,11 +151,6 @@ class LeaseManager:
             waiters = self._note(ended)
         self._announce(ended, waiters)
         return bool(ended)
-
-    def held(self) -> int:
-        """Return how many leases are held."""
-        with self._lock:
-            return len(self._leases)
 
     def listed(self, limit: int) -> tuple[LeaseState, ...]:
         """Return the leases that are held, at most ``limit``, the oldest first."""

@@ -119,17 +119,12 @@ def state_of(pull: OpenPull, now: float) -> PullState:
 
 
 class Inspection(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a running worker tells a member of the cluster.
-
-    Attributes:
-        now: seconds of the worker's clock, with which the times of the snapshot are compared.
-        told: what the program above adds; empty for most workers.
-    """
+    """What a running worker tells a member of the cluster."""
 
     stage: Name
-    now: Number
+    now: Number  # seconds of the worker's clock, with which the times of the snapshot are compared
     snapshot: Snapshot
-    told: Annotated[bytes, Meta(max_length=TOLD_BYTES_MAX)] = b""
+    told: Annotated[bytes, Meta(max_length=TOLD_BYTES_MAX)] = b""  # what the program above adds; empty for most workers
 
 
 _encoder = msgspec.msgpack.Encoder()

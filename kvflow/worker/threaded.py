@@ -168,17 +168,12 @@ def _cancel(loop: asyncio.AbstractEventLoop, cancel: Callable[[], object], futur
 
 
 class WorkerThread(NamedTuple):
-    """An open worker on its thread. Thread: any except its own.
+    """An open worker on its thread. Thread: any except its own."""
 
-    Attributes:
-        worker: the worker. After ``end`` it refuses every call.
-        calls: to its event loop.
-        end: closes the worker, and returns when nothing accesses its cache. It raises once what the event loop died of.
-            The second call does nothing.
-    """
-
-    worker: Worker
-    calls: LoopCalls
+    worker: Worker  # the worker. After ``end`` it refuses every call.
+    calls: LoopCalls  # to its event loop
+    # closes the worker, and returns when nothing accesses its cache. It raises once what the event loop died of.
+    # The second call does nothing.
     end: Callable[[], None]
 
 

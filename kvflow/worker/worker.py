@@ -457,7 +457,7 @@ class Worker:
         self._require_loop()
         limit = max(0, limit)
         return Snapshot(
-            leases=self._leases.held(),
+            leases=len(self._leases.requests()),
             pulls=len(self._consumer.pulls),
             producers=self._consumer.peers.listed(limit),
             readers=tuple(
@@ -472,7 +472,7 @@ class Worker:
             open_pulls=self._consumer.listed(limit),
             held_leases=self._leases.listed(limit),
             quarantined=tuple(self._consumer.quarantined()),
-            staging=self._consumer.staging(),
+            staging=self._shared.transport.staging(),
             rejected=dict(self._listener.failures),
             dropped=dict(self._consumer.peers.drops),
         )
