@@ -26,9 +26,9 @@ from kvflow.errors import (
 from kvflow.events import PeerConnected, PeerDropped
 from kvflow.ids import PeerId
 from kvflow.leases.tickets import Member, Ticket
-from kvflow.observability.slow import judge_rate
 from kvflow.planning.match import count_unread_layers
 from kvflow.reads.contract import Carrier, RateLearned
+from kvflow.reads.reach import judge_rate
 from kvflow.rendezvous.dialer import Link, open_link
 from kvflow.worker.connections import (
     Connection,

@@ -10,10 +10,10 @@ from kvflow.config import WorkerConfig
 from kvflow.events import PeerMeasured, PeerSlow
 from kvflow.layout.specs import FullAttention
 from kvflow.memory.cache import allocate
-from kvflow.observability.slow import judge_rate
 from kvflow.reads import contract
 from kvflow.reads.contract import Carrier
 from kvflow.reads.pacing import MEASURED_BYTES
+from kvflow.reads.reach import judge_rate
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
 from tests.helpers.async_backend import AsyncTransport, LinkModel
