@@ -90,9 +90,9 @@ def plan_groups(
     """
     layout = resolve_layout(specs, layout, shard=shard)
     shard = Shard(tp_size=shard.tp_size if shard else 1)
-    layers = measure(specs, shard)
-    if share_one_table(layers):
-        return (_group(layers),)
+    layers = [Sized(name, _local(spec, shard), page_bytes(spec, shard, layer=name)) for name, spec in specs.items()]
+    if all(_same_type(layers[0], layer) for layer in layers[1:]):
+        return (_group(layers),)  # all need equally many slots for the same tokens; their pages may differ
     if layout.startswith("B") and len({layer.nbytes for layer in layers}) > 1:
         return tuple(_group(group) for group in cut_to_one_row(layers))
     try:
@@ -270,16 +270,6 @@ def _padding_of_uneven_ranks(specs: Mapping[str, CacheSpec], layers: Sequence[Si
         if len(agreed | {page_bytes(spec, shard) for spec in own}) > 1:
             return page
     return 0
-
-
-def measure(specs: Mapping[str, CacheSpec], shard: Shard) -> list[Sized]:
-    """Return the layers as the rank sees them, in the order of ``specs``."""
-    return [Sized(name, _local(spec, shard), page_bytes(spec, shard, layer=name)) for name, spec in specs.items()]
-
-
-def share_one_table(layers: Sequence[Sized]) -> bool:
-    """Return whether all layers need equally many slots for the same tokens; their pages may differ."""
-    return all(_same_type(layers[0], layer) for layer in layers[1:])
 
 
 def with_equal_pages(layers: Sequence[Sized]) -> list[Sized]:

@@ -214,7 +214,8 @@ class Manifest(Struct, frozen=True, dict=True):
             raise SpecInvalid(f"{path}: {component.num_tokens} tokens do not divide blocks of {group.block_size}")
         if component.first + component.held.count > component.total:
             raise SpecInvalid(f"{path}: holds {component.held}, which is out of range")
-        if component.nbytes > ADDRESS_MAX or component.num_tokens * _token_stride(component) > ADDRESS_MAX:
+        token_stride = component.strides[component.token_axis] if component.token_axis >= 0 else 0
+        if component.nbytes > ADDRESS_MAX or component.num_tokens * token_stride > ADDRESS_MAX:
             raise SpecInvalid(f"{path}: {component.extents} elements {component.strides} bytes apart are too many")
         if group.kernel_blocks > 1 and not component.kernel_stride:
             raise SpecInvalid(f"{path}: {group.kernel_blocks} kernel blocks of one block, but no stride between them")
@@ -280,10 +281,6 @@ def _check_group(index: int, group: ManifestGroup) -> None:
         raise SpecInvalid(f"group {index}: tokens divided among {stripe.size} ranks, but it keeps none")
     if stripe.size > 1 and group.block_size % stripe.width:
         raise SpecInvalid(f"group {index}: stripe.width {stripe.width} does not divide blocks of {group.block_size}")
-
-
-def _token_stride(component: Component) -> int:
-    return component.strides[component.token_axis] if component.token_axis >= 0 else 0
 
 
 _encoder = msgspec.msgpack.Encoder()

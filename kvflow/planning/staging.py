@@ -156,7 +156,7 @@ def _folded(items: list[_Item]) -> list[_Item]:
     while at < len(items):
         first, end = items[at], at + 1
         steps = (0, 0)
-        while end < len(items) and _can_join(first, items[end]):
+        while end < len(items) and (first.shared, first.axes) == (items[end].shared, items[end].axes):
             found = (items[end].source - items[end - 1].source, items[end].target - items[end - 1].target)
             if found[0] < 0 or found[1] < 0 or (end > at + 1 and found != steps):
                 break
@@ -165,10 +165,6 @@ def _folded(items: list[_Item]) -> list[_Item]:
         joined.append(_Item(first.shared, first.source, first.target, axes))
         at = end
     return joined
-
-
-def _can_join(one: _Item, other: _Item) -> bool:
-    return one.shared == other.shared and one.axes == other.axes
 
 
 def _columns(scatter: RunTable) -> Int64s:

@@ -67,11 +67,6 @@ def read_groups(groups: Iterable[Any]) -> tuple[Group, ...]:
     return tuple(_read_group(group) for group in groups)
 
 
-def read_specs(groups: Iterable[Any], shape: EngineShape) -> dict[str, CacheSpec]:
-    """Return kvflow's spec of every layer of vLLM's ``KVCacheGroupSpec``; SpecInvalid names one without."""
-    return {name: read_spec(name, spec, shape) for group in groups for name, spec in layer_specs(group)}
-
-
 def layer_specs(group: Any) -> Iterator[tuple[str, Any]]:
     """Yield name and vLLM's spec of each layer of a group; a group may have one for all, or one for each."""
     own: Mapping[str, Any] | None = getattr(group.kv_cache_spec, "kv_cache_specs", None)
@@ -354,7 +349,7 @@ def adopt_caches(
             name: keys_and_values(tensor) if name in apart else states_of(tensor, named[name])
             for name, tensor in tensors.items()
         },
-        read_specs(groups, shape),
+        {name: read_spec(name, spec, shape) for name, spec in named.items()},
         read_groups(groups),
         shard=Shard(tp_rank=tp_rank, tp_size=shape.tp_size),
         axes=dict.fromkeys(apart, "BHNC"),

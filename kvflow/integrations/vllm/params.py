@@ -206,17 +206,13 @@ class Untagged:
         if self._told or self._tagged or self._absent < UNTAGGED_MAX:
             return
         self._told = True
+        produces, consumes = self._settings.produces, self._settings.consumes
+        wanted = {"asked for a ticket": produces, "brought a ticket": consumes}
         logger.warning(
-            "kvflow: %s [%s] %sThis message is not repeated.", self._finding(), UNTAGGED_CODE, self._remedy()
+            "kvflow: none of the first %d requests has %s (kv_transfer_params). This engine transfers nothing, and a "
+            "prompt that two engines get is computed twice. [%s] %sThis message is not repeated.",
+            UNTAGGED_MAX,
+            " or ".join(words for words, is_meant in wanted.items() if is_meant),
+            UNTAGGED_CODE,
+            CAUSE if consumes or not produces else CAUSE + ALWAYS,
         )
-
-    def _finding(self) -> str:
-        wanted = {"asked for": self._settings.produces, "brought": self._settings.consumes}
-        lacks = " or ".join(f"{verb} a ticket" for verb, is_meant in wanted.items() if is_meant)
-        return (
-            f"none of the first {UNTAGGED_MAX} requests has {lacks} (kv_transfer_params). This engine "
-            "transfers nothing, and a prompt that two engines get is computed twice."
-        )
-
-    def _remedy(self) -> str:
-        return CAUSE + (ALWAYS if self._settings.produces and not self._settings.consumes else "")
