@@ -2,7 +2,8 @@
 
 Clients see one OpenAI-compatible server. If a prefill server fails, the proxy asks the next one; if all fail, the
 decode server computes the prompt. The proxy forwards a server's error message for a wrong request unchanged. If a
-client hangs up, the proxy ends its request on the servers. A slow client does not delay others.
+client hangs up, the proxy ends its request on the servers. A slow client holds one of ``--requests-max`` places until
+its time is up.
 """
 
 import asyncio
