@@ -42,7 +42,7 @@ _Waiters = Sequence[tuple["asyncio.Future[Outcome]", Outcome]]
 """Futures of ``wait_offer`` calls whose leases have ended, each with the outcome."""
 
 
-class Offer(NamedTuple):
+class OfferRequest(NamedTuple):
     """The arguments of ``Worker.offer``."""
 
     request_id: str
@@ -54,7 +54,7 @@ class Offer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _WaitingOffer:
-    offer: Offer
+    offer: OfferRequest
     ticket: asyncio.Future[Ticket]
 
 
@@ -105,7 +105,7 @@ class LeaseManager:
         self._changed = asyncio.Event()
         self._expires_at = math.inf  # when ``expire_leases`` runs next
 
-    def offer(self, offer: Offer) -> Ticket:
+    def offer(self, offer: OfferRequest) -> Ticket:
         """Sign a ticket and hold its lease."""
         try:
             if self._waiting_offers:
@@ -118,7 +118,7 @@ class LeaseManager:
             self._report_refusal(offer.request_id, error)
             raise
 
-    async def offer_when_possible(self, offer: Offer, timeout_s: float | None) -> Ticket:
+    async def offer_when_possible(self, offer: OfferRequest, timeout_s: float | None) -> Ticket:
         """Wait for a slot, then offer."""
         try:
             if len(self._waiting_offers) >= WAITING_MAX:
@@ -246,7 +246,7 @@ class LeaseManager:
         with self._lock:
             self._account.check(lent=self._lent.values())
 
-    def _offer(self, offer: Offer) -> Ticket:
+    def _offer(self, offer: OfferRequest) -> Ticket:
         self._require_open()
         with self._lock:
             ticket, grant = self._issuer.offer(

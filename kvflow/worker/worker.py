@@ -22,7 +22,7 @@ from kvflow.worker.consumer import BlockLists, Consumer, PullItem, open_item
 from kvflow.worker.destinations import Quarantined
 from kvflow.worker.environment import Shared
 from kvflow.worker.open_pulls import PullHandle
-from kvflow.worker.producer import Digests, LeaseManager, Offer
+from kvflow.worker.producer import Digests, LeaseManager, OfferRequest
 from kvflow.worker.snapshot import KEPT_S, LISTED_MAX, Snapshot, encode_inspection
 
 
@@ -134,7 +134,7 @@ class Worker:
         Thread: any.
         """
         self._require_process()
-        return self._leases.offer(Offer(request_id, block_ids, num_tokens, digests, traceparent))
+        return self._leases.offer(OfferRequest(request_id, block_ids, num_tokens, digests, traceparent))
 
     async def offer_when_possible(
         self,
@@ -162,7 +162,7 @@ class Worker:
         self._require_loop()
         if timeout_s is not None:
             require_seconds("timeout_s", timeout_s)
-        offer = Offer(request_id, block_ids, num_tokens, digests, traceparent)
+        offer = OfferRequest(request_id, block_ids, num_tokens, digests, traceparent)
         return await self._leases.offer_when_possible(offer, timeout_s)
 
     def admit(self, grant: Grant) -> None:

@@ -14,8 +14,8 @@ from kvflow.tools.trace.records import (
     ComparedClock,
     Failure,
     FirstToken,
-    HeldOffer,
     Logged,
+    Offer,
     Phase,
     PullEnded,
     PullTrace,
@@ -354,10 +354,10 @@ class _Builder:
         pull_id = _pull_of(each).pull_id
         return self._traced.get((each.worker, pull_id), TransferTraced(pull_id, "", (), (), ()))
 
-    def _offer(self, worker: str) -> HeldOffer:
+    def _offer(self, worker: str) -> Offer:
         at, held_s, outcome = self._offered[worker]
         start_s = at - self._clocks.of(worker).ahead_s - self._start_at
-        return HeldOffer(worker=worker, start_s=start_s, held_s=held_s, outcome=outcome)
+        return Offer(worker=worker, start_s=start_s, held_s=held_s, outcome=outcome)
 
     def _pull(self, each: Logged) -> PullTrace:
         event = _pull_of(each)

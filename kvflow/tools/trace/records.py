@@ -353,7 +353,7 @@ READING = ("bind", "post", "wire", "scatter")
 """Phases in which the data plane moves bytes."""
 
 
-class HeldOffer(Struct, frozen=True, kw_only=True):
+class Offer(Struct, frozen=True, kw_only=True):
     """A lease that a producer held for a request.
 
     Attributes:
@@ -418,7 +418,7 @@ class RequestTrace(Struct, kw_only=True):
     clock_error_s: float | None = None
     router: Routed | None = None
     first_token_s: float | None = None
-    offers: list[HeldOffer]
+    offers: list[Offer]
     pulls: list[PullTrace]
     nbytes: int = 0
     reads: int = 0
