@@ -31,10 +31,9 @@ _LISTS = frozenset((list, tuple))
 
 
 class BlockAccount:
-    """The references to all blocks of one cache. A method that raises has changed nothing.
+    """The references to all blocks of one cache. A method that raises has changed nothing. Thread: any.
 
-    Block ids are one ``Ids`` per group; ``ABSENT`` is not counted. Groups of one alias class share bytes, and therefore
-    counts. ``lock`` is held within each method, because any thread may offer.
+    Block ids are one ``Ids`` per group; ``ABSENT`` is not counted. Groups of one alias class share bytes, and counts.
     """
 
     def __init__(
@@ -46,11 +45,7 @@ class BlockAccount:
         self._uses = [self._classes[alias] for alias in self.aliases]
 
     def lend(self, ids: Sequence[Ids]) -> None:
-        """Count one more reader of each block.
-
-        Raises:
-            BlockIdsInvalid: a block is receiving, or still quarantined.
-        """
+        """Count one more reader of each block; raise ``BlockIdsInvalid`` if one is receiving, or still quarantined."""
         with self._lock:
             for uses, blocks in zip(self._uses, ids, strict=True):
                 if uses.least(blocks) < 0:
@@ -204,11 +199,7 @@ def join_loans(loans: Sequence[tuple[Ids, ...]]) -> Sequence[Ids]:
 
 
 def block_lists(block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Check the lists of an offer before any cache is known, and return them as a ticket holds them.
-
-    Raises:
-        BlockIdsInvalid: names the group and the wrong id.
-    """
+    """Check the lists of an offer before any cache is known, and return them as a ticket holds them."""
     groups = range(len(block_ids)) if hasattr(block_ids, "__len__") else ()
     checked = check_block_ids(block_ids, num_blocks=NUM_BLOCKS_MAX, aliases=groups, unique=False)
     return tuple([ids if isinstance(ids, tuple) else tuple(ids.tolist()) for ids in checked])
@@ -224,12 +215,8 @@ def check_block_ids(
 ) -> tuple[Ids, ...]:
     """Check the caller's lists, one per group. Return up to ``FEW`` ids as a tuple, more of them as an int64 array.
 
-    Args:
-        block_ids: one list per group.
-        num_blocks: ids are in ``[0, num_blocks)``, or ``ABSENT``.
-        aliases: alias class of each group; an id may be in only one group of a class.
-        unique: whether a list may contain an id only once, as for targets.
-        decoded: whether these are tuples of a decoded ticket, whose integers are at least ``ABSENT``.
+    Ids are in ``[0, num_blocks)``, or ``ABSENT``. An id is in only one group of an alias class, and with ``unique``
+    once in a list. ``decoded``: these are tuples of a decoded ticket, whose integers are at least ``ABSENT``.
 
     Raises:
         BlockIdsInvalid: names the group and the wrong id.

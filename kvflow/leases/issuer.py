@@ -84,15 +84,7 @@ class Issuer:
         digests: Sequence[Sequence[bytes]] | None = None,
         traceparent: str = "",
     ) -> tuple[Ticket, Grant]:
-        """Sign a ticket.
-
-        Args:
-            request_id: text that no held offer has.
-            block_ids: one list per group.
-            num_tokens: tokens of the request, or one number per group.
-            digests: the content digest of each block, at most 64 bytes, in lists like those of ``block_ids``; empty
-                bytes for an absent block. A consumer that expects another digest reads nothing.
-            traceparent: W3C trace context of the request, version 00; empty if there is none.
+        """Sign a ticket. The arguments are those of ``Worker.offer``.
 
         Returns:
             The ticket for the consumer, and the grant that every rank must admit.
@@ -203,11 +195,7 @@ def _unfit(fault: str) -> BlockIdsInvalid:
 
 
 def as_digest_lists(name: str, digests: Any, block_ids: Sequence[Sized]) -> tuple[tuple[bytes, ...], ...]:
-    """Return a caller's digests as tuples.
-
-    Raises:
-        ArgumentInvalid: they are not one list for each group, with bytes for each block.
-    """
+    """Return a caller's digests as tuples; raise ``ArgumentInvalid`` unless they are lists of bytes, one per group."""
     remedy = "Pass one list per group, with one digest (bytes) for each of its blocks."
     if not isinstance(digests, Collection) or len(digests) != len(block_ids):
         raise ArgumentInvalid(name, f"{counted(len(block_ids), 'list')}, one per group", digests, remedy=remedy)

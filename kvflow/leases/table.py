@@ -160,8 +160,7 @@ class LeaseTable:
         """Admit a grant: from now on the slot holds its epoch.
 
         Returns:
-            The end of the lease if a reader released it before it was admitted (other ranks may have given all that the
-            reader needed); otherwise None.
+            The end of the lease if its readers released it before; otherwise None.
 
         Raises:
             BlockIdsInvalid: the request is on offer already, or the grant's epoch is not newer than the slot's.
@@ -262,9 +261,8 @@ class LeaseTable:
     def blocks_of(self, slot: int, epoch: int) -> Sequence[Sequence[int]] | None:
         """Return the block ids of each group while the lease is held; otherwise None.
 
-        The answer may be out of date on return. The epoch decides, and is raised before this method returns None.
-
-        Thread: any, without a lock, because one dict lookup is atomic and a grant does not change.
+        The epoch decides, and is raised before this method returns None. Thread: any, without a lock, because one dict
+        lookup is atomic and a grant does not change.
         """
         lease = self._find(slot, epoch)
         return None if lease is None else lease.grant.block_ids

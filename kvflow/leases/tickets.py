@@ -196,8 +196,7 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False):
         """Return the grant as a ticket carries it: its MAC and its encoding.
 
         Raises:
-            TicketInvalid: no reader could decode it; names the field.
-            UnicodeEncodeError: a name cannot be encoded as UTF-8.
+            TicketInvalid, UnicodeEncodeError: no reader could decode it; names the field.
         """
         payload = _encoder.encode(self)
         try:
@@ -247,11 +246,7 @@ class _GrantButRanks(Grant, frozen=True, kw_only=True):
 
 
 def unseal(sealed: bytes) -> Grant:
-    """Decode a grant of a ticket. The caller checks its MAC first, or trusts nothing in it.
-
-    Raises:
-        TicketInvalid: it is malformed; ``__cause__`` says where.
-    """
+    """Decode a grant of a ticket, whose MAC the caller checks first; raise ``TicketInvalid`` if it is malformed."""
     try:
         grant = _decode(sealed[MAC_BYTES:])
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

@@ -1,10 +1,8 @@
 """The scheduler of pulls: it turns requests into rank reads, and decides once per event. It does no I/O.
 
 Every method takes what happened and ``now`` (seconds of the data plane's clock), and returns what the caller must do,
-in order. A pull has one rank read per source rank. The data plane checks, moves, fences and compares, and answers each
-rank read once. The scheduler decides what follows. A pull is complete when every rank is delivered. It fails when the
-first rank fails. A rank whose lease is not admitted yet is read again later. The scheduler also applies deadlines, and
-reports when nothing of a failed pull can write.
+in order. A pull has one rank read per source rank, which the data plane answers once. It is complete when every rank is
+delivered, and fails when the first rank fails. A rank whose lease is not admitted yet is read again later.
 
 Only the data plane (``kvflow.reads.lanes``) decides which read goes first, so reads do not wait here.
 """

@@ -358,10 +358,7 @@ class Reachability:
             self._report(BreakerClosed(endpoint))
 
     def on_failed(self, member: Member, error: Exception) -> None:
-        """Record why a peer could not be connected. Only silence and a lost connection count against its address.
-
-        An attempt that never left this process, for example because the key is not allowed, does not count at all.
-        """
+        """Record why a peer could not be connected. Only silence and a lost connection count against its address."""
         endpoint = member.address.endpoint
         match error:
             case Restarted() | Replaced():

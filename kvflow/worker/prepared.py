@@ -119,8 +119,7 @@ class PreparedTable:
 
         Raises:
             LayoutMismatch: it belongs to another model, or is divided in a way that cannot be read.
-            CapacityExceeded: the plan would be too large.
-            DeadlineExceeded: planning for other peers took too long.
+            CapacityExceeded, DeadlineExceeded: of ``shares``.
         """
         require_same_model(theirs, self._manifest)
         if have_common_layer(theirs, self._manifest):
