@@ -76,7 +76,7 @@ def layer_specs(group: Any) -> Iterator[tuple[str, Any]]:
 
 def read_spec(name: str, spec: Any, shape: EngineShape) -> CacheSpec:
     """Return kvflow's spec of one layer. Raises SpecInvalid if its cache cannot be described."""
-    return _reader(name, spec)(name, spec, shape)
+    return _read_opaque(name, spec, shape) if opaque(spec) else _known(name, spec)[2](name, spec, shape)
 
 
 def state_block(ids: list[int], spec: Any) -> int | None:
@@ -130,27 +130,15 @@ def _read_group(group: Any) -> Group:
 
 
 def _kind(name: str, spec: Any) -> tuple[str, int]:
-    reader = _reader(name, spec)
-    if reader is _read_state:
-        return "mamba", 0
-    if opaque(spec):
-        return "opaque", getattr(spec, "sliding_window", None) or 0
-    if reader is _read_latent:
-        return "mla", getattr(spec, "sliding_window", None) or 0
-    if reader is _read_sliding:
-        return "sliding", spec.sliding_window
-    if reader is _read_chunked:
-        return "chunked", spec.attention_chunk_size
-    return "full", 0
+    kind, window, _ = ("opaque", "sliding_window", None) if opaque(spec) else _known(name, spec)
+    return kind, getattr(spec, window, None) or 0
 
 
-def _read_full(name: str, spec: Any, shape: EngineShape) -> FullAttention | Opaque:
-    return _read_opaque(name, spec, shape) if opaque(spec) else FullAttention(**_attention(name, spec, shape))
+def _read_full(name: str, spec: Any, shape: EngineShape) -> FullAttention:
+    return FullAttention(**_attention(name, spec, shape))
 
 
-def _read_sliding(name: str, spec: Any, shape: EngineShape) -> SlidingWindow | Opaque:
-    if opaque(spec):
-        return _read_opaque(name, spec, shape)
+def _read_sliding(name: str, spec: Any, shape: EngineShape) -> SlidingWindow:
     return SlidingWindow(window=spec.sliding_window, **_attention(name, spec, shape))
 
 
@@ -281,18 +269,18 @@ def _heads(name: str, spec: Any, shape: EngineShape) -> int:
 
 Reader = Callable[[str, Any, EngineShape], CacheSpec]
 
-READERS: dict[str, Reader] = {
-    "FullAttentionSpec": _read_full,
-    "SlidingWindowSpec": _read_sliding,
-    "ChunkedLocalAttentionSpec": _read_chunked,
-    "MLAAttentionSpec": _read_latent,
-    "SlidingWindowMLASpec": _read_latent,
-    "MambaSpec": _read_state,
+READERS: dict[str, tuple[str, str, Reader]] = {
+    "FullAttentionSpec": ("full", "", _read_full),
+    "SlidingWindowSpec": ("sliding", "sliding_window", _read_sliding),
+    "ChunkedLocalAttentionSpec": ("chunked", "attention_chunk_size", _read_chunked),
+    "MLAAttentionSpec": ("mla", "sliding_window", _read_latent),
+    "SlidingWindowMLASpec": ("mla", "sliding_window", _read_latent),
+    "MambaSpec": ("mamba", "", _read_state),
 }
-"""Class of vLLM -> what reads it. A class that a model derives from these needs an entry, too."""
+"""Class of vLLM -> kind, field of the window, and what reads it. A class that a model derives needs an entry, too."""
 
 
-def _reader(name: str, spec: Any) -> Reader:
+def _known(name: str, spec: Any) -> tuple[str, str, Reader]:
     kind = type(spec).__name__
     if kind not in READERS:
         raise SpecInvalid(
