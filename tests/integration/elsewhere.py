@@ -77,6 +77,7 @@ class Child:
             yield RemoteProducer(self, name, endpoint)
         finally:
             if self.process.poll() is None:
+                self.resume()  # one that a failed test left stopped would not answer
                 await self.ask("close", name=name)
 
     def stop(self):
