@@ -8,8 +8,9 @@ import pytest
 from kvflow import errors
 
 from .conftest import OVER_TCP
-from .consuming import consuming, until, works
+from .consuming import consuming, works
 from .shapes import Shape
+from .test_late_write import stop_mid_read
 
 pytestmark = pytest.mark.processes
 
@@ -25,14 +26,10 @@ async def test_blocks_of_a_hung_read_are_refused_until_it_is_over(elsewhere, spa
     async with (
         sleepy.producing(LARGE, **OVER_TCP) as producer,
         elsewhere.producing(FEW) as other,
-        consuming(LARGE, wire_s=2.0) as consumer,
+        consuming(LARGE, wire_s=5.0) as consumer,
     ):
-        consumer.cache.backing.zero_()
-        params = await producer.offer_as_is("r", BLOCKS, TOKENS)
         other_params = await other.offer("other", [[0, 1], [2, 3]], 32)
-        pull = asyncio.create_task(consumer.pull(params, BLOCKS))
-        await until(lambda: consumer.cache.backing[0] != 0)
-        sleepy.stop()
+        pull, params = await stop_mid_read(sleepy, producer, consumer, BLOCKS, TOKENS)
         with pytest.raises(errors.DeadlineExceeded) as caught:
             await pull
         assert caught.value.phase == "wire"
@@ -75,12 +72,8 @@ async def test_a_hung_producer_that_was_never_met(spawn):
 async def test_leaving_with_a_hung_read(spawn):
     sleepy = spawn()
     async with sleepy.producing(LARGE, **OVER_TCP) as producer:
-        params = await producer.offer_as_is("r", BLOCKS, TOKENS)
         async with consuming(LARGE) as consumer:
-            consumer.cache.backing.zero_()
-            pull = asyncio.create_task(consumer.pull(params, BLOCKS))
-            await until(lambda: consumer.cache.backing[0] != 0)
-            sleepy.stop()
+            pull, _ = await stop_mid_read(sleepy, producer, consumer, BLOCKS, TOKENS)
         with pytest.raises(errors.TransferCancelled) as caught:
             await pull
         assert caught.value.quarantined is True
