@@ -50,14 +50,14 @@ LEVELS: dict[type[Event], int] = {
 """The level of every event, with three exceptions: ``lease.ended`` is a WARNING if the lease has expired,
 ``transfer.failed`` is INFO if the caller canceled the pull, and ``peer.dropped`` is DEBUG if the worker is closing."""
 
+# Events that take time for each chunk and block of a pull. A hook that takes all events does not get these.
 COSTLY = (events.TransferTraced,)
-"""Events that take time for each chunk and block of a pull. A hook that takes all events does not get these."""
 
 LEVEL_NAMES = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning"}
 
-Record = tuple[Event, Mapping[str, Any]]
-"""An event, and further fields of its record."""
+Record = tuple[Event, Mapping[str, Any]]  # an event, and further fields of its record
 
+# Of warnings without a field ``remedy`` and without the code of an error that has a default remedy.
 REMEDIES = {
     "lease.ended": "Find out why no consumer read in time, or raise lease_s.",
     "peer.dropped": "Read the log of that worker. kvflow reconnects when a pull needs it.",
@@ -65,16 +65,14 @@ REMEDIES = {
     "consumer.rejected": "Run the same release on both sides. If they do, find out what connects to this worker.",
     "reader.reset": "Find the peers that hang. If they are only slow, raise the named limit.",
 }
-"""Remedies of other warnings than those with a field ``remedy`` or the code of an error with a default remedy."""
 
-PLAIN = re.compile(r"[\w./:@+%-]+\Z", re.ASCII)
-"""Values that need no quotes in a line. A peer may choose the characters of others."""
+PLAIN = re.compile(r"[\w./:@+%-]+\Z", re.ASCII)  # needs no quotes; a peer may choose the characters of other values
 
+# Order of the fields in a line: others are at 0. Those omitted are at its start, or left out.
 FIRST = ("request_id", "local_request_id", "code", "phase", "peer", "endpoint", "detail")
 LAST = ("engine_id", "rank", "remedy")
 ORDER = {key: place for place, key in enumerate(FIRST, -len(FIRST))} | {key: place for place, key in enumerate(LAST, 1)}
 OMITTED = ("event", "level", "timestamp", "incarnation")
-"""Order of the fields in a line: others are at 0. Those omitted are at its start, or left out."""
 
 _encoder = msgspec.json.Encoder(enc_hook=repr)
 
@@ -133,7 +131,7 @@ def logger_of(kind: type[Event]) -> logging.Logger:
 
 
 class EventLog:
-    """Write the events of one worker to loggers of the standard library, below ``kvflow``.
+    """Writes the events of one worker to loggers of the standard library, below ``kvflow``.
 
     The application chooses levels, handlers and format. Events below the level cost almost nothing. If it configures
     no logging, Python prints warnings alone, each as one line. Formatters of structlog take the message of a record as
@@ -141,7 +139,7 @@ class EventLog:
 
     Args:
         wall: returns seconds since 1970.
-        identity: fields that every record of this worker has.
+        identity: fields of every record.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, /, **identity: Any) -> None:
@@ -150,7 +148,7 @@ class EventLog:
         self._top = logging.getLogger("kvflow")
 
     def __call__(self, event: Event, **context: Any) -> None:
-        """Write one record: the fields of the event, those of the context, and the identity of the worker."""
+        """Write one record, with the fields of the context."""
         self.write_all([(event, context)])
 
     def write_all(self, records: Iterable[Record]) -> None:
@@ -202,11 +200,7 @@ def _level_of(event: Event) -> int:
 
 
 def check_hooks(hooks: Sequence[Hook]) -> None:
-    """Check that hooks are plain functions.
-
-    Raises:
-        ConfigInvalid: a hook cannot be called, or is a coroutine function.
-    """
+    """Raise ``ConfigInvalid`` if a hook cannot be called, or is a coroutine function."""
     for each in hooks:
         hook = each.hook if isinstance(each, OnlyEvents) else each
         if not callable(hook):
@@ -217,14 +211,7 @@ def check_hooks(hooks: Sequence[Hook]) -> None:
 
 
 class Reporter:
-    """Take every event of a worker, for its log and the hooks of the application.
-
-    Args:
-        log: log of the worker.
-        hooks: take every event, or with ``OnlyEvents`` those of one type.
-
-    Thread: any.
-    """
+    """Gives every event of a worker to its log and to the hooks of the application. Thread: any."""
 
     def __init__(self, log: EventLog, hooks: Sequence[Hook]) -> None:
         self._log = log
@@ -288,7 +275,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _JsonFile(logging.Handler):
-    """Append JSON lines to a file. Each write has whole lines, so that processes may share the file."""
+    """Appends JSON lines to a file. Each write has whole lines, so that processes may share the file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -14,25 +14,18 @@ from kvflow import events
 from kvflow.errors import ConfigInvalid, FailureCode
 from kvflow.events import OnlyEvents
 
-PEERS_MAX: Final = 32
-"""Producers with a label value each: the first that are read from. All others share ``other``."""
+PEERS_MAX: Final = 32  # producers with a label value each: the first that are read from
+NAMES_MAX: Final = 64  # values of any other label
+OTHER: Final = "other"  # the label value that all others share
 
-NAMES_MAX: Final = 64
-"""Values of any other label. Further values share ``other``."""
+BATCH: Final = 64  # completed pulls that are counted together, while instructions and counts are in the CPU's caches
 
-BATCH: Final = 64
-"""Completed pulls that are counted together, while instructions and counts are in the CPU's caches."""
-
-OTHER: Final = "other"
-
+# Upper bounds of the buckets of seconds: binding indices takes some microseconds, a hung peer is found after 30 s.
 SECONDS: Final = (
     *(0.00001, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0),
 )
-"""Upper bounds of the buckets of seconds: binding indices takes some microseconds, a hung peer is found after 30 s."""
-
-NBYTES: Final = tuple(4.0**power for power in range(5, 19))
-"""Upper bounds of the buckets of bytes, from 1 KiB to 64 GiB."""
+NBYTES: Final = tuple(4.0**power for power in range(5, 19))  # upper bounds, from 1 KiB to 64 GiB
 
 
 class Described(NamedTuple):
@@ -136,7 +129,7 @@ class Metrics:
 
     Attributes:
         identity: labels of ``kvflow_worker_info``.
-        snapshot: what ``Worker.snapshot`` returns, for the gauges; None leaves them out. ``collect`` calls it.
+        snapshot: ``Worker.snapshot``, which ``collect`` calls for the gauges; None leaves them out.
 
     Thread: any; ``collect`` where ``snapshot`` may be called.
     """
@@ -164,7 +157,6 @@ class Metrics:
         ]
 
     def _peer(self, engine_id: str) -> PeerCounts:
-        """Return the counts of a producer, or those that all further producers share."""
         found = self._peers.get(engine_id)
         if found is None:
             name = engine_id or "unknown"
@@ -221,11 +213,7 @@ class Metrics:
             counts[label] = counts.get(label, 0) + 1
 
     def collect(self) -> Iterator[Any]:
-        """Yield every metric, as a family of ``prometheus_client``.
-
-        Raises:
-            ConfigInvalid: ``prometheus_client`` is not installed.
-        """
+        """Yield every metric, as a family of ``prometheus_client``; raise as ``require_client``."""
         families = Families()
         families.gauge("worker_info", 1, *(self.identity.get(label, "") for label in ("engine_id", "rank", "version")))
         with self._lock:
@@ -238,7 +226,7 @@ class Metrics:
             families.histogram("lease_held_seconds", self._held)
         if self.snapshot is not None:
             _add_gauges(families, self.snapshot())
-        return families.all()
+        return iter(families.by_name.values())
 
 
 class Families:
@@ -251,24 +239,20 @@ class Families:
             "gauge": core.GaugeMetricFamily,
             "histogram": core.HistogramMetricFamily,
         }
-        self._families: dict[str, Any] = {
+        self.by_name: dict[str, Any] = {
             name: kinds[described.kind](name, described.text, labels=described.labels)
             for name, described in METRICS.items()
         }
 
     def counter(self, name: str, value: float, *labels: str) -> None:
-        """Add the value of a counter."""
-        self._families[PREFIX + name].add_metric(labels, value)
+        """Add one value."""
+        self.by_name[PREFIX + name].add_metric(labels, value)
 
     gauge = counter
 
     def histogram(self, name: str, values: Distribution, *labels: str) -> None:
-        """Add the buckets of a histogram."""
-        self._families[PREFIX + name].add_metric(labels, buckets=values.buckets(), sum_value=values.total)
-
-    def all(self) -> Iterator[Any]:
-        """Return all families."""
-        return iter(self._families.values())
+        """Add buckets."""
+        self.by_name[PREFIX + name].add_metric(labels, buckets=values.buckets(), sum_value=values.total)
 
 
 def _add_peer(families: Families, name: str, peer: PeerCounts) -> None:
@@ -314,11 +298,7 @@ def _engine_of(peer: str) -> str:
 
 
 def require_client() -> Any:
-    """Return the package ``prometheus_client``.
-
-    Raises:
-        ConfigInvalid: it is not installed.
-    """
+    """Return the package ``prometheus_client``; ``ConfigInvalid`` if it is not installed."""
     try:
         import prometheus_client.core  # noqa: PLC0415 - of an optional extra, and only workers with pages need it
     except ImportError as error:
@@ -330,11 +310,7 @@ def require_client() -> Any:
 
 
 def exposition(metrics: Metrics) -> tuple[bytes, str]:
-    """Return the metrics in the text format of Prometheus, and its content type.
-
-    Raises:
-        ConfigInvalid: ``prometheus_client`` is not installed.
-    """
+    """Return the metrics in the text format of Prometheus, and its content type; raise as ``require_client``."""
     client = require_client()
     registry = client.CollectorRegistry(auto_describe=False)
     registry.register(metrics)

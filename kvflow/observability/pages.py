@@ -29,39 +29,25 @@ from kvflow.version import __version__
 _log = logging.getLogger("kvflow.http")
 
 THREADS: Final = 4
-HEAD_BYTES_MAX: Final = 8 << 10
-"""Longest request line and headers, as most servers take them."""
-
-REQUEST_S: Final = 5.0
-"""Longest time from the connection to the end of its request, which fits in one packet."""
-
-ANSWER_S: Final = 5.0
-"""Longest time in which the event loop must make a page, and in which a client must take it."""
-
+HEAD_BYTES_MAX: Final = 8 << 10  # of a request line and headers, as most servers take them
+REQUEST_S: Final = 5.0  # from the connection to the end of its request, which fits in one packet
+ANSWER_S: Final = 5.0  # in which the event loop must make a page, and in which a client must take it
+# Connections that have not sent their request: above it, the oldest is closed. As many may wait for a thread.
 CONNECTIONS_MAX: Final = 32
-"""Connections that have not sent their request: above it, the oldest is closed. As many may wait for a thread."""
-
 BEAT_S: Final = 1.0
-ALIVE_S: Final = 5.0
-"""The event loop is alive if it has run within this time."""
-
-ACCEPT_PAUSE_S: Final = 0.05
-"""Pause if no connection can be accepted, because the process has no file descriptor left."""
+ALIVE_S: Final = 5.0  # the event loop is alive if it has run within this time
+ACCEPT_PAUSE_S: Final = 0.05  # if no connection can be accepted, because the process has no file descriptor left
 
 TEXT: Final = "text/plain; charset=utf-8"
 JSON: Final = "application/json"
 
+# Status of the standard library's handler -> status and message that are answered.
 _MALFORMED = (400, "this is not a request of HTTP/1.1")
 REFUSALS: Final = {400: _MALFORMED, 505: _MALFORMED, 501: (405, "only GET and HEAD are answered")}
-"""Status of the standard library's handler -> status and message that are answered."""
 
 
 class Page(NamedTuple):
-    """What one path answers.
-
-    Attributes:
-        status: of HTTP.
-    """
+    """What one path answers."""
 
     body: bytes
     content_type: str = TEXT
@@ -72,7 +58,7 @@ Pages = Mapping[str, Callable[[], Page]]
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Reads one request and makes its answer; ``PageServer`` receives the one and sends the other."""
+    """Reads one request and makes its answer; ``PageServer`` receives and sends them."""
 
     protocol_version = "HTTP/1.1"
     command = ""
@@ -145,9 +131,9 @@ class PageServer:
     Args:
         listening: the socket.
         pages: path -> what makes its page.
-        slow: paths of pages that one of the ``THREADS`` makes; the others must not wait for anything.
-        local_only: whether to refuse requests that name another host than a loopback address: those of web pages whose
-            name resolves to this machine.
+        slow: paths of pages that one of the ``THREADS`` makes. The others must not wait for anything.
+        local_only: refuse requests that name another host than a loopback address: those of web pages whose name
+            resolves to this machine.
     """
 
     def __init__(self, listening: socket.socket, pages: Pages, *, slow: frozenset[str], local_only: bool) -> None:
@@ -166,7 +152,7 @@ class PageServer:
         self._receiver.start()
 
     def close(self) -> None:
-        """End every connection and every thread, after at most ``ANSWER_S`` if a page waits for the event loop."""
+        """End every connection and thread, after at most ``ANSWER_S`` if a page waits for the event loop."""
         self._closer.close()
         self._receiver.join()
         for connection in list(self._answered):
@@ -291,14 +277,7 @@ async def open_pages(address: str, pages: Pages, *, slow: frozenset[str] = froze
 
 
 class WorkerPages:
-    """The pages of one worker. They are fed by hooks, and ask the worker when a client asks them.
-
-    Args:
-        engine_id: engine of the worker.
-        rank: its rank.
-
-    Raises:
-        ConfigInvalid: ``prometheus_client`` is not installed.
+    """The pages of one worker, fed by hooks; raise as ``require_client``.
 
     Thread: the worker's event loop; the hooks from any thread.
     """
@@ -315,18 +294,12 @@ class WorkerPages:
     async def served(
         self, address: str, *, snapshot: Callable[[], Any], is_ready: Callable[[], bool]
     ) -> AsyncGenerator[str, None]:
-        """Serve the pages while the context is open.
+        """Serve the pages at ``address``, and yield and raise as ``open_pages``.
 
         Args:
-            address: ``HOST:PORT`` to listen on.
+            address: as above.
             snapshot: ``Worker.snapshot``.
             is_ready: returns whether the worker takes new offers and pulls; called on another thread.
-
-        Yields:
-            ``HOST:PORT``, with the port that was taken.
-
-        Raises:
-            ConfigInvalid: it cannot listen there.
         """
         loop = asyncio.get_running_loop()
         pulse = _Pulse(loop)

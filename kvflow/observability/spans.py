@@ -1,7 +1,7 @@
 """Export transfers as spans of OpenTelemetry: ``kvflow.offer`` at the producer, ``kvflow.pull`` at the consumer.
 
-Both are children of the W3C trace context in the ticket. So they are in one trace with the request of the engine, if
-the engine gave its ``traceparent`` to the offer.
+Both are children of the W3C trace context in the ticket, and so in one trace with the request of the engine, if the
+engine gave its ``traceparent`` to the offer.
 """
 
 import time
@@ -103,7 +103,7 @@ class Spans:
         timings_s: Mapping[str, float],
         ended_ns: int,
     ) -> "Span":
-        """Return the span of a pull, after its children."""
+        """Return the span of a pull, after making its children."""
         begun_ns = ended_ns - _ns(timings_s.get("total", 0.0))
         shared: dict[str, Any] = {
             "gen_ai.request.id": event.local_request_id or event.request_id,
@@ -129,7 +129,7 @@ class Spans:
         return span
 
     def _parent(self, traceparent: str) -> "Context | None":
-        """Return the context of a ticket; None if it has none, so that its span begins a trace."""
+        """Return the context of a ticket; None if it has none: the span then begins a trace."""
         if not traceparent:
             return None
         _, trace_id, span_id, flags = traceparent.split("-")
