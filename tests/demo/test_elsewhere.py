@@ -8,7 +8,6 @@ import pytest
 from kvflow.tools.cli import main
 from kvflow.tools.demo.results import Scenario
 from kvflow.tools.demo.run import (
-    EngineCommand,
     EngineFailed,
     Engines,
     engine_environment,
@@ -43,7 +42,7 @@ async def test_engines_that_run_already_serve_the_demo_and_go_on(tmp_path):
     async with AsyncExitStack() as stack:
         engines = {
             role: await stack.enter_async_context(
-                open_process(EngineCommand(name=role, role=role, layout="BLHNC", kv="content"), tmp_path, environment)
+                open_process(role, role, Scenario(name=role, layout="BLHNC", kv="content"), tmp_path, environment)
             )
             for role in ("prefill", "decode")
         }

@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from kvflow.tools.demo.messages import MAX_TOKENS, Drained, GeneratedTokens, PromptAnswer, PromptRequest
-from kvflow.tools.demo.results import PromptResult
-from kvflow.tools.demo.run import EngineCommand, EngineFailed, engine_environment, open_client, open_process, send_all
+from kvflow.tools.demo.results import PromptResult, Scenario
+from kvflow.tools.demo.run import EngineFailed, engine_environment, open_client, open_process, send_all
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("measured_processes")]
 
-MONOLITHIC = EngineCommand(name="alone", role="monolithic", layout="BLHNC", kv="content")
+MONOLITHIC = "alone", "monolithic", Scenario(name="alone", layout="BLHNC", kv="content")
 
 
 async def send_raw(address, data):
@@ -32,7 +32,7 @@ def request_of(prompt, **fields):
 
 async def test_an_engine_survives_whatever_it_is_asked(tmp_path):
     async with open_client() as client:
-        async with open_process(MONOLITHIC, tmp_path, engine_environment()) as address:
+        async with open_process(*MONOLITHIC, tmp_path, engine_environment()) as address:
             assert b" 400 " in (await send_raw(address, b"not HTTP\r\n\r\n"))[:20]
             head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
             assert (await send_raw(address, head + b"Content-Length: 2\r\n\r\n{}")).startswith(b"HTTP/1.1 400 ")
@@ -54,9 +54,9 @@ async def test_an_engine_survives_whatever_it_is_asked(tmp_path):
 
 
 async def test_an_engine_that_does_not_start_says_why(tmp_path):
-    command = EngineCommand(name="odd", role="monolithic", layout="XYZ", kv="content")
+    command = "odd", "monolithic", Scenario(name="odd", layout="XYZ", kv="content")
     with pytest.raises(EngineFailed, match=r"(?s)the odd engine did not start.*spec_invalid"):
-        async with open_process(command, tmp_path, engine_environment()):
+        async with open_process(*command, tmp_path, engine_environment()):
             pytest.fail("it started")
 
 

@@ -19,7 +19,9 @@ from aiohttp import web
 from msgspec import Struct
 
 import kvflow
+from kvflow.addresses import host_and_port
 from kvflow.errors import KvflowError
+from kvflow.ids import ABSENT
 from kvflow.layout.groups import Group, window_blocks
 from kvflow.memory.cache import allocate
 from kvflow.observability.logs import record_logger
@@ -37,20 +39,11 @@ from kvflow.tools.demo.messages import (
 from kvflow.tools.demo.model import ModelShape, PagedKV, TinyModel
 from kvflow.tools.proxy.completions import error_body
 
-NUM_BLOCKS = 1024
-"""64 MiB when packed: three of the longest requests at once, and dozens of the short ones."""
-
-DRAIN_S = 10.0
-"""Releases come within milliseconds; an offer that is still open after this time was forgotten."""
-
-GRACE_S = 2.0
-"""For requests in flight when the engine is told to stop."""
-
+NUM_BLOCKS = 1024  # 64 MiB when packed: three of the longest requests at once, and dozens of the short ones
+DRAIN_S = 10.0  # releases come within milliseconds; an offer that is still open after this time was forgotten
+GRACE_S = 2.0  # for requests in flight when the engine stops
 BODY_BYTES_MAX = 1 << 20
 REQUEST_ID_CHARACTERS_MAX = 256
-
-ABSENT = -1
-"""In a block table: no block, because no token will look there."""
 
 KVFormat = Literal["content", "split"]
 
@@ -89,7 +82,10 @@ class BlockPool:
 
 @dataclass(slots=True)
 class BlockTable:
-    """One list for each group: entry i is the block of tokens [i * block_size, (i + 1) * block_size), or ABSENT."""
+    """One list for each group: entry i is the block of tokens [i * block_size, (i + 1) * block_size).
+
+    It is ABSENT if no token will look there.
+    """
 
     rows: list[list[int]]
 
@@ -143,10 +139,10 @@ class Engine:
     """Computes tokens in blocks that its caller manages. Thread: the event loop's, which does not wait for the model.
 
     Args:
-        layout: as ``kvflow.allocate`` takes it.
-        kv: likewise.
+        layout: as ``kvflow.allocate`` takes it, like ``kv``.
+        kv: as above.
         seed: of the order in which blocks are handed out.
-        executor: the one thread that computes; its queue serves requests in turn, a token at a time.
+        executor: the one thread that computes. Its queue serves requests in turn, a token at a time.
         num_blocks: of the cache.
     """
 
@@ -162,7 +158,7 @@ class Engine:
         self._pages = {name: PagedKV(view, shape.head_size) for name, view in views.items()}
 
     async def prefill(self, table: BlockTable, prompt: bytes) -> int:
-        """Compute a prompt and return the first token; its keys and values are in the cache then."""
+        """Fill the cache with a prompt and return the first token."""
         return await self._compute(table, list(prompt), 0)
 
     async def decode(self, table: BlockTable, num_computed: int, token: int, max_tokens: int) -> list[int]:
@@ -193,7 +189,7 @@ async def open_engine(*, layout: str, kv: KVFormat, seed: int) -> AsyncIterator[
 
 
 class CompletionService:
-    """Answers requests of every role: their ``kv_transfer_params`` decide. Without a worker, it computes alone."""
+    """Answers requests of every role, as their ``kv_transfer_params`` say. Without a worker, it computes alone."""
 
     def __init__(self, engine: Engine, worker: kvflow.Worker | None = None) -> None:
         self._engine = engine
@@ -201,12 +197,7 @@ class CompletionService:
         self._offers: dict[str, asyncio.Task[None]] = {}
 
     async def complete(self, request_id: str, request: PromptRequest) -> PromptAnswer:
-        """Serve one request.
-
-        Raises:
-            KvflowError: the offer was refused, or the cache could not be pulled.
-            msgspec.ValidationError: this engine cannot do what the request asks for.
-        """
+        """Serve one request; ``msgspec.ValidationError`` if this engine cannot do what it asks for."""
         if request.kv_transfer_params is None:
             return await self._compute(request_id, request)
         if self._worker is None:
@@ -222,17 +213,15 @@ class CompletionService:
         """Wait until no offer is open, and return what is still held."""
         if self._offers:
             await asyncio.wait(self._offers.values(), timeout=DRAIN_S)
+        used = self._engine.pool.num_used
         if self._worker is None:
-            return Drained(blocks_used=self._engine.pool.num_used)
+            return Drained(blocks_used=used)
         held = self._worker.snapshot()
-        return Drained(
-            blocks_used=self._engine.pool.num_used,
-            leases_held=held.leases,
-            blocks_quarantined=sum(entry.num_blocks for entry in held.quarantined),
-        )
+        quarantined = sum(entry.num_blocks for entry in held.quarantined)
+        return Drained(blocks_used=used, leases_held=held.leases, blocks_quarantined=quarantined)
 
     async def revoke_offers(self) -> None:
-        """End every lease that is still held, and wait until its blocks are back."""
+        """End every lease, and wait until its blocks are back."""
         for request_id in self._offers:
             cast("kvflow.Worker", self._worker).revoke(request_id)
         await asyncio.gather(*self._offers.values())
@@ -312,8 +301,7 @@ async def serve(service: CompletionService, listen: str) -> None:
     runner = web.AppRunner(app, access_log=None, handler_cancellation=False, shutdown_timeout=GRACE_S)
     await runner.setup()
     try:
-        host, _, port = listen.rpartition(":")
-        await web.TCPSite(runner, host, int(port)).start()
+        await web.TCPSite(runner, *host_and_port(listen)).start()
         host, port = runner.addresses[0][:2]
         _announce(f"{host}:{port}")
         _log.info("engine.started", listen=f"{host}:{port}")

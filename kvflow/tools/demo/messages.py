@@ -1,4 +1,4 @@
-"""What the demo's engines take and answer over HTTP: what they need of OpenAI's completions API, as vLLM has it.
+"""What the demo's engines take and answer over HTTP: a part of OpenAI's completions API, as vLLM has it.
 
 Tokens are bytes. ``kv_transfer_params`` pass through the router unread.
 """
@@ -14,22 +14,18 @@ DRAIN = "/drain"
 HEALTH = "/health"
 REQUEST_ID = "X-Request-Id"
 
-MAX_TOKENS = 32
-"""Generated for each prompt of the demo."""
+MAX_TOKENS = 32  # generated for each prompt of the demo
 
 Token = Annotated[int, Meta(ge=0, le=255)]
-NumTokens = Annotated[int, Meta(ge=1, le=1 << 20)]
-"""More than the blocks of any demo hold; the pool refuses what is more than it has."""
+NumTokens = Annotated[int, Meta(ge=1, le=1 << 20)]  # the pool refuses what is more than it has
 
 
 class PromptRequest(Struct, frozen=True, kw_only=True):
     """The body of a request.
 
     Attributes:
-        prompt: token ids.
-        max_tokens: to be generated.
         kv_transfer_params: ``do_remote_decode``: compute the prompt and offer its cache. With a ticket: pull that
-            cache and continue. Without them: compute and continue.
+            cache and continue. None: compute and continue.
     """
 
     prompt: Annotated[tuple[Token, ...], Meta(min_length=1, max_length=1 << 20)]
@@ -38,15 +34,10 @@ class PromptRequest(Struct, frozen=True, kw_only=True):
 
 
 class OfferedPrompt(Struct, frozen=True, kw_only=True):
-    """What the demo reads in ``kv_transfer_params``; ``Ticket.from_params`` reads and bounds the rest.
+    """What the demo reads in ``kv_transfer_params``; ``Ticket.from_params`` reads and bounds the rest."""
 
-    Attributes:
-        do_remote_decode: True in what a router sends to a prefill engine.
-        first_token: computed by the prefill engine, whose ticket has it as one more entry.
-    """
-
-    do_remote_decode: bool = False
-    first_token: Token | None = None
+    do_remote_decode: bool = False  # True in what a router sends to a prefill engine
+    first_token: Token | None = None  # computed by the prefill engine, which adds it to its ticket
 
 
 class GeneratedTokens(Struct, frozen=True, kw_only=True):
@@ -59,37 +50,24 @@ class GeneratedTokens(Struct, frozen=True, kw_only=True):
 
 
 class PromptAnswer(Struct, frozen=True, kw_only=True):
-    """The answer to a request.
-
-    Attributes:
-        id: of the request.
-        choices: one.
-        kv_transfer_params: of a prefill engine, for a decode engine.
-        report: what the pull moved; None if nothing was pulled.
-    """
+    """The answer to a request; ``kv_transfer_params``: of a prefill engine, for a decode engine."""
 
     id: str
     choices: tuple[GeneratedTokens]
     object: str = "text_completion"
     model: str = "kvflow-demo"
     kv_transfer_params: dict[str, Any] | None = None
-    report: TransferReport | None = None
+    report: TransferReport | None = None  # of the pull, if there was one
 
 
 class Drained(Struct, frozen=True, kw_only=True):
-    """What an engine still holds when no request is open, and it should hold nothing.
+    """What an engine still holds when no request is open, and it should hold nothing."""
 
-    Attributes:
-        blocks_used: not returned to the free list.
-        leases_held: offers that have not ended.
-        blocks_quarantined: destination blocks that a transfer may still write to.
-    """
-
-    blocks_used: int = 0
-    leases_held: int = 0
-    blocks_quarantined: int = 0
+    blocks_used: int = 0  # not returned to the free list
+    leases_held: int = 0  # offers that have not ended
+    blocks_quarantined: int = 0  # target blocks that a transfer may still write to
 
     @property
     def clean(self) -> bool:
-        """True if nothing is left."""
+        """Whether nothing is left."""
         return self == Drained()

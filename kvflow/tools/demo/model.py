@@ -21,20 +21,12 @@ from torch.nn import functional
 
 from kvflow.layout.specs import CacheSpec, FullAttention, SlidingWindow
 
-VOCABULARY = 256
-"""Tokens are bytes."""
-
-QUERY_TILE = 128
-"""Queries that attend together: bounds the scores of a long prompt, and skips most of what a window hides."""
-
+VOCABULARY = 256  # tokens are bytes
+QUERY_TILE = 128  # queries that attend together: bounds the scores, and skips most of what a window hides
 ROPE_BASE = 10_000.0
-
+# Factor on the queries. Random attention is nearly uniform: an average over a thousand tokens hides one wrong one.
 ATTENTION_SHARPNESS = 8.0
-"""Factor on the queries. Random attention is nearly uniform, and an average over a thousand tokens hides one wrong
-one; sharp attention follows single tokens, and what they hold shows."""
-
-EVERYTHING = 1 << 31
-"""Window of a full-attention layer."""
+EVERYTHING = 1 << 31  # window of a full-attention layer
 
 
 class ModelShape(Struct, frozen=True):
@@ -50,7 +42,7 @@ class ModelShape(Struct, frozen=True):
     seed: int = 20
 
     def specs(self) -> dict[str, CacheSpec]:
-        """Describe the cache that the model needs, layer by layer."""
+        """Return what each layer caches."""
         full = FullAttention(
             block_size=self.block_size, num_kv_heads=self.num_kv_heads, head_size=self.head_size, dtype="bfloat16"
         )
@@ -83,13 +75,9 @@ class PagedKV:
         self._block_size = self._k_BHND.shape[2]
 
     def write(self, block_ids: torch.Tensor, first_token: int, k_THD: torch.Tensor, v_THD: torch.Tensor) -> None:
-        """Store keys and values of consecutive tokens.
+        """Store float32 keys and values of consecutive tokens, rounded to the cache's dtype.
 
-        Args:
-            block_ids: int64, shape (B,): block i holds tokens [i * block_size, (i + 1) * block_size).
-            first_token: position of ``k_THD[0]``.
-            k_THD: float32, rounded to the cache's dtype.
-            v_THD: like ``k_THD``.
+        Block i of ``block_ids`` (int64, shape (B,)) holds tokens [i * block_size, (i + 1) * block_size).
         """
         position_T = torch.arange(first_token, first_token + len(k_THD))
         block_T, offset_T = block_ids[position_T // self._block_size], position_T % self._block_size
@@ -131,8 +119,8 @@ class TinyModel:
             tokens: bytes to compute; what precedes them is read from the cache.
             first_token: position of ``tokens[0]`` in the request.
             pages: layer name -> its pages.
-            block_tables: layer name -> int64 block ids, shape (B,), covering the request through these tokens.
-                A sliding-window layer reads no block that lies behind its window.
+            block_tables: layer name -> int64 block ids, shape (B,), of the request through these tokens. A
+                sliding-window layer reads no block behind its window.
         """
         position_T = torch.arange(first_token, first_token + len(tokens))
         x_TZ = self._embedding_VZ[torch.tensor(tokens)]
@@ -160,7 +148,7 @@ class _DecoderLayer:
     def forward(
         self, x_TZ: torch.Tensor, position_T: torch.Tensor, pages: PagedKV, block_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Return the residual stream after this layer; the layer's pages then hold these tokens."""
+        """Return the residual stream after this layer, and store these tokens."""
         normal_TZ = _rms_norm(x_TZ)
         size, first_token = self._shape.head_size, int(position_T[0])
         q_THD = _rotate((normal_TZ @ self._q_ZH).view(len(x_TZ), -1, size), position_T)
@@ -172,7 +160,7 @@ class _DecoderLayer:
         return x_TZ + functional.gelu(_rms_norm(x_TZ) @ self._up_ZF) @ self._down_FZ
 
     def _attend(self, q_HTD: torch.Tensor, first_token: int, pages: PagedKV, block_ids: torch.Tensor) -> torch.Tensor:
-        """Attend to the pages, which hold these tokens already, tile by tile."""
+        """Attend tile by tile to the pages, which hold these tokens already."""
         block_size, end_token = self._shape.block_size, first_token + q_HTD.shape[1]
         first_block = self._first_in_sight(first_token) // block_size
         k_HSD, v_HSD = pages.gather(block_ids[first_block : -(-end_token // block_size)])

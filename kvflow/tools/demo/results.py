@@ -35,19 +35,12 @@ class Scenario(Struct, frozen=True, kw_only=True):
 
 
 class ScenarioResult(Struct, frozen=True, kw_only=True):
-    """What came out of one scenario.
-
-    Attributes:
-        scenario: what was run.
-        answers: one for each prompt.
-        expected: tokens of the monolithic run, one list for each prompt.
-        left: what the engines still held at the end, by role.
-    """
+    """What came out of one scenario."""
 
     scenario: Scenario
-    answers: Sequence[PromptResult]
-    expected: Sequence[Sequence[int]]
-    left: dict[str, Drained]
+    answers: Sequence[PromptResult]  # one for each prompt
+    expected: Sequence[Sequence[int]]  # tokens of the monolithic run, likewise
+    left: dict[str, Drained]  # what the engines still held at the end, by role
 
     @property
     def reports(self) -> list[TransferReport]:
@@ -66,7 +59,7 @@ class ScenarioResult(Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_equal(self) -> int:
-        """Tokens that came and are those of the monolithic run."""
+        """Tokens that are those of the monolithic run."""
         return sum(
             ours == theirs
             for answer, expected in zip(self.answers, self.expected, strict=True)
@@ -91,7 +84,7 @@ class ScenarioResult(Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """True if every token is equal and nothing was left leased or quarantined."""
+        """Whether every token is equal and nothing was left leased or quarantined."""
         return self.tokens_equal == self.tokens_total and all(left.clean for left in self.left.values())
 
     @property

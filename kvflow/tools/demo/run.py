@@ -44,25 +44,14 @@ PACKED = Scenario(name="packed", layout="BHLNC", kv="content")
 
 PROMPT_BYTES_MIN = 5
 PROMPT_BYTES_MAX = 2000
+IN_FLIGHT = 6  # requests at once: enough for pulls, prefills and decodes to overlap
 
-IN_FLIGHT = 6
-"""Requests on the way at once: enough for pulls, prefills and decodes to overlap."""
+START_S = 60.0  # importing torch from a cold disk takes ten seconds, NIXL's first agent another one
+STOP_S = 15.0  # a worker says goodbye within five seconds
+REQUEST_S = 60.0  # timeout of one request, far above what the longest takes on a busy machine
+RETRY_S = 0.2  # between attempts to reach an engine that is starting
 
-START_S = 60.0
-"""Importing torch from a cold disk takes ten seconds, NIXL's first agent another one."""
-
-STOP_S = 15.0
-"""A worker says goodbye within its own budget of five seconds."""
-
-REQUEST_S = 60.0
-"""Timeout of one request, far above what the longest takes on a busy machine."""
-
-RETRY_S = 0.2
-"""Between attempts to reach an engine that is starting."""
-
-LISTENING_AT = b"listening at "
-"""The line begins so in which an engine prints its address."""
-
+LISTENING_AT = b"listening at "  # begins the line in which an engine prints its address
 ERROR_CHARACTERS_MAX = 500
 
 _log = record_logger("kvflow.demo")
@@ -90,14 +79,6 @@ def cut_prompts(text: bytes, count: int) -> Sequence[bytes]:
 
 class EngineFailed(Exception):
     """An engine answered with a failure, or not at all."""
-
-
-class _ErrorText(Struct):
-    message: str
-
-
-class _ErrorAnswer(Struct):
-    error: _ErrorText
 
 
 class Client:
@@ -148,14 +129,14 @@ class Client:
 
 
 def _error_text(content: bytes) -> str:
-    with suppress(msgspec.DecodeError, UnicodeDecodeError):
-        return msgspec.json.decode(content, type=_ErrorAnswer).error.message
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
+        return str(msgspec.json.decode(content)["error"]["message"])
     return content[:ERROR_CHARACTERS_MAX].decode(errors="replace")
 
 
 @asynccontextmanager
 async def open_client() -> AsyncIterator[Client]:
-    """Enter with a client."""
+    """Open a client."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_S)) as session:
         yield Client(session)
 
@@ -188,32 +169,25 @@ async def send_all(
     return [task.result() for task in tasks]
 
 
-class EngineCommand(Struct, frozen=True, kw_only=True):
-    """How to start one engine; ``name`` is that of its log files, and the rest are flags of the program."""
-
-    name: str
-    role: str
-    layout: str
-    kv: str
-
-
 def engine_environment() -> dict[str, str]:
     """Return an environment for engines that belong together: a cluster secret drawn now, and one core each."""
     return os.environ | {SECRET_VARIABLE: secrets.token_urlsafe(32), "OMP_NUM_THREADS": "1"}
 
 
 @asynccontextmanager
-async def open_process(command: EngineCommand, logs: Path, environment: dict[str, str]) -> AsyncIterator[str]:
+async def open_process(
+    name: str, role: str, cache: Scenario, logs: Path, environment: dict[str, str]
+) -> AsyncIterator[str]:
     """Start an engine, enter with its address when it serves, and end it on leaving; ``EngineFailed`` if it never does.
 
     Its log is ``NAME.jsonl`` in ``logs``, and its standard error ``NAME.stderr``.
     """
-    complaints = logs / f"{command.name}.stderr"
-    flags = {"layout": command.layout, "kv": command.kv, "log": str(logs / f"{command.name}.jsonl")}
+    complaints = logs / f"{name}.stderr"
+    flags = {"layout": cache.layout, "kv": cache.kv, "log": str(logs / f"{name}.jsonl")}
     arguments = [f"--{flag}={value}" for flag, value in flags.items()]
     with complaints.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvflow.tools.demo", command.role, *arguments),
+            *(sys.executable, "-m", "kvflow.tools.demo", role, *arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,
@@ -221,7 +195,7 @@ async def open_process(command: EngineCommand, logs: Path, environment: dict[str
         )
     assert process.stdout is not None
     try:
-        yield await _address(process.stdout, command.name, complaints)
+        yield await _address(process.stdout, name, complaints)
     finally:
         await _stop(process)
 
@@ -264,14 +238,8 @@ async def run_demo(
 ) -> list[ScenarioResult]:
     """Run the model alone, then in two engines: those given, or per layout in two processes; one result for each.
 
-    Args:
-        prompts: tokens are bytes.
-        logs: folder for the logs of all processes that are started; exists.
-        progress: shows each stage and each answer.
-        engines: that run already, or will soon.
-
     Raises:
-        EngineFailed: an engine did not start, or the monolithic run, which nothing is moved in, failed.
+        EngineFailed: an engine did not start, or the monolithic run, in which nothing is moved, failed.
     """
     async with open_client() as client:
         expected = await _run_alone(client, prompts, logs, progress)
@@ -283,8 +251,7 @@ async def run_demo(
 
 async def _run_alone(client: Client, prompts: Sequence[bytes], logs: Path, progress: StageProgress) -> list[list[int]]:
     progress.begin("monolithic")
-    command = EngineCommand(name="monolithic", role="monolithic", layout=PER_LAYER.layout, kv=PER_LAYER.kv)
-    async with open_process(command, logs, engine_environment()) as address:
+    async with open_process("monolithic", "monolithic", PER_LAYER, logs, engine_environment()) as address:
         answers = await send_all(client, address, "monolithic", prompts, progress.advance, pulled=False)
     for answer in answers:
         if answer.failure:
@@ -293,7 +260,7 @@ async def _run_alone(client: Client, prompts: Sequence[bytes], logs: Path, progr
 
 
 class DemoRun:
-    """The prompts, and what one process makes of them."""
+    """Prompts, and what one process makes of them."""
 
     def __init__(
         self, client: Client, prompts: Sequence[bytes], expected: Sequence[Sequence[int]], progress: StageProgress
@@ -305,14 +272,10 @@ class DemoRun:
 
     async def here(self, scenario: Scenario, logs: Path) -> ScenarioResult:
         """Run with two processes of this machine."""
-        commands = [
-            EngineCommand(name=f"{scenario.name}-{role}", role=role, layout=scenario.layout, kv=scenario.kv)
-            for role in ("prefill", "decode")
-        ]
-        environment = engine_environment()
+        name, environment = scenario.name, engine_environment()
         async with (
-            open_process(commands[0], logs, environment) as prefill,
-            open_process(commands[1], logs, environment) as decode,
+            open_process(f"{name}-prefill", "prefill", scenario, logs, environment) as prefill,
+            open_process(f"{name}-decode", "decode", scenario, logs, environment) as decode,
         ):
             return await self.send(Engines(prefill=prefill, decode=decode), scenario)
 
@@ -351,7 +314,7 @@ def run_and_show(
     Args:
         texts: folder with README.md and docs/, where prompts are taken from.
         num_prompts: at least 2.
-        logs: folder for the logs of all processes that are started; exists.
+        logs: existing folder for the logs of all processes that are started.
         engines: that run already; None starts some.
         as_json: print the figures as JSON, and nothing else on standard output.
     """
