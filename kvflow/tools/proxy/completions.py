@@ -1,6 +1,6 @@
-"""What a proxy makes of a client's request, one for each kind of server, and the record of what became of it.
+"""The requests to servers that a proxy makes of a client's, and the record of what became of it.
 
-A field that is not read here keeps the very bytes in which it came, and so does the ticket. ``kvflow trace`` reads the
+A field that is not read here keeps the bytes in which it came, and so does the ticket. ``kvflow trace`` reads the
 records, and ``docs/reference/cli.md`` lists their fields.
 """
 
@@ -15,22 +15,20 @@ from msgspec import Raw, Struct, field, to_builtins
 
 PARAMS = "kv_transfer_params"
 
+# Asks a prefill server to keep the cache of this prompt, and to answer where it is.
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
-"""Tells a prefill server to keep the cache of this prompt, and to answer where it is."""
 
 ONE_AT_MOST = ("max_tokens", "max_completion_tokens", "min_tokens", "n")
 
 NULL, FALSE, ONE, OFFERED = (Raw(msgspec.json.encode(value)) for value in (None, False, 1, OFFER))
 
-LONG: Final = ("prompt", "messages", "prompt_embeds")
-"""Fields whose values are not read here, whatever their length."""
-
+LONG: Final = ("prompt", "messages", "prompt_embeds")  # fields of any length, whose values are not read here
+# All other fields together, with their names: tools and schemas have some hundred KiB. Reading each takes a microsecond
+# or more of the event loop.
 OTHERS_BYTES_MAX: Final = 1 << 20
-"""All other fields together, with their names: tools and schemas have some hundred KiB. Reading each takes a
-microsecond or more of the event loop."""
 
+# Matches a list of anything but token ids; a list of token ids is one prompt.
 LIST_OF_PROMPTS: Final = re.compile(rb"\s*\[\s*[^\s\d\]-]")
-"""Matches a list of anything but token ids; a list of token ids is one prompt."""
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -40,15 +38,10 @@ class RequestMalformed(Exception):
 
 
 class Completion(Struct, frozen=True):
-    """A client's request.
+    """A client's request."""
 
-    Attributes:
-        fields: of its JSON object, each as it was sent.
-        alone: why no prefill server is asked; empty if one is.
-    """
-
-    fields: dict[str, Raw]
-    alone: str = ""
+    fields: dict[str, Raw]  # of its JSON object, each as it was sent
+    alone: str = ""  # why no prefill server is asked; empty if one is
 
 
 class _LongFields(Struct, frozen=True):
@@ -118,12 +111,7 @@ def read_params(answer: bytes) -> Raw | None:
 
 
 def without_params(answer: bytes, *, failed: bool) -> bytes:
-    """Return a decode server's answer without ``kv_transfer_params``.
-
-    Args:
-        answer: a JSON object, if the server is sound.
-        failed: it is an error, whose text may quote the request.
-    """
+    """Return a decode server's answer without ``kv_transfer_params``; ``failed``: its text may quote the request."""
     name = PARAMS.encode()
     if name not in answer:
         return answer
@@ -203,41 +191,23 @@ class FailedAttempt(Struct, frozen=True):
 
 
 class RequestRecord(Struct, kw_only=True):
-    """What becomes of one request. Thread: the loop's.
+    """What becomes of one request. Thread: the loop's."""
 
-    Attributes:
-        request_id: sent to both servers.
-        client: ``host:port`` of who asks.
-        called_at: seconds since 1970 when the request had arrived.
-        started: likewise, on the monotonic clock.
-        phase: ``prefill``, ``decode`` until the first bytes of an answer, or ``answer``.
-        status: of HTTP; 0 while there is none.
-        prefill_server: base URL of the server that was last asked to compute the prompt; empty if it failed.
-        decode_server: likewise, of the server that was asked for the answer; empty if it cannot be reached.
-        failed_attempts: servers that failed before these, in order.
-        prefill_s: when the prefill server had answered; None if the request ended before.
-        first_bytes_s: when the first bytes of a streamed answer came; None before, and of other answers.
-        sent_bytes: of the answer, as far as the connection to the client took them.
-        ended: whether the last event of a stream was sent. Clients then hang up before the connection ends.
-        outcome: how it ended.
-        detail: what happened, if it failed.
-    """
-
-    request_id: str
-    client: str = ""
-    called_at: float = field(default_factory=time.time)
-    started: float = field(default_factory=time.monotonic)
-    phase: str = "prefill"
-    status: int = 0
-    prefill_server: str = ""
-    decode_server: str = ""
-    failed_attempts: list[FailedAttempt] = []
-    prefill_s: float | None = None
-    first_bytes_s: float | None = None
-    sent_bytes: int = 0
-    ended: bool = False
+    request_id: str  # sent to both servers
+    client: str = ""  # ``host:port`` of who asks
+    called_at: float = field(default_factory=time.time)  # when the request had arrived
+    started: float = field(default_factory=time.monotonic)  # likewise, on the monotonic clock
+    phase: str = "prefill"  # then ``decode`` until the first bytes of an answer, and ``answer``
+    status: int = 0  # of HTTP; 0 while there is none
+    prefill_server: str = ""  # base URL of the server that was last asked to compute the prompt; empty if it failed
+    decode_server: str = ""  # of the server that was last asked for the answer; empty if it cannot be reached
+    failed_attempts: list[FailedAttempt] = []  # servers that failed before these, in order
+    prefill_s: float | None = None  # when the prefill server had answered; None if the request ended before
+    first_bytes_s: float | None = None  # when the first bytes of a streamed answer came; None of other answers
+    sent_bytes: int = 0  # of the answer, as far as the connection to the client took them
+    ended: bool = False  # the last event of a stream was sent. Clients then hang up before the connection ends.
     outcome: Outcome = Outcome.ANSWERED
-    detail: str = ""
+    detail: str = ""  # what happened, if it failed
 
     @property
     def elapsed_s(self) -> float:

@@ -39,23 +39,15 @@ PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 
 CONNECT_S: Final = 10.0
 HEALTH_S: Final = 5.0
-HEALTH_PAUSE_S: Final = 0.5
-"""Between two questions to the servers, however many clients ask."""
-
-GRACE_S: Final = 10.0
-"""For requests in flight when the proxy is told to stop."""
-
+HEALTH_PAUSE_S: Final = 0.5  # between two questions to the servers, however many clients ask
+GRACE_S: Final = 10.0  # for requests in flight when the proxy stops
+# For a client to read why its body is refused while it still sends. A connection closed at once may lose that.
 LINGER_S: Final = 1.0
-"""For a client to read why its body is refused while it still sends. A connection closed at once may lose that."""
-
-PIECE_BYTES: Final = 64 << 10
-"""Part of an answer that a client must take within ``write_timeout_s``."""
+PIECE_BYTES: Final = 64 << 10  # part of an answer that a client must take within ``write_timeout_s``
 
 LAST_EVENT: Final = b"data: [DONE]\n\n"
 
-REQUEST_ID: Final = "X-Request-Id"
-"""vLLM derives its own name of a request from it, so the logs of both servers have it."""
-
+REQUEST_ID: Final = "X-Request-Id"  # vLLM derives its own name of a request from it: the logs of both servers have it
 REQUEST_ID_CHARACTERS_MAX: Final = 128
 FORWARDED: Final = ("Authorization", "traceparent", "tracestate")
 JSON: Final = "application/json"
@@ -72,7 +64,7 @@ class _PrefillRefusal(Struct, frozen=True):
 
 
 class _AnswerTooLong(Exception):
-    """A server's answer has more bytes than a proxy keeps."""
+    """A server's answer has more bytes than the proxy keeps."""
 
 
 class _ClientLost(Exception):
@@ -100,7 +92,7 @@ class Proxy:
         self._alive: dict[str, bool] = {}
 
     def stop(self) -> None:
-        """Note that requests which are cancelled from now on are not cancelled by clients."""
+        """Note that the proxy cancels requests from now on, and not their clients."""
         self._stopping = True
 
     @web.middleware
@@ -221,8 +213,7 @@ class Proxy:
     ) -> web.StreamResponse:
         """Give a client a decode server's answer: as it comes if it is a stream, else as a whole.
 
-        Raises:
-            UPSTREAM_ERRORS: the server fails before anything was given.
+        Raises ``UPSTREAM_ERRORS`` if the server fails before anything was given.
         """
         response = web.StreamResponse(status=answer.status, headers={REQUEST_ID: record.request_id})
         if answer.status >= 500:
@@ -249,7 +240,6 @@ class Proxy:
     async def _give(
         self, request: web.Request, response: web.StreamResponse, content: bytes, record: RequestRecord
     ) -> web.StreamResponse:
-        """Give a client a whole answer."""
         response.content_type = JSON
         response.content_length = len(content)
         record.status, record.phase = response.status, "answer"
@@ -323,18 +313,10 @@ class Proxy:
 
 @asynccontextmanager
 async def open_proxy(config: ProxyConfig, host: str, port: int) -> AsyncIterator[str]:
-    """Serve clients while the context is open.
-
-    Args:
-        config: the servers, and the limits of clients.
-        host: to listen at.
-        port: 0 takes a free one.
-
-    Yields:
-        ``host:port``.
+    """Serve clients while the context is open, and yield ``host:port``; port 0 takes a free one.
 
     Raises:
-        OSError: the address cannot be listened at.
+        OSError: it cannot listen there.
     """
     # A connection per request: one that a server closes while it is idle would fail the next request.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -380,7 +362,7 @@ def _in_turn(servers: deque[str]) -> list[str]:
 
 
 def _client(request: web.Request) -> str:
-    """Return ``host:port`` of who asks; empty if it is gone."""
+    """Return ``host:port`` of who asks; empty if the connection is gone."""
     name = None if request.transport is None else request.transport.get_extra_info("peername")
     return f"{name[0]}:{name[1]}" if isinstance(name, tuple) and len(name) > 1 else ""
 
@@ -391,7 +373,6 @@ def _abort(request: web.Request) -> None:
 
 
 def _headers(request: web.Request) -> dict[str, str]:
-    """Return the headers for a server."""
     request_id = request.headers.get(REQUEST_ID, "")
     sane = request_id.isascii() and request_id.isprintable() and len(request_id) <= REQUEST_ID_CHARACTERS_MAX
     given = {name: request.headers[name] for name in FORWARDED if name in request.headers}
