@@ -57,15 +57,15 @@ PullItem = tuple[Ticket, BlockLists] | tuple[Ticket, BlockLists, str]
 class Consumer:
     """The pulls of one worker, their peers, and the leases that they renew. Thread: the event loop."""
 
-    def __init__(self, shared: Shared, *, verify: Callable[[Ticket], None]) -> None:
+    def __init__(self, shared: Shared, tasks: asyncio.TaskGroup, verify: Callable[[Ticket], None]) -> None:
         environment, tuning = shared.environment, shared.config.tuning
-        self.peers = PeerPool(shared, self.on_peer_dropped)
+        self.peers = PeerPool(shared, tasks, self.on_peer_dropped)
         self._destinations = DestinationTable(shared.account)
         self._reset_policy = ReaderResetPolicy(tuning, shared.bytes_per_block)
         self._transport = shared.transport
         self._manifest = shared.manifest
         self._verify = verify
-        self._tasks = shared.tasks
+        self._tasks = tasks
         self._lifecycle = shared.lifecycle
         self._report = shared.report
         self._clock, wall = environment.clock, environment.network.wall

@@ -4,7 +4,6 @@ Every production worker uses ``PRODUCTION``. The simulator passes another ``Envi
 on virtual time.
 """
 
-import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,5 +109,4 @@ class Shared:
     local: LocalEndpoint
     transport: Transport
     staging_bytes: int
-    tasks: asyncio.TaskGroup
     report: Reporter

@@ -58,8 +58,11 @@ class PeerPool:
     Thread: the event loop.
     """
 
-    def __init__(self, shared: Shared, on_dropped: Callable[[PeerId, str, str], None]) -> None:
-        self._shared = shared
+    def __init__(
+        self, shared: Shared, tasks: asyncio.TaskGroup, on_dropped: Callable[[PeerId, str, str], None]
+    ) -> None:
+        self._manifest = shared.manifest
+        self._tasks = tasks
         self._local = shared.local
         self._transport = shared.transport
         self._clock = shared.environment.clock
@@ -115,7 +118,7 @@ class PeerPool:
         """Start to connect a peer, unless dialing it is useless."""
         self._reachability.require(member)
         connection = self._connections[member.peer] = Connection(member, self._clock())
-        connection.task = self._shared.tasks.create_task(self._run(connection), name=f"peer {member.peer}")
+        connection.task = self._tasks.create_task(self._run(connection), name=f"peer {member.peer}")
         connection.task.add_done_callback(partial(self._end_unstarted, connection))
         return connection
 
@@ -341,7 +344,7 @@ class PeerPool:
         link, carrier = peer.link, peer.carrier
         offset = link.clock_offset
         ahead_s, error_s = (None, None) if offset is None else (offset.ahead_s, offset.error_s)
-        peer_id, ours = link.peer, self._shared.manifest
+        peer_id, ours = link.peer, self._manifest
         return PeerConnected(
             str(peer_id),
             peer_id.endpoint,

@@ -20,14 +20,12 @@ from typing import NamedTuple
 
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid, KvflowError, RequestUnknown
 from kvflow.events import LeaseEnded, OfferAdmitted, OfferRefused, Outcome
-from kvflow.ids import Clock, Ids, LeaseKey, worker_name
-from kvflow.layout.manifest import Manifest
-from kvflow.leases.blocks import BlockAccount, check_block_ids, join_loans
+from kvflow.ids import Ids, LeaseKey, worker_name
+from kvflow.leases.blocks import check_block_ids, join_loans
 from kvflow.leases.issuer import Issuer
 from kvflow.leases.table import Answer, LeaseState, LeaseTable, Reader
 from kvflow.leases.tickets import Grant, RankAddress, Ticket
-from kvflow.observability.logs import Reporter
-from kvflow.worker.environment import Lifecycle
+from kvflow.worker.environment import Shared
 
 ENDED_MAX = 65536
 """Outcomes that are kept for a late ``wait_offer``."""
@@ -59,45 +57,27 @@ class _WaitingOffer:
 
 
 class LeaseManager:
-    """Offers and leases of one worker.
-
-    Args:
-        issuer: assigns slots, and signs the tickets of the worker's own offers.
-        lease_s: how long a renewed lease lasts.
-        offers: whether the worker may offer anything.
-        name: the worker's name, ``engine/rank/incarnation``.
+    """Offers and leases of one worker. ``issuer`` assigns slots, and signs the tickets of the worker's own offers.
 
     Thread: ``offer``, ``admit``, ``revoke``, ``listed``, ``requests`` and ``highest_epoch`` from any thread;
         everything else on the event loop.
     """
 
-    def __init__(
-        self,
-        *,
-        leases: LeaseTable,
-        account: BlockAccount,
-        issuer: Issuer,
-        manifest: Manifest,
-        lease_s: float,
-        offers: bool = True,
-        name: str,
-        lifecycle: Lifecycle,
-        clock: Clock,
-        report: Reporter,
-    ) -> None:
-        self._name = name
+    def __init__(self, shared: Shared, leases: LeaseTable, issuer: Issuer) -> None:
+        identity, manifest = shared.local.identity, shared.manifest
+        self._name = worker_name(identity.engine_id, identity.rank, identity.incarnation)
         self._leases = leases
-        self._account = account
+        self._account = shared.account
         self._issuer = issuer
         self._lent: dict[str, tuple[Ids, ...]] = {}
         self._num_blocks = manifest.num_blocks
         self._block_sizes = [group.tokens_per_id for group in manifest.groups]
-        self._lease_s = lease_s
-        self._offers = offers
-        self._lifecycle = lifecycle
-        self._clock = clock
+        self._lease_s = shared.config.lease_s
+        self._offers = shared.config.role != "consumer"
+        self._lifecycle = shared.lifecycle
+        self._clock = shared.environment.clock
         self._loop = asyncio.get_running_loop()
-        self._report = report
+        self._report = shared.report
         self._lock = threading.Lock()
         self._ended: OrderedDict[str, Outcome] = OrderedDict()
         self._waiters: dict[str, list[asyncio.Future[Outcome]]] = {}

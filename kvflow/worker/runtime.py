@@ -122,20 +122,21 @@ async def _opened(
     origin, report = Origin("the worker"), parts.report
     async with parts.started_transport() as transport:
         local = parts.local_endpoint(transport)
-        open_leases = partial(parts.lease_manager, local)
+        shared = parts.shared(local, transport)
         failure: BaseException | None = None
         async with (
-            open_listener(bind=config.bind, local=local, open_leases=open_leases, report=report) as (listener, leases),
+            open_listener(
+                bind=config.bind, local=local, open_leases=partial(parts.lease_manager, shared), report=report
+            ) as (listener, leases),
             asyncio.TaskGroup() as tasks,
         ):
-            shared = parts.shared(local, transport, tasks)
-            consumer = Consumer(shared, verify=parts.key.check)
+            consumer = Consumer(shared, tasks, parts.key.check)
             parts.inbox.connect(consumer.on_transport_event)
             background = [tasks.create_task(work()) for work in (leases.expire_leases, consumer.tick_while_busy)]
             address = parts.rank_address(local, listener.endpoint)
             worker = Worker(shared, address, leases, consumer, listener=listener, origin=origin)
             try:
-                async with parts.served(worker) as http:
+                async with parts.served(worker, shared.lifecycle.is_open) as http:
                     parts.report_opened(worker.endpoint, transport, http)
                     try:
                         yield worker
@@ -215,8 +216,6 @@ class _Parts:
         self.epochs = EpochTable(config.tuning.lease_slots, environment.draw_bits(EPOCH_BITS), order_stores)
         self.leases = LeaseTable(self.epochs)
         self.pass_key = environment.draw_bits(256).to_bytes(32)
-        self.lifecycle = Lifecycle()
-        self.account = BlockAccount(manifest.aliases, manifest.num_blocks, threading.Lock())
         self.staging_bytes = environment.staging(config, self.manifest)
         self.inbox = Inbox(asyncio.get_running_loop())
         self.pages = None if config.http is None else WorkerPages(config.engine_id, config.rank)
@@ -284,12 +283,12 @@ class _Parts:
             public_key=local.public_key,
         )
 
-    def lease_manager(self, local: LocalEndpoint, endpoint: str) -> LeaseManager:
+    def lease_manager(self, shared: Shared, endpoint: str) -> LeaseManager:
         """Build the producer's side, with the issuer of the worker's own offers."""
         config, environment = self.config, self.environment
         issuer = Issuer(
             config.engine_id,
-            [self.rank_address(local, endpoint)],
+            [self.rank_address(shared.local, endpoint)],
             sign=self.key.sign,
             lease_s=config.lease_s,
             head_start=draw_head_start(environment.draw_bits),
@@ -298,43 +297,31 @@ class _Parts:
             admitted=True,  # no ticket is given away before its lease is held
             block_sizes=[group.tokens_per_id for group in self.manifest.groups],
         )
-        return LeaseManager(
-            leases=self.leases,
-            account=self.account,
-            issuer=issuer,
-            manifest=self.manifest,
-            lease_s=config.lease_s,
-            offers=config.role != "consumer",
-            name=self.name,
-            lifecycle=self.lifecycle,
-            clock=environment.clock,
-            report=self.report,
-        )
+        return LeaseManager(shared, self.leases, issuer)
 
-    def shared(self, local: LocalEndpoint, transport: Transport, tasks: asyncio.TaskGroup) -> Shared:
+    def shared(self, local: LocalEndpoint, transport: Transport) -> Shared:
         """Return what the parts on the event loop share."""
+        account = BlockAccount(self.manifest.aliases, self.manifest.num_blocks, threading.Lock())
         return Shared(
             config=self.config,
             environment=self.environment,
-            lifecycle=self.lifecycle,
+            lifecycle=Lifecycle(),
             manifest=self.manifest,
             bytes_per_block=self.bytes_per_block,
-            account=self.account,
+            account=account,
             local=local,
             transport=transport,
             staging_bytes=self.staging_bytes,
-            tasks=tasks,
             report=self.report,
         )
 
     @asynccontextmanager
-    async def served(self, worker: Worker) -> AsyncIterator[str]:
+    async def served(self, worker: Worker, is_ready: Callable[[], bool]) -> AsyncIterator[str]:
         """Serve the worker's pages over HTTP if the settings ask for it; yield ``HOST:PORT``, or nothing."""
         if self.pages is None or self.config.http is None:
             yield ""
             return
-        ready = self.lifecycle.is_open
-        async with self.pages.served(self.config.http, snapshot=worker.snapshot, is_ready=ready) as found:
+        async with self.pages.served(self.config.http, snapshot=worker.snapshot, is_ready=is_ready) as found:
             yield found
 
     def report_opened(self, endpoint: str, transport: Transport, http: str) -> None:
