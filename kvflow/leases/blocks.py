@@ -21,8 +21,7 @@ from kvflow.reprs import counted, shown
 Int64s = npt.NDArray[np.int64]
 RECEIVING = -1
 QUIESCED = "Wait for quiesced() of that pull"
-NUM_BLOCKS_MAX = 1 << 31
-"""A ticket's block ids are less."""
+NUM_BLOCKS_MAX = 1 << 31  # a ticket's block ids are less
 BLOCKS_PER_ID = 64
 """Up to this many blocks of the pool per listed id, marking blocks finds duplicates faster than sorting ids."""
 

@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from kvflow.memory.mapping import map_bytes
 
-EPOCH_BITS = 62
-"""Epochs fit a signed 64-bit number. No worker lives for 2**62 leases."""
+EPOCH_BITS = 62  # epochs fit a signed 64-bit number. No worker lives for 2**62 leases.
 
 Verdict = Literal["held", "stale", "early"]
 

@@ -16,8 +16,7 @@ from kvflow.leases.tickets import Content, Grant, RankAddress, Sign, Ticket, is_
 from kvflow.reprs import counted, shown
 from kvflow.validation import find_fault
 
-EPOCH_STEP = 2
-"""One while the lease is held, and the next one when it has ended."""
+EPOCH_STEP = 2  # one while the lease is held, and the next one when it has ended
 
 HEAD_START_BITS = 48
 """A crashed issuer leaves at most 4,096 tickets that no rank admitted: one of their epochs is reused once in 2**36."""
@@ -189,7 +188,6 @@ _REMEDIES = {
 
 
 def _unfit(fault: str) -> BlockIdsInvalid:
-    """Return the error for an offer that no ticket can hold."""
     remedy = next((told for field, told in _REMEDIES.items() if fault.startswith(field)), "")
     return BlockIdsInvalid(f"a ticket cannot hold the offer: {fault}", remedy=remedy)
 

@@ -18,8 +18,7 @@ from kvflow.leases.epochs import EpochTable
 from kvflow.leases.tickets import Grant
 from kvflow.validation import Count, Name, Number
 
-PAST_MAX = 16384
-"""Four per slot of a worker."""
+PAST_MAX = 16384  # four per slot of a worker
 
 Answer = Literal["held", "counted", "ended", "unknown"]
 
@@ -95,12 +94,10 @@ class Lease(Struct, eq=False):
         return any(len(ranks) == num_ranks for (_, num_ranks), ranks in self.released_by.items())
 
 
-READERS_MAX = 1024
-"""Engines that one lease counts: as many as a worker has peers."""
+READERS_MAX = 1024  # engines that one lease counts: as many as a worker has peers
 
 
-EARLY_MAX = 1 << 16
-"""Releases before admission: sixteen per slot for 4,096 slots, about 20 MiB."""
+EARLY_MAX = 1 << 16  # releases before admission: sixteen per slot for 4,096 slots, about 20 MiB
 
 
 def _ranks_of(released_by: dict[tuple[str, int], set[int]], reader: Reader) -> set[int] | None:
@@ -127,10 +124,7 @@ class _EarlyRelease(NamedTuple):
 
 
 class LeaseTable:
-    """The leases of one worker.
-
-    Thread: not thread-safe; the worker holds a lock around every call but ``blocks_of``.
-    """
+    """The leases of one worker, which holds a lock around every call but ``blocks_of`` and ``grant_of``."""
 
     def __init__(self, epochs: EpochTable) -> None:
         self._epochs = epochs

@@ -23,8 +23,7 @@ from kvflow.ids import PeerId
 from kvflow.reprs import counted, quoted
 from kvflow.validation import find_fault
 
-FORMAT = "kvf2"
-"""Changes when this release cannot read the tickets of an older one."""
+FORMAT = "kvf2"  # changes when this release cannot read the tickets of an older one
 
 ANOTHER_FORMAT = re.compile(r"kvf[0-9]{1,4}")
 """Other releases. The first ones used a JSON object with a list of grants instead."""
@@ -34,8 +33,7 @@ TICKET_CHARS_MAX = 8 << 20
 characters and checking their MAC takes about 33 ms. An engine that knows its longest prompt sets a lower limit."""
 
 GRANTS_MAX = 1024
-RANKS_KEPT_BYTES_MAX = 4096
-"""Encodings of ranks that are cached: about a dozen ranks."""
+RANKS_KEPT_BYTES_MAX = 4096  # encodings of ranks that are cached: about a dozen ranks
 
 MAC_BYTES = 32  # HMAC-SHA256
 DIGEST_BYTES_MAX = 64
@@ -59,8 +57,7 @@ Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
 WallTimeMs = Annotated[int, Meta(ge=0, le=1 << 52)]
 PublicKey = Annotated[str, Meta(pattern="^[0-9a-f]{64}\\Z")]
 
-OVERDUE_S = 1.0
-"""A lease that seems over for longer is checked before the read. Earlier, reading is cheaper."""
+OVERDUE_S = 1.0  # a lease that seems over for longer is checked before the read. Earlier, reading is cheaper.
 
 MALFORMED = "the ticket is malformed: it was cut or changed on its way"
 JOIN = "Join one ticket per rank, all from offers of one engine with the same request_id and num_tokens."
@@ -193,11 +190,7 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False):
         return UNSET if isinstance(self.issued_ms, UnsetType) else self.issued_ms / 1000
 
     def seal(self, sign: Sign) -> bytes:
-        """Return the grant as a ticket carries it: its MAC and its encoding.
-
-        Raises:
-            TicketInvalid, UnicodeEncodeError: no reader could decode it; names the field.
-        """
+        """Return the grant as a ticket carries it: its MAC and its encoding; raise if no reader could decode it."""
         payload = _encoder.encode(self)
         try:
             found = _decoder_but_ranks.decode(payload)
@@ -289,7 +282,6 @@ _ranks_decoder = msgspec.msgpack.Decoder(Ranks)
 
 
 def _amount(grant: Grant) -> str:
-    """Return the amount that a grant promises, as text. Each rank has its share of the same blocks."""
     blocks, tokens = sum(map(len, grant.block_ids)), max(grant.num_tokens)
     return f"{counted(blocks, 'block')} in {counted(len(grant.block_ids), 'group')}, {counted(tokens, 'token')}"
 

@@ -35,8 +35,7 @@ TRANSITIONS: dict[tuple[RankState, RankEvent], RankState] = {
     ("draining", "ended"): "dead",
 }
 
-AWAITED = ("reading", "waiting", "draining")
-"""States in which something of a rank is still to come."""
+AWAITED = ("reading", "waiting", "draining")  # states in which something of a rank is still to come
 
 EARLY_RETRY_S = 0.005
 EARLY_RETRY_S_MAX = 0.5
@@ -134,11 +133,9 @@ class Pull(Struct, eq=False):
 
 # --- the report of a pull that has ended ---
 
-Times = tuple[float, float, float]
-"""When a pull was called, when its reads were created, and when it was completed."""
+Times = tuple[float, float, float]  # when a pull was called, when its reads were created, and when it was completed
 
-KEPT_BYTES_MAX = 1 << 20
-"""Reports of more bytes are computed at once, so that they keep no long lists of blocks."""
+KEPT_BYTES_MAX = 1 << 20  # reports of more bytes are computed at once, so that they keep no long lists of blocks
 
 
 TRACED_MAX = 4096

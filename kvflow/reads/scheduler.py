@@ -23,8 +23,7 @@ from kvflow.ids import PeerId
 from kvflow.reads.contract import CancelReads, Phase, RankRead, ReadEnded
 from kvflow.reads.pulls import AWAITED, EARLY_RETRY_S, EARLY_RETRY_S_MAX, Pull, SourceRank
 
-PULLS_MAX = 65536
-"""Most pulls that may be open at once."""
+PULLS_MAX = 65536  # most pulls that may be open at once
 
 DEADLINE_CHECK_S_MAX = 1.0
 """The deadlines of a read are checked at least this often, and at least eight times within its shortest budget."""

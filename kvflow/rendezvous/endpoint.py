@@ -42,11 +42,9 @@ READER = Publication.of(b"", schema=MANIFEST_SCHEMA)
 
 SLOT_BYTES = 8
 
-PLANES_MAX = 4
-"""Twice as many data planes as there are."""
+PLANES_MAX = 4  # twice as many data planes as there are
 
-ENDPOINT_LENGTH_MAX = 300
-"""A host name has 253 characters at most."""
+ENDPOINT_LENGTH_MAX = 300  # a host name has 253 characters at most
 
 ENDPOINT_OR_NONE = rf"^(|{ENDPOINT_PATTERN})\Z"
 

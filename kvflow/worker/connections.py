@@ -259,25 +259,21 @@ def _names(theirs: Advertisement) -> str:
 
 # --- which addresses do not answer, and which peers are closed ---
 
-ADDRESSES_MAX = 1024
-"""Addresses that are remembered to have failed: as many as one worker has peers."""
+ADDRESSES_MAX = 1024  # addresses that are remembered to have failed: as many as one worker has peers
 
-CLOSED_MAX = 4096
-"""Peers that are remembered as closed."""
+CLOSED_MAX = 4096  # peers that are remembered as closed
 
 SUPERSEDED_S = 30.0
 """How long a peer counts as closed because another one answers at its address. The address may be a name, and a name
 server may give an outdated answer for some seconds: it must not exclude a live peer for longer."""
 
-FAILURES_MAX = 3
-"""Attempts in a row that must fail: one may be a short outage, two a slow restart."""
+FAILURES_MAX = 3  # attempts in a row that must fail: one may be a short outage, two a slow restart
 
 BACKOFF_S = 0.5
 BACKOFF_S_MAX = 15.0
 """Pause before the next attempt, doubled with each that fails: a restart takes seconds, loading a model a minute."""
 
-TRIED_MAX = 16
-"""Peers that are remembered to have failed at one address."""
+TRIED_MAX = 16  # peers that are remembered to have failed at one address
 
 
 @dataclass(slots=True)

@@ -46,8 +46,7 @@ from kvflow.worker.prepared import Route, parts_of, require_content
 from kvflow.worker.renewals import LeaseRenewer
 from kvflow.worker.snapshot import PullState, state_of
 
-TICK_S = 0.02
-"""Interval at which deadlines and retries are checked while the data plane has a read."""
+TICK_S = 0.02  # interval at which deadlines and retries are checked while the data plane has a read
 
 BlockLists = Sequence[Sequence[int]]
 PullItem = tuple[Ticket, BlockLists] | tuple[Ticket, BlockLists, str]

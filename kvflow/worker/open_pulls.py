@@ -21,8 +21,7 @@ from kvflow.worker.peers import PeerPool
 from kvflow.worker.prepared import Route
 from kvflow.worker.renewals import HeldLease
 
-EXPLAIN_S = 0.5
-"""How long a pull whose lease has ended waits for the reason. An answer takes about a millisecond."""
+EXPLAIN_S = 0.5  # how long a pull whose lease has ended waits for the reason. An answer takes about a millisecond.
 
 
 class PullHandle:

@@ -43,8 +43,7 @@ from kvflow.worker.prepared import PreparedTable, Route, Source, TicketRank
 
 logger = logging.getLogger("kvflow")
 
-ROUTES_MAX = 4096
-"""Sets of ranks whose route is remembered. Connecting a forgotten one again sends no message."""
+ROUTES_MAX = 4096  # sets of ranks whose route is remembered. Connecting a forgotten one again sends no message.
 
 _RouteKey = tuple[object, ...]
 _RANKS = attrgetter("ranks")

@@ -32,8 +32,7 @@ from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier, Part, PreparedList
 from kvflow.rendezvous.dialer import Link
 from kvflow.worker.environment import Shared
 
-DIVISIONS_MAX = 4096
-"""Sets of ranks whose division is remembered."""
+DIVISIONS_MAX = 4096  # sets of ranks whose division is remembered
 
 SHARES_MAX = 64
 """Different shares of our cache that are prepared for one peer. A ticket normally names all ranks, so one or two do."""
@@ -59,11 +58,9 @@ R = TypeVar("R")
 PLANNING_S_MAX = 30.0
 """How long a peer waits for its plans, which are made one after the other: as long as a pull waits in the queue."""
 
-PreparedGroups = tuple[tuple[int, AnyBinding], ...]
-"""Id of the prepared list and binding of each group of a plan."""
+PreparedGroups = tuple[tuple[int, AnyBinding], ...]  # id of the prepared list and binding of each group of a plan
 
-Taken = tuple[tuple[ComponentName, HeadRange], ...]
-"""The pieces of our cache that one peer gives, in order."""
+Taken = tuple[tuple[ComponentName, HeadRange], ...]  # the pieces of our cache that one peer gives, in order
 
 
 class RankShare(NamedTuple):

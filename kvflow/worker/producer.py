@@ -27,11 +27,9 @@ from kvflow.leases.table import Answer, LeaseState, LeaseTable, Reader
 from kvflow.leases.tickets import Grant, RankAddress, Ticket
 from kvflow.worker.environment import Shared
 
-ENDED_MAX = 65536
-"""Outcomes that are kept for a late ``wait_offer``."""
+ENDED_MAX = 65536  # outcomes that are kept for a late ``wait_offer``
 
-WAITING_MAX = 4096
-"""Offers that may wait for a slot: as many as there are slots."""
+WAITING_MAX = 4096  # offers that may wait for a slot: as many as there are slots
 
 Digests = Sequence[Sequence[bytes]] | None
 """The content of each block of an offer, group by group; None if the engine does not give it."""

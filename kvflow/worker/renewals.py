@@ -18,8 +18,7 @@ RELEASE_PAUSE_S = 0.02  # collects releases: a message costs as much as several 
 RELEASES_MAX = 256  # more than this many waiting releases are sent at once
 HELD_MAX = 65536  # as many leases as a producer's lease table remembers
 NEW = -1  # the tick of leases whose first renewal is not planned yet
-HeldLease = tuple[PeerId, int, int]
-"""A lease of a producer: the peer, the slot, the epoch."""
+HeldLease = tuple[PeerId, int, int]  # a lease of a producer: the peer, the slot, the epoch
 _Releases = dict[tuple[PeerId, bool], list[LeaseKey]]
 
 

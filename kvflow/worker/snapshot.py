@@ -23,17 +23,14 @@ LISTED_MAX = 256
 
 Many = Meta(max_length=1 << 16)
 
-INSPECTION_BYTES_MAX = 64 << 10
-"""What ``handshake`` carries as a report."""
+INSPECTION_BYTES_MAX = 64 << 10  # what ``handshake`` carries as a report
 
 TOLD_BYTES_MAX = 48 << 10
 """What the program above may add to a report: a large ticket or two of ``kvflow doctor --listen``."""
 
-REPORTED_MAX = 64
-"""Entries of each list of the snapshot in an inspection."""
+REPORTED_MAX = 64  # entries of each list of the snapshot in an inspection
 
-KEPT_S = 0.25
-"""A report is made once in this time, however many members ask: making it takes about a millisecond."""
+KEPT_S = 0.25  # a report is made once in this time, however many members ask: making it takes about a millisecond
 
 TEXT_MAX = 300
 """Characters of the engine's own name of a request; the rest is cut. The other names have as many at most."""

@@ -37,8 +37,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 M = TypeVar("M", bound=Callable[..., object])
 
-FINISHED_MAX = 65536
-"""Ends that are kept for an engine that does not call ``finished``. The oldest are dropped first."""
+FINISHED_MAX = 65536  # ends that are kept for an engine that does not call ``finished``. The oldest are dropped first.
 
 
 class Finished(Struct, frozen=True):
