@@ -10,6 +10,7 @@ and sends it inside the engine.
 """
 
 import hmac
+import logging
 import os
 import secrets
 import shutil
@@ -28,7 +29,8 @@ from msgspec import Struct
 
 from kvflow import Grant, Ticket
 from kvflow.errors import TicketInvalid
-from kvflow.integrations.vllm import logger
+
+logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
 MAC_BYTES = 32
 MESSAGE_BYTES_MAX = (12 << 20) + MAC_BYTES

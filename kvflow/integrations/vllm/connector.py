@@ -4,6 +4,7 @@ Methods that vLLM's scheduler calls must not raise, because an exception would e
 A wrong configuration raises at the start.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvflow import RankAddress, configure_logging
-from kvflow.integrations.vllm import logger, versions
+from kvflow.integrations.vllm import versions
 from kvflow.integrations.vllm.admission import Contact
 from kvflow.integrations.vllm.caches import adopt_caches, cpu_kernels, marker, set_scales
 from kvflow.integrations.vllm.engine import (
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
 
 @dataclass

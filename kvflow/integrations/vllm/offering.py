@@ -9,6 +9,7 @@ one after the other, and a short prompt may end before the next sample arrives: 
 ticket.
 """
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -18,11 +19,12 @@ from msgspec import Struct
 
 from kvflow import RankAddress, Ticket, TicketMint
 from kvflow.errors import KvflowError
-from kvflow.integrations.vllm import logger
 from kvflow.integrations.vllm.blocks import NULL_BLOCK, Digests, TransferGroup, offered_blocks
 from kvflow.integrations.vllm.loading import SAMPLE
 from kvflow.integrations.vllm.messages import Admit, BlockIds, Command
 from kvflow.integrations.vllm.params import no_ticket_params, ticket_params
+
+logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
 MintTickets = Callable[[Sequence[RankAddress]], TicketMint]
 AdmitEarly = Callable[[Ticket, int], None]  # ``EarlyAdmission.admit``

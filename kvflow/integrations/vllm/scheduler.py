@@ -1,5 +1,6 @@
 """The scheduler's side: it reads vLLM's requests and hands them to ``Loading`` or ``Offering``."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial, wraps
@@ -8,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from kvflow import RankAddress, TicketKey, TicketMint
 from kvflow.errors import DefectFound, KvflowError, TicketInvalid
-from kvflow.integrations.vllm import logger
 from kvflow.integrations.vllm.admission import Contact, EarlyAdmission
 from kvflow.integrations.vllm.blocks import NULL_BLOCK, Contents, Digests, ExtraKeys, TransferGroup
 from kvflow.integrations.vllm.caches import read_groups, retained_tokens
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
 BLOCK_ID, BLOCK_HASH = attrgetter("block_id"), attrgetter("block_hash")  # fields of a block of vLLM's block manager
 

@@ -4,6 +4,7 @@ kvflow's own thread posts, polls and checks reads. A step of the engine only han
 transfers that have ended since the last step.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -27,7 +28,6 @@ from kvflow.errors import (
     TicketInvalid,
     WorkerClosed,
 )
-from kvflow.integrations.vllm import logger
 from kvflow.integrations.vllm.admission import reachable
 from kvflow.integrations.vllm.engine import LOAD_WAIT, LoadWait
 from kvflow.integrations.vllm.messages import (
@@ -47,6 +47,7 @@ from kvflow.integrations.vllm.messages import (
 if TYPE_CHECKING:
     from kvflow import KVCache  # loads torch
 
+logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
 WRITTEN_PAUSE_S = 0.001
 """Pause before an early admission asks again if the blocks are written: a draft model takes some milliseconds."""
