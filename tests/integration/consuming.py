@@ -72,6 +72,21 @@ async def works(
     assert await producer.outcome(request) == "released"
 
 
+async def reading(producer, consumer, blocks, num_tokens):
+    """Start a read of many blocks, and return its pull and ticket while a good part of them has not arrived."""
+    (*_, layer), middle = consumer.cache.groups[0].layers, blocks[0][len(blocks[0]) // 2]
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            consumer.cache.backing.zero_()
+            params = await producer.offer_as_is("r", blocks, num_tokens)
+            pull = asyncio.create_task(consumer.pull(params, blocks))
+            await until(lambda: consumer.cache.backing[0] != 0)
+            if not consumer.cache.component(layer, "v")[middle].any():
+                return pull, params
+            await pull  # too late: the test had to wait for its turn
+            assert await producer.outcome("r") == "released"
+
+
 @asynccontextmanager
 async def consuming(shape=Shape(), *, engine_id="decode-0", hooks=(), environment=PRODUCTION, **settings):  # noqa: B008 - frozen
     """Open a consumer."""

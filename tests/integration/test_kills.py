@@ -11,7 +11,7 @@ from kvflow.events import TransferCompleted
 from tests.ports import free_port
 
 from .conftest import ELSEWHERE, OVER_TCP
-from .consuming import PATIENCE_S, consuming, dialing_once, until, works
+from .consuming import PATIENCE_S, consuming, dialing_once, reading, until, works
 from .shapes import Shape
 
 pytestmark = ELSEWHERE
@@ -74,13 +74,9 @@ async def test_while_it_is_read_from(elsewhere, spawn, wire):
         elsewhere.producing(FEW) as other,
         consuming(LARGE) as consumer,
     ):
-        consumer.cache.backing.zero_()
-        params = await victim.offer_as_is("r", MOST_BLOCKS, MOST_TOKENS)
         await works(other, consumer, num_tokens=32)
         beside = await other.offer("beside", BLOCKS, 32)
-        pull = asyncio.create_task(consumer.pull(params, MOST_BLOCKS))
-        await until(lambda: consumer.cache.backing[0] != 0)
-        assert not pull.done(), "too late to be killed during the read"
+        pull, _ = await reading(victim, consumer, MOST_BLOCKS, MOST_TOKENS)
         doomed.kill()
         small = asyncio.create_task(consumer.pull(beside, OTHER_TARGETS))
         await lost_soon(pull)

@@ -1,6 +1,5 @@
 """Which data plane a pair takes, what is told about it, and pairs that have none."""
 
-import asyncio
 import contextlib
 import os
 import shutil
@@ -18,7 +17,7 @@ from kvflow.reads.reach import host_facts, reach, unreached
 from kvflow.rendezvous.issuer import draw_pair
 from tests.ports import free_port
 
-from .consuming import consuming, dialing_once, until, works
+from .consuming import consuming, dialing_once, reading, until, works
 from .elsewhere import TESTS
 from .producing import producing
 from .shapes import Shape
@@ -219,11 +218,7 @@ async def test_a_reader_whose_key_is_removed_reads_no_further_over_tcp():
         consuming(LARGE, **key(READER, PRODUCER)) as reader,
         consuming(LARGE, engine_id="decode-1", **key(ANOTHER, PRODUCER)) as another,
     ):
-        reader.cache.backing.zero_()
-        params = await producer.offer_as_is("r", MOST_BLOCKS, MOST_TOKENS)
-        pull = asyncio.create_task(reader.pull(params, MOST_BLOCKS))
-        await until(lambda: reader.cache.backing[0] != 0)
-        assert not pull.done(), "too late to be refused during the read"
+        pull, params = await reading(producer, reader, MOST_BLOCKS, MOST_TOKENS)
         producer.worker.allow_keys([ANOTHER[1]])
         with pytest.raises(errors.PeerLost):
             await pull
