@@ -7,17 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from kvflow import models
 from kvflow.errors import KvflowError, SpecInvalid, suggest
-from kvflow.layout.component import ADDRESS_MAX, Region
-from kvflow.layout.describe import plan_cache
-from kvflow.layout.groups import Group, plan_groups, resolve_layout, window_blocks
+from kvflow.layout.groups import Group, window_blocks
 from kvflow.layout.manifest import Manifest, ManifestGroup
 from kvflow.layout.placement import KV_FORMS, LAYOUTS
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
-from kvflow.planning.assignment import assign_sources
-from kvflow.planning.plan import GroupPlan, TransferPlan, explain_stop, plan_transfer
+from kvflow.planning.plan import GroupPlan, TransferPlan, explain_stop
 from kvflow.reprs import counted
 from kvflow.tools.cli.arguments import (
     CommandFailed,
@@ -31,9 +27,8 @@ from kvflow.tools.cli.arguments import (
     print_json,
     with_default,
 )
-from kvflow.tools.cli.layout import specs_of
+from kvflow.tools.cli.layout import manifest_of, plans_of, specs_of
 
-NUM_BLOCKS = 1024
 RANKS_MAX = 256
 """Of one engine: planning a rank takes some milliseconds."""
 
@@ -96,7 +91,7 @@ def manifests_of(model: str, deployment: Deployment, *, guess: bool = False) -> 
     if deployment.pp > len(given):
         raise SpecInvalid(f"pp is {deployment.pp}, but the model has {len(given)} layers", remedy="Give a smaller pp.")
     return [
-        _manifest(stage, deployment, Shard(tp_rank=rank, tp_size=deployment.tp))
+        manifest_of(stage, deployment.layout, deployment.kv, Shard(tp_rank=rank, tp_size=deployment.tp))
         for stage in _stages(given, deployment.pp)
         for rank in range(deployment.tp)
     ]
@@ -111,14 +106,6 @@ def _stages(specs: Mapping[str, CacheSpec], count: int) -> list[dict[str, CacheS
     return [dict([next(names) for _ in range(size)]) for size in sizes]
 
 
-def _manifest(given: Mapping[str, CacheSpec], deployment: Deployment, shard: Shard) -> Manifest:
-    specs = models.align_states(given, shard=shard)
-    layout = resolve_layout(specs, deployment.layout, enable_cross_layers_blocks=False, shard=shard)
-    groups = plan_groups(specs, layout=layout, shard=shard)
-    plan = plan_cache(specs, groups, layout=layout, kv=deployment.kv, shard=shard, num_blocks=NUM_BLOCKS)
-    return plan.manifest(Region(0, ADDRESS_MAX))
-
-
 TOKENS = 8192
 LINK_GBIT_S = 100.0
 DESCRIPTOR_US = 3.6
@@ -131,14 +118,7 @@ CHANGES_SHOWN = 3
 
 
 class GroupRead(Struct, frozen=True, kw_only=True):
-    """What one source rank gives of one group: runs of a unit of tokens, descriptors and bytes of the request.
-
-    Attributes:
-        source: index of the source rank.
-        run_bytes: bytes of the smallest and the largest run.
-        descriptors: with block ids in any order.
-        reason: what ends a run.
-    """
+    """What one source rank gives of one group. ``run_bytes``: smallest and largest run; ``reason``: what ends one."""
 
     source: int
     source_group: int
@@ -151,14 +131,7 @@ class GroupRead(Struct, frozen=True, kw_only=True):
 
 
 class ReadCost(Struct, frozen=True, kw_only=True):
-    """What one rank of the reader reads for a request.
-
-    Attributes:
-        descriptors: with block ids in any order.
-        descriptors_consecutive: with block ids that ascend by one on both sides.
-        link_s: seconds that the bytes take on the link.
-        descriptors_s: seconds that the descriptors take.
-    """
+    """What one rank of the reader reads, and the seconds for its bytes, and for its descriptors in any order of ids."""
 
     source_ranks: int
     descriptors: int
@@ -304,17 +277,10 @@ class _Read(Struct, frozen=True):
 
 def _read(sources: Sequence[Manifest], targets: Sequence[Manifest], tokens: int) -> _Read:
     """Plan what each of these ranks of the reader reads, and return the one with the most descriptors."""
-    reads = []
-    for target in targets:
-        if len(sources) == 1:
-            plans = [(0, plan_transfer(sources[0], target))]
-        else:
-            shares = assign_sources(target, sources)
-            plans = [
-                (each.source, plan_transfer(sources[each.source], target, head_ranges=each.head_ranges))
-                for each in shares
-            ]
-        reads.append(_Read(tuple(plans), tuple(_blocks(group, tokens) for group in target.groups)))
+    reads = [
+        _Read(tuple(plans_of(sources, target)), tuple(_blocks(group, tokens) for group in target.groups))
+        for target in targets
+    ]
     return max(reads, key=lambda read: read.descriptors)
 
 

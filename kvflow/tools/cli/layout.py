@@ -3,7 +3,8 @@
 import argparse
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from kvflow.layout.placement import KV_FORMS, LAYOUTS, page_bytes
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
 from kvflow.planning.assignment import assign_sources
-from kvflow.planning.plan import plan_transfer
+from kvflow.planning.plan import TransferPlan, plan_transfer
 from kvflow.tools.cli.arguments import CommandFailed, Subparsers, add_command, at_least, print_json, with_default
 
 NUM_BLOCKS = 1024
@@ -56,10 +57,8 @@ class GroupFigures(Struct, frozen=True):
     Attributes:
         block_size: tokens in one block, of those that are on this rank.
         block_tokens: tokens of a request that one block id stands for.
-        page_bytes: the different sizes of its pages.
         layer_stride: bytes from one layer to the next; None where that differs, or for a single layer.
-        content_bytes: bytes of one block that mean something.
-        padding_bytes: the rest of ``bytes_per_block``, unused while the block is this group's.
+        padding_bytes: of one block, unused while it is this group's.
     """
 
     kind: str
@@ -81,16 +80,13 @@ class PeerFigures(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True):
-    """What ``kvflow layout`` shows.
+    """What ``kvflow layout`` shows; all groups are overlaid in one allocation.
 
     Attributes:
         positions: layers of the longest group, which others share memory with.
         tensors: separate ranges of the allocation: one if it is packed, else one per position.
-        bytes_per_block: of the allocation, all groups overlaid.
-        padding_percent: of one block of every group together.
         enlarged: whether blocks were enlarged so that a page of attention holds a state.
         peer: an engine that reads this one.
-        layers: layer name -> figures.
     """
 
     model: str
@@ -185,40 +181,52 @@ def _describe(options: argparse.Namespace) -> Report:
     given = specs_of(options.model, options.block_size, guess=options.guess)
     specs = models.align_states(given, shard=shard)
     layout = resolve_layout(specs, options.layout, enable_cross_layers_blocks=options.cross_layers, shard=shard)
-
-    def plan(num_blocks: int, shard: Shard = shard) -> CachePlan:
-        specs = models.align_states(given, shard=shard)
-        groups = plan_groups(specs, layout=layout, shard=shard)
-        return plan_cache(specs, groups, layout=layout, kv=options.kv, shard=shard, num_blocks=num_blocks)
-
     name = options.model if options.model in models.names() else Path(options.model).resolve().name
     return _summarize(
-        plan(options.blocks),
+        plan_rank(given, layout, options.kv, shard, options.blocks),
         name,
         layout=layout,
         kv=options.kv,
         enlarged=specs != given,
-        peer=_descriptors(plan, shard, options.peer_tp or options.tp),
+        peer=_descriptors(partial(manifest_of, given, layout, options.kv), shard, options.peer_tp or options.tp),
     )
 
 
-def _descriptors(plan: Callable[[int, Shard], CachePlan], shard: Shard, peer_tp: int) -> PeerFigures:
+def plan_rank(
+    given: Mapping[str, CacheSpec], layout: str, kv: str, shard: Shard, num_blocks: int = NUM_BLOCKS
+) -> CachePlan:
+    """Plan the cache of one rank of an engine."""
+    specs = models.align_states(given, shard=shard)
+    layout = resolve_layout(specs, layout, shard=shard)
+    groups = plan_groups(specs, layout=layout, shard=shard)
+    return plan_cache(specs, groups, layout=layout, kv=kv, shard=shard, num_blocks=num_blocks)
+
+
+def manifest_of(given: Mapping[str, CacheSpec], layout: str, kv: str, shard: Shard) -> Manifest:
+    """Return the manifest of one rank of an engine."""
+    return plan_rank(given, layout, kv, shard).manifest(Region(0, ADDRESS_MAX))
+
+
+def plans_of(sources: Sequence[Manifest], target: Manifest) -> list[tuple[int, TransferPlan]]:
+    """Return what a rank reads from which source ranks."""
+    if len(sources) == 1:
+        return [(0, plan_transfer(sources[0], target))]
+    return [
+        (share.source, plan_transfer(sources[share.source], target, head_ranges=share.head_ranges))
+        for share in assign_sources(target, sources)
+    ]
+
+
+def _descriptors(manifest: Callable[[Shard], Manifest], shard: Shard, peer_tp: int) -> PeerFigures:
     """Count what the first rank of another engine reads of this one, for one of its blocks of every group."""
-    region = Region(0, ADDRESS_MAX)
-
-    def manifest(shard: Shard) -> Manifest:
-        return plan(NUM_BLOCKS, shard).manifest(region)
-
     stripes = {"dcp_size": shard.dcp_size, "dcp_interleave": shard.dcp_interleave}
     sources = [
         manifest(Shard(tp_rank=rank, tp_size=shard.tp_size, dcp_rank=rank % shard.dcp_size, **stripes))
         for rank in range(shard.tp_size)
     ]
     target = manifest(Shard(tp_size=peer_tp, **(stripes if peer_tp % shard.dcp_size == 0 else {})))
-    descriptors = 0
-    for share in assign_sources(target, sources):
-        descriptors += plan_transfer(sources[share.source], target, head_ranges=share.head_ranges).descriptors(1)
-    return PeerFigures(tp_size=peer_tp, descriptors=descriptors)
+    plans = plans_of(sources, target)
+    return PeerFigures(tp_size=peer_tp, descriptors=sum(plan.descriptors(1) for _, plan in plans))
 
 
 def specs_of(
