@@ -15,15 +15,7 @@ from kvflow.version import __version__
 
 
 class Summary(Struct, frozen=True):
-    """Many measurements of one thing, in one unit.
-
-    Attributes:
-        p10: a tenth of them is below.
-        p50: the median.
-        p90: a tenth of them is above.
-        p99: one in a hundred is above; the largest of fewer than a hundred.
-        count: how many there were.
-    """
+    """Many measurements of one thing, in one unit. Of fewer than a hundred, ``p99`` is the largest."""
 
     p10: float
     p50: float
@@ -64,14 +56,7 @@ class Header(Struct, frozen=True, kw_only=True):
 
 
 class Table(Struct, frozen=True, kw_only=True):
-    """Rows of figures.
-
-    Attributes:
-        title: what is measured, against what.
-        columns: names, with units.
-        rows: one value per column.
-        notes: what must be known in order to read it.
-    """
+    """Rows of figures: columns are names with units, and notes what must be known in order to read them."""
 
     title: str
     columns: tuple[str, ...]

@@ -39,10 +39,8 @@ class Opened(Struct, frozen=True):
     """A worker that is open, and what bare NIXL and the kernel need in order to read the same memory.
 
     Attributes:
-        facts: of the source process.
         manifest: the cache's manifest, msgpack.
-        agent: name of a bare NIXL agent over the same memory.
-        metadata: what a bare reader must load.
+        agent: name of a bare NIXL agent over the same memory; ``metadata`` is what a bare reader must load.
         streams: ``host:port`` of plain TCP streams of the same memory; empty if it is not host memory.
     """
 
@@ -187,11 +185,7 @@ _ASKED = struct.Struct("<QQ")
 
 
 class StreamSource:
-    """Sends bytes of a cache over each connection that asks for some. It believes every process that connects.
-
-    Attributes:
-        endpoint: where it listens, ``host:port``.
-    """
+    """Sends bytes of a cache over each connection that asks for some. It believes every process that connects."""
 
     def __init__(self, host: str, memory: memoryview) -> None:
         self._memory = memory
@@ -230,13 +224,7 @@ class StreamSource:
 
 
 class Streams:
-    """Read a source's memory over plain connections: each has a share, and a thread on both sides.
-
-    Args:
-        endpoint: of the source.
-        connections: how many.
-        memory: ours, which the bytes go into.
-    """
+    """Reads a source's memory into ours over plain connections: each has a share, and a thread on both sides."""
 
     def __init__(self, endpoint: str, connections: int, memory: memoryview) -> None:
         host, _, port = endpoint.rpartition(":")

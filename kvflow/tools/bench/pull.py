@@ -27,8 +27,6 @@ class Session:
     """Pull through kvflow, or read as much in another way.
 
     Attributes:
-        opened: the source.
-        cache: ours.
         bare: bare NIXL; None where it does not reach the source.
         streams: plain TCP, as many connections as the worker's TCP plane has; None unless both caches lie in host
             memory.
@@ -118,15 +116,7 @@ async def run(
     *,
     devices: Devices = HOST,
 ) -> tuple[Table, ...]:
-    """Measure every size.
-
-    Args:
-        rounds: the most rounds of one size.
-        seed: unused; ids are consecutive.
-        progress: is told what is measured.
-        source_address: ``host:port`` of a source process that runs already; None starts one.
-        devices: that the caches lie on.
-    """
+    """Measure every size, at most ``rounds`` times. Block ids are consecutive, so ``seed`` is unused."""
     del seed
     speed: list[tuple[object, ...]] = []
     phases: list[tuple[object, ...]] = []

@@ -70,11 +70,7 @@ LEASE_SLOTS = 1 << 14
 
 
 class WorkerSet:
-    """Workers of this process, by name.
-
-    Args:
-        host: that peers reach them at.
-    """
+    """Workers of this process, by name; peers reach them at ``host``."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -161,12 +157,7 @@ async def serve_network(listen: str) -> None:
 
 
 class Devices(Struct, frozen=True, kw_only=True):
-    """The devices that the caches of a benchmark lie on, by torch's names.
-
-    Attributes:
-        here: of the process that reads.
-        there: of the source process.
-    """
+    """The devices that the caches of a benchmark lie on, by torch's names: of the reader, and of the source."""
 
     here: str = "cpu"
     there: str = "cpu"
@@ -184,11 +175,7 @@ T = TypeVar("T")
 
 
 class SourceProcess:
-    """Ask a source process for caches and tickets.
-
-    Attributes:
-        devices: that the caches of a benchmark lie on.
-    """
+    """Ask a source process for caches and tickets."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, devices: Devices = HOST) -> None:
         self._reader = reader
@@ -224,11 +211,7 @@ class SourceProcess:
 
 @asynccontextmanager
 async def open_source(address: str | None = None, devices: Devices = HOST) -> AsyncIterator[SourceProcess]:
-    """Start a source process that shares our cluster secret; end it on leaving.
-
-    Args:
-        address: ``host:port`` of one that runs already, with our cluster secret. It is not ended.
-        devices: that the caches lie on.
+    """Start a source process that shares our cluster secret, and end it on leaving; or use the one at ``HOST:PORT``.
 
     Raises:
         OSError: nothing listens there.

@@ -38,13 +38,7 @@ _spawn = multiprocessing.get_context("spawn")
 
 
 class AgentFigures(Struct, frozen=True):
-    """What a NIXL agent shows.
-
-    Attributes:
-        variant: module of NIXL that was loaded.
-        cuda: version of CUDA that torch was built for; empty if torch was not loaded, or has none.
-        transports: of UCX; empty if this release of NIXL writes metadata that kvflow cannot read.
-    """
+    """What a NIXL agent shows: its module, torch's version of CUDA, and UCX's transports; empty if not known."""
 
     variant: str
     cuda: str
@@ -52,13 +46,7 @@ class AgentFigures(Struct, frozen=True):
 
 
 class VisibleGpus(Struct, frozen=True):
-    """GPUs that torch can use.
-
-    Attributes:
-        names: of the GPUs, in torch's order.
-        built_for: CUDA or ROCm, with its version; empty for a build for processors alone.
-        refusal: why torch can use none; empty if it says nothing.
-    """
+    """GPUs that torch can use, why it uses none, and what it was built for: CUDA, ROCm or processors alone (empty)."""
 
     names: tuple[str, ...]
     built_for: str
@@ -75,13 +63,7 @@ class ChildEnded(Struct, frozen=True):
 async def run(
     work: Callable[[], T], environment: Mapping[str, str] | None = None, *, limit_s: float = CHILD_S
 ) -> T | FailureFigures | ChildEnded:
-    """Call a function in a child process, and return its result.
-
-    Args:
-        work: a function of a module, or a ``partial`` of one.
-        environment: of the child; None: ours.
-        limit_s: after which the child is killed.
-    """
+    """Call a function of a module in a child, which is killed after ``limit_s``, and return its result."""
     async with running(partial(_answer, work), environment, limit_s=limit_s) as answer:
         result: T | FailureFigures | ChildEnded = answer
         return result

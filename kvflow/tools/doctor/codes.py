@@ -316,11 +316,8 @@ class Finding(Struct, frozen=True, kw_only=True):
     Attributes:
         code: stable name of what someone may have to act on: one of ``CODES``, or of ``kvflow.errors.FailureCode``;
             empty for what is as it must be, and for a plain fact.
-        status: ``ok``: as it must be. ``note``: a fact that may matter. ``warning``: kvflow runs, and is slower or less
-            safe than it could be. ``failed``: kvflow does not run, or does not move bytes.
-        subject: what was examined: a package, a limit, an address, a worker.
-        evidence: what was seen there.
-        remedy: what to do; empty for what is as it must be.
+        status: ``note`` is a fact that may matter. After a ``warning`` kvflow runs, and is slower or less safe than it
+            could be; after ``failed`` it does not run, or does not move bytes.
     """
 
     code: str = ""
@@ -339,13 +336,7 @@ class FailureFigures(Struct, frozen=True, kw_only=True):
 
 
 class Findings(Struct, frozen=True, kw_only=True):
-    """What ``kvflow doctor --json`` prints.
-
-    Attributes:
-        findings: in the order in which they were examined.
-        failed: how many of them failed.
-        warnings: how many of them warn.
-    """
+    """What ``kvflow doctor --json`` prints: findings in the order of the examination, and how many are wrong."""
 
     findings: tuple[Finding, ...]
     failed: int
@@ -353,15 +344,7 @@ class Findings(Struct, frozen=True, kw_only=True):
 
 
 def found(code: str, subject: str, evidence: str, *, remedy: str = "", status: Status | None = None) -> Finding:
-    """Return a finding with the status and the remedy that its code has.
-
-    Args:
-        code: one of ``CODES``.
-        subject: what was examined.
-        evidence: what was seen.
-        remedy: replaces that of the code, where more is known.
-        status: replaces that of the code, where the case decides it.
-    """
+    """Return a finding of a code of ``CODES``, with its status and remedy where the case does not decide them."""
     known = CODES[code]
     return Finding(
         code=code, status=status or known.status, subject=subject, evidence=evidence, remedy=remedy or known.remedy

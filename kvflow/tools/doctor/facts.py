@@ -326,12 +326,7 @@ _LISTENING = "0A"
 
 
 def examine_addresses(bind: str | None, advertise: str | None) -> Iterator[Finding]:
-    """Yield findings about our own addresses.
-
-    Args:
-        bind: ``HOST:PORT`` to listen on; None is not examined.
-        advertise: host, or ``HOST:PORT``, as peers reach us; None is not examined.
-    """
+    """Yield findings about our own addresses: to listen on, and as peers reach us (``HOST:PORT``, or a host)."""
     yield _own_name()
     if bind is not None:
         yield check_bind(bind)

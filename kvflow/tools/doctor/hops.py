@@ -50,13 +50,7 @@ Key = tuple[str, str]
 
 
 class Counted(Struct, frozen=True):
-    """What a server has counted, or how much of it came between two moments.
-
-    Attributes:
-        numbers: of each counter, all engines of the server together.
-        vllm: whether there is any metric of vLLM.
-        kvflow: whether there is any metric of kvflow's connector, used or not.
-    """
+    """What a server has counted, or how much of it came between two moments; all its engines together."""
 
     numbers: Mapping[Key, float]
     vllm: bool = False
@@ -112,13 +106,7 @@ def _samples(line: str) -> list[Sample]:
 
 
 class HttpAnswer(Struct, frozen=True):
-    """What a server or the router answered.
-
-    Attributes:
-        status: of HTTP; 0 if there is no answer.
-        content: of it, as far as it came.
-        error: why it is not whole; empty if it is.
-    """
+    """What a server or the router answered, as far as it came. ``error``: why it is not whole. Status 0: no answer."""
 
     status: int = 0
     content: bytes = b""
@@ -168,13 +156,11 @@ class ServerCounts(Struct, frozen=True):
 
 
 class Exchange(Struct, frozen=True):
-    """A request, and what was answered.
+    """A request, and what the last server answered that was asked.
 
     Attributes:
         request_id: its name, which the logs of all servers have.
-        answer: of the last server that was asked.
-        offered: of the prefill server, if the request was sent directly.
-        ticket: whether that had a ticket.
+        offered: of the prefill server, if the request was sent directly; ``ticket``: whether that had one.
     """
 
     request_id: str

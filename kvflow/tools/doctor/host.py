@@ -26,13 +26,7 @@ RESTRICTING = ("UCX_TLS", "UCX_NET_DEVICES")
 
 
 async def examine(*, bind: str | None, advertise: str | None, device: str = "cpu") -> AsyncIterator[Finding]:
-    """Yield findings about this host.
-
-    Args:
-        bind: ``HOST:PORT`` that a worker would listen on; None is not examined.
-        advertise: host, or ``HOST:PORT``, as peers would reach it; None is not examined.
-        device: that a cache would lie on.
-    """
+    """Yield findings about this host. Addresses, as ``HOST:PORT`` or a host, are not examined if they are None."""
     on_gpu = device != "cpu" or facts.has_gpu()
     for finding in facts.examine_software(on_gpu=on_gpu):
         yield finding

@@ -62,17 +62,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Targets(Struct, frozen=True, kw_only=True):
-    """What is examined, and how.
-
-    Attributes:
-        prefill: base URL of a prefill server.
-        decode: base URL of a decode server.
-        router: base URL of the router before both.
-        prompt_tokens: of a request, roughly; several blocks.
-        api_key: that all three are told; empty for none.
-        timeout_s: of one request.
-        settle_s: how long counters may take to show a request.
-    """
+    """What is examined, by base URLs, and how. ``settle_s``: how long counters may take to show a request."""
 
     prefill: str
     decode: str
@@ -115,12 +105,7 @@ async def examine(targets: Targets) -> AsyncIterator[Finding]:
 
 
 class _Examination:
-    """One examination.
-
-    Args:
-        targets: what is examined.
-        session: for requests.
-    """
+    """One examination."""
 
     def __init__(self, targets: Targets, session: aiohttp.ClientSession) -> None:
         self._targets = targets
@@ -130,11 +115,7 @@ class _Examination:
         self._num_words = targets.prompt_tokens
 
     async def run(self) -> AsyncIterator[Finding]:
-        """Examine the servers, then the path between them, then the router.
-
-        Raises:
-            _Unusable: nothing more can be concluded.
-        """
+        """Examine the servers, then the path between them, then the router."""
         async for finding in self._find_servers():
             yield finding
         yield await self._find_model()
@@ -185,11 +166,7 @@ class _Examination:
         return models[:MODELS_MAX]
 
     async def _probe(self, send: Callable[[], Awaitable[Exchange]]) -> Probe:
-        """Send a request and read the counters before and after, if need be again until no other interferes.
-
-        Raises:
-            _Unusable: the counters cannot be read.
-        """
+        """Send a request and read the counters before and after, if need be again until no other one interferes."""
         for _ in range(ATTEMPTS):
             before = await self._count("prefill"), await self._count("decode")
             sent = await send()

@@ -27,15 +27,7 @@ SKEW_S = 1.0
 
 
 class Target(Struct, frozen=True, kw_only=True):
-    """The worker to examine, and how.
-
-    Attributes:
-        endpoint: ``tcp://HOST:PORT``.
-        config: our secret and keys, as of a member.
-        key: public key of the worker, if it has its own.
-        transport: data planes that our reader may use.
-        device: that its cache lies on.
-    """
+    """The worker to examine, with our settings as a member, and the public key of the worker if it has its own."""
 
     endpoint: str
     config: WorkerConfig
@@ -172,13 +164,7 @@ def _quoted(errors: str) -> str:
 
 
 def judged(figures: probe.ProbeFigures, offer: probe.ProbeOffer, detail: str = "") -> Iterator[Finding]:
-    """Yield what the figures of a reader mean.
-
-    Args:
-        figures: what the reader found.
-        offer: what the other side has told.
-        detail: what a reader over NIXL alone said, if the bytes went over TCP.
-    """
+    """Yield what a reader's figures mean. ``detail``: what one over NIXL alone said, if the bytes went over TCP."""
     if figures.plane:
         yield _carrier(figures, offer, detail)
     if figures.slow:

@@ -41,18 +41,9 @@ Word = Annotated[str, Meta(max_length=32)]
 
 
 class Geometry(Struct, frozen=True, kw_only=True):
-    """One cache of full-attention layers with bfloat16 and 16 tokens to a block.
+    """One cache of full-attention layers with bfloat16 and 16 tokens to a block, as ``kvflow.allocate`` makes it.
 
-    Attributes:
-        layers: how many.
-        num_kv_heads: heads of each.
-        head_size: elements of one head of one token.
-        num_blocks: blocks in the pool.
-        layout: as ``kvflow.allocate`` names it.
-        kv: ``content`` or ``split``.
-        tp_size: ranks that divide the heads; this is the first of them.
-        huge_pages: as ``kvflow.allocate`` names it.
-        device: torch's name of the device that the cache lies on.
+    ``tp_size`` ranks divide the heads; this is the first of them.
     """
 
     layers: Count
@@ -140,14 +131,10 @@ class ProbeOffer(Struct, frozen=True, kw_only=True):
 
     Attributes:
         seed: of the bytes of the cache.
-        device: that the cache lies on.
-        transport: the setting of the worker.
         missing: data planes that could not start there, and why.
         advertised: the control endpoint that its tickets name.
         small: tickets, by number of blocks.
-        large: tickets for all blocks.
-        large_blocks: how many these are.
-        facts: of its host.
+        large: tickets for all blocks, of which there are ``large_blocks``.
     """
 
     seed: Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -164,11 +151,10 @@ class ProbeOffer(Struct, frozen=True, kw_only=True):
 
 
 class Reads(Struct, frozen=True, kw_only=True):
-    """What was read.
+    """Reads of one size.
 
     Attributes:
-        nbytes: of each read.
-        seconds: of each read, from the call of ``pull`` to its result.
+        seconds: of each, from the call of ``pull`` to its result.
         gb_per_s: rate of each, while bytes moved.
         wrong_bytes: that differ from what was offered, in all of them.
     """
@@ -185,13 +171,10 @@ class ProbeFigures(Struct, frozen=True, kw_only=True):
     Attributes:
         reads: by size, the smallest first.
         failure: why the reads ended early; None if they did not.
-        plane: data plane that was chosen; empty if no connection was made.
-        transport: that carried the bytes, by UCX's name.
-        known_by: how that is known, as in ``PeerConnected``.
+        plane: that was chosen; empty if no connection was made. ``transport`` and ``known_by`` as in ``PeerConnected``.
         missing: data planes that could not start here, and why.
         may_copy: whether the kernel lets us copy the other process's memory; None if that process is elsewhere.
         slow: what ``peer.slow`` said, and its remedy; empty if it did not come.
-        facts: of this process.
     """
 
     reads: tuple[Reads, ...]
@@ -261,11 +244,7 @@ def content(seed: int, num_blocks: int) -> npt.NDArray[np.uint8]:
 
 
 def build_cache(device: str, num_blocks: int) -> "KVCache":
-    """Allocate a cache of probe blocks.
-
-    Raises:
-        ConfigInvalid: torch cannot use the device.
-    """
+    """Allocate a cache of probe blocks."""
     from kvflow.memory.device import require_device  # noqa: PLC0415 - loads torch
 
     require_device(device)
@@ -301,13 +280,8 @@ class _Notes:
 async def listening(config: WorkerConfig, *, device: str = "cpu") -> AsyncIterator["Worker"]:
     """Open a worker that offers probe blocks until the block is left.
 
-    Args:
-        config: of the worker.
-        device: that its cache lies on.
-
     Raises:
-        ConfigInvalid: torch cannot use the device, or a setting is wrong.
-        KvflowError: as of ``open_worker``.
+        KvflowError: as of ``open_worker``; ``ConfigInvalid``, too, if torch cannot use the device.
     """
     from kvflow.worker.environment import PRODUCTION  # noqa: PLC0415 - loads torch
     from kvflow.worker.runtime import open_worker  # noqa: PLC0415 - likewise
@@ -357,12 +331,6 @@ async def _hold(worker: "Worker", size: int, slot: int, held: dict[int, Ticket])
 async def read_probe(endpoint: str, config: WorkerConfig, *, device: str = "cpu", key: str = "") -> ProbeFigures | None:
     """Read from a worker that offers probe blocks; None if it offers none.
 
-    Args:
-        endpoint: ``tcp://HOST:PORT`` of its control endpoint.
-        config: of our worker, which reads.
-        device: that our cache lies on.
-        key: public key of the other worker, if it has its own.
-
     Raises:
         KvflowError: the other worker is not reached, or ours does not open.
     """
@@ -378,7 +346,7 @@ async def read_probe(endpoint: str, config: WorkerConfig, *, device: str = "cpu"
         config = replace(config, engine_id=f"doctor-{secrets.token_hex(4)}")
         reads: list[Reads] = []
         async with open_worker(config, cache, hooks=[notes.notice]) as worker:
-            reader = _Reader(visit, offer, worker, cache)
+            reader = _ProbeReader(visit, offer, worker, cache)
             try:
                 for size in sorted(offer.small):
                     reads += [await reader.read(size, SMALL_READS)]
@@ -399,7 +367,7 @@ async def read_probe(endpoint: str, config: WorkerConfig, *, device: str = "cpu"
     )
 
 
-class _Reader:
+class _ProbeReader:
     """Reads with the tickets of another worker, each used once."""
 
     def __init__(self, visit: Visit, offer: ProbeOffer, worker: "Worker", cache: "KVCache") -> None:

@@ -137,10 +137,6 @@ class _Gathered:
 def read_trace(paths: Iterable[Path], progress: Callable[[Reading], None] = lambda _: None) -> Trace:
     """Read logs and return what is known of each request.
 
-    Args:
-        paths: of the logs.
-        progress: called with what was read, now and then.
-
     Raises:
         OSError: a file cannot be read.
     """

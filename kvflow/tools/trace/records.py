@@ -101,9 +101,6 @@ class Logged(Struct, frozen=True, kw_only=True):
     Attributes:
         worker: ``engine/rank/incarnation``; empty if no worker wrote it.
         written_at: seconds since 1970, by the clock of its process.
-        called_at: when a pull was called, or a request had arrived; None if not recorded.
-        issued_at: when the ticket was signed; None if not recorded.
-        elapsed_s: how long a request took, by its router.
         file: number of the file. A file is written by processes of one machine, so its records share a clock.
     """
 
@@ -231,10 +228,6 @@ def read_files(
 ) -> tuple[list[Logged], Reading]:
     """Read the records of files that concern requests; skip and count everything else.
 
-    Args:
-        paths: of the files.
-        progress: called with what was read, after every ``LINES_PER_REPORT`` lines.
-
     Raises:
         OSError: a file cannot be read.
     """
@@ -282,11 +275,8 @@ def _logged(line: bytes, reading: Reading) -> Logged | None:
 class Phase(Struct, frozen=True):
     """A part of a request's time. The phases of a request follow each other and add up to its whole.
 
-    Attributes:
-        name: ``prefill``, ``ticket`` (from the offer to the pull), a phase of the pull as in ``TransferReport``,
-            ``decode step``, or ``answer`` (from the first token to the end of an answer that failed).
-        start_s: when it begins.
-        seconds: how long it lasts.
+    ``ticket`` goes from the offer to the pull; then come those of ``TransferReport``; ``answer`` goes from the first
+    token to the end of an answer that failed.
     """
 
     name: str
@@ -307,12 +297,7 @@ class Failure(Struct, frozen=True):
 class PullTrace(Struct, frozen=True, kw_only=True):
     """One pull of a request; names as in ``kvflow.events.TransferTraced`` and ``TransferReport``.
 
-    Attributes:
-        worker: ``engine/rank/incarnation`` of the consumer.
-        start_s: when it was called.
-        phases: of the pull; the data plane alternates ``bind``, ``post``, ``wire`` and ``scatter``.
-        failure: None if it has delivered.
-        traced: whether its chunks and blocks are known.
+    The data plane alternates ``bind``, ``post``, ``wire`` and ``scatter``; ``traced``: chunks and blocks are known.
     """
 
     worker: str
@@ -354,14 +339,7 @@ READING = ("bind", "post", "wire", "scatter")
 
 
 class Offer(Struct, frozen=True, kw_only=True):
-    """A lease that a producer held for a request.
-
-    Attributes:
-        worker: ``engine/rank/incarnation`` of the producer.
-        start_s: when it was offered.
-        held_s: how long the lease was held; None if its end was not recorded.
-        outcome: how it ended: ``released``, ``expired`` or ``revoked``; empty if its end was not recorded.
-    """
+    """A lease that a producer held for a request; ``held_s`` and ``outcome`` only if its end was recorded."""
 
     worker: str
     start_s: float
@@ -374,9 +352,7 @@ class Routed(Struct, frozen=True, kw_only=True):
 
     Attributes:
         prefill_s: when the prefill server had answered, or when the request ended before.
-        first_bytes_s: when the first bytes of the answer came; None if not recorded.
         elapsed_s: when the answer was complete, or the request failed.
-        client: ``host:port`` of who asked.
         failure: None if the client has the whole answer.
     """
 
@@ -393,20 +369,15 @@ class Routed(Struct, frozen=True, kw_only=True):
 
 
 class RequestTrace(Struct, kw_only=True):
-    """One request.
+    """One request. What is None was not recorded, or cannot be known.
 
     Attributes:
         request_id: the producer's name of it; the router's or the consumer's if no producer is known.
         outcome: ``completed``, ``failed`` (the answer, or else every pull), ``offered`` (no pull is recorded) or
             ``answered`` (neither is).
-        title: says in one sentence where the time went.
         start_at: seconds since 1970, on the clock of the trace.
         total_s: from the start to the first token, or to the last that is known.
-        clock_error_s: largest error of times that two clocks measured; None if it is not known.
-        router: None if no router has recorded it.
-        first_token_s: when the first token was there; None if not recorded.
-        offers: leases of all source ranks.
-        pulls: pulls of all consumer ranks, by time.
+        clock_error_s: largest error of times that two clocks measured.
         gb_per_s: rate of all pulls together, in 10**9 bytes per second; 0 if nothing was moved.
     """
 
@@ -436,15 +407,9 @@ class RequestTrace(Struct, kw_only=True):
 class ComparedClock(Struct, frozen=True):
     """The clock of one process beside a reference, which is one of the workers that it has met.
 
-    References that have not met are taken as equal. That concerns no single request.
-
-    Attributes:
-        name: ``engine/rank/incarnation``, or a router.
-        reference: worker whose clock it is compared with.
-        ahead_s: seconds by which it is ahead.
-        error_s: largest error of ``ahead_s``; None if nothing was measured and both clocks are taken as equal.
-        basis: source of that knowledge: ``reference``, ``handshake``, ``file`` (a worker of the same machine),
-            ``order`` (of events of both) or ``nothing``.
+    References that have not met are taken as equal. That concerns no single request. ``error_s`` is None if nothing was
+    measured and both clocks are taken as equal; ``basis``: ``reference``, ``handshake``, ``file`` (a worker of the same
+    machine), ``order`` (of events of both) or ``nothing``.
     """
 
     name: str
