@@ -1,7 +1,7 @@
 """The dialing end: one connection to one server, entered when it is ready.
 
 Dialing is repeated within ``Limits.connect_s`` when no process listens yet, when the server is busy, and once when the
-server closes without a reason. A connection that was ready and is lost stays lost: a restarted server needs a new one.
+server closes without a reason. A connection that is lost after it was ready stays lost.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class HandshakeClient:
 
         Raises:
             Closed: the connection has ended.
-            LocalProtocolError: a field is out of its bounds.
+            LocalProtocolError: a field is out of bounds.
         """
         self._attempt.driver.send(message)
 
@@ -109,10 +109,7 @@ class HandshakeClient:
         self._attempt.driver.refuse(code, reason, remedy)
 
     async def wait_closed(self) -> Ending:
-        """Wait until the connection has ended, and return how.
-
-        Cancellation: safe.
-        """
+        """Wait until the connection has ended, and return how. Cancellation: safe."""
         return await asyncio.shield(self._attempt.ended)
 
 

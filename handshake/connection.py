@@ -119,8 +119,8 @@ class Conversation:
         """Begin with nothing said.
 
         Args:
-            role: which end we are.
-            identity: ours, as ``publication`` and ``versions``.
+            role: ours, like ``identity``, ``publication`` and ``versions``.
+            identity: as above.
             publication: as above.
             limits: what the peer may cost.
             now: monotonic seconds.

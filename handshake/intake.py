@@ -37,7 +37,7 @@ def wire_bytes(nbytes: int, *, secured: bool) -> int:
 
 
 class Intake:
-    """The connections of one socket, by file descriptor.
+    """The connections of one socket, by file descriptor. Thread: the loop's only.
 
     A closed descriptor may soon be another connection's, of this socket or of other code: the inode identifies it, and
     the port is compared too, because ZeroMQ reports a descriptor some iterations of the loop later.
@@ -47,8 +47,6 @@ class Intake:
         endpoint: returns where the socket is bound, or what it dials.
         on_cut: called with the peer's address when its connection was cut.
         listens: whether ``endpoint`` is our end of a connection.
-
-    Thread: the loop's only.
     """
 
     def __init__(
