@@ -9,7 +9,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     """Return host and port of ``HOST:PORT`` or ``tcp://HOST:PORT``. An IPv6 address keeps its brackets.
 
     Raises:
-        ValueError: it is something else. Which ports are allowed depends on the use, up to ``PORT_MAX``.
+        ValueError: it is something else. The port may be any number.
     """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not (host and port.isascii() and port.isdecimal()):

@@ -95,8 +95,7 @@ class PeerConnected(Struct, frozen=True):
 class PeerMeasured(Struct, frozen=True):
     """The first 64 MiB have been read from a peer over its present connection, so that the rate is known.
 
-    Small reads that the worker moves at once, without its read thread, do not count. The first read does not, either,
-    because it also makes the connection.
+    Neither small reads that the worker moves without its read thread count, nor the first, which also connects.
     """
 
     peer: str  # ``engine/rank/incarnation`` of the peer
@@ -300,12 +299,12 @@ Event = (
 )
 """Every event of a worker."""
 
+# Their names in 0.1.0.
 TransferFailed = PullFailed
 WorkerClosed = WorkerStopped
-"""Their names in 0.1.0."""
 
+# Of events whose types would have the name of an error.
 _NAMES: dict[type[Event], str] = {PullFailed: "transfer.failed", WorkerStopped: "worker.closed"}
-"""Names of events whose types would have the name of an error."""
 
 Hook = Callable[[Event], None]
 """Takes every event of a worker, on the thread where it happens. It must return quickly. The worker logs what it raises

@@ -12,8 +12,8 @@ SPARE_MAX = 16  # dead entries that do not cause a rebuild
 class Heap(Generic[Item]):
     """Items in the order of their keys; items with equal keys in the order of insertion.
 
-    An item that is removed or moved leaves a dead entry behind. When more than half of the entries are dead the heap is
-    rebuilt, so that it never holds more than twice its items, and each call costs O(log n) on average.
+    An item that is removed or moved leaves a dead entry behind. The heap is rebuilt when more than half of its entries
+    are dead, so that each call costs O(log n) on average.
     """
 
     def __init__(self) -> None:

@@ -23,18 +23,14 @@ Clock = Callable[[], float]
 
 
 class PeerId(Struct, frozen=True, cache_hash=True, gc=False):
-    """Identity and address of a worker, as a ticket names them.
+    """Identity and address of a worker, as a ticket names them. Its text is ``engine/rank/incarnation``, for people.
 
-    Two peers are equal only if all fields are equal. Any member can claim the first three; only the endpoint and the
-    key determine who answers. So a peer is never read for a ticket with another endpoint or key.
-
-    Its text is ``engine/rank/incarnation``, for people.
+    Two peers are equal only if all fields are. Any member can claim the first three; only the endpoint and the key
+    determine who answers. So a peer is never read for a ticket with another endpoint or key.
 
     Attributes:
-        engine_id: id of the engine.
-        rank: rank in the engine.
-        incarnation: its incarnation; a restarted worker is another peer.
-        endpoint: its control endpoint, as in the ticket.
+        incarnation: a restarted worker is another peer.
+        endpoint: its control endpoint.
         public_key: the key that its control endpoint must prove to hold; empty if the ticket does not name one.
     """
 
@@ -54,26 +50,18 @@ def worker_name(engine_id: str, rank: int, incarnation: str) -> str:
 
 
 def agent_name(worker: str, public_key: str) -> str:
-    """Return the name of a worker's transport, by which readers identify it.
-
-    A worker that used another worker's name would prevent reads from it. So the name contains the public key.
-    """
-    return f"{worker}/{public_key}"
+    """Return the name by which readers identify a worker's transport."""
+    return f"{worker}/{public_key}"  # with the key, because another worker with the name would prevent reads from it
 
 
 class Credentials(Struct, frozen=True):
-    """What a reader presents to the TCP plane of one producer. Its ``repr`` does not show the pass.
+    """What a reader presents to the TCP plane of one producer. Its ``repr`` does not show the pass."""
 
-    Attributes:
-        public_key: the key that the reader has proven to hold on the control channel, 64 hexadecimal digits.
-        pass_: what the producer gave to this reader on the control channel; empty if nothing.
-    """
-
-    public_key: str
+    public_key: str  # the key that the reader has proven to hold on the control channel, 64 hexadecimal digits
     engine_id: str
     rank: int
     incarnation: str
-    pass_: bytes
+    pass_: bytes  # what the producer gave to this reader on the control channel; empty if nothing
 
     def __repr__(self) -> str:
         return f"Credentials({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
@@ -84,8 +72,6 @@ class Credentials(Struct, frozen=True):
 
 
 def pass_of(pass_key: bytes, public_key: str, engine_id: str, rank: int, incarnation: str) -> bytes:
-    """Return the pass of one reader: 32 bytes that only a holder of ``pass_key`` can compute (HMAC-SHA256).
-
-    The fields are encoded with their lengths, so that no two readers have the same pass.
-    """
+    """Return the pass of one reader: 32 bytes that only a holder of ``pass_key`` can compute (HMAC-SHA256)."""
+    # With the lengths of the fields, so that no two readers have the same pass.
     return hmac.digest(pass_key, msgspec.msgpack.encode((public_key, engine_id, rank, incarnation)), "sha256")

@@ -46,10 +46,10 @@ class TransferReport(_Deferring):
         nbytes: bytes that arrived in the target blocks.
         read_bytes: bytes that were read for them. Reads through staging buffers fetch whole source regions, and so
             more than ``nbytes``.
-        descriptors: descriptors of the pull after adjacent ones have merged. Pacing may split them again.
+        descriptors: descriptors after adjacent ones have merged. Pacing may split them again.
         merged: share of the descriptors that merging has saved, from 0 to nearly 1.
         reads: batches that carried the pull. Pulls may share a batch.
-        early: how often the worker found that a source rank did not hold the lease yet; 0 for a ticket in time.
+        early: how often a source rank did not hold the lease yet; 0 for a ticket in time.
         early_bytes: bytes that were read before the lease was held, and then read again. Above 0 only if a ticket
             promises a lease that its producer does not hold yet.
         transport: transport that carried the bytes, by UCX's name: ``cma`` (shared memory), ``tcp``, ``rc_mlx5``,
@@ -59,10 +59,9 @@ class TransferReport(_Deferring):
         timings_s: seconds per phase. ``handshake``: connecting to the peers, and checking the ticket and the block ids.
             ``queue``: from the submission to the first dispatch. ``bind``: computing descriptor indices. ``post``: in
             the calls that post reads, which include the copy on shared memory. ``wire``: from the first dispatch to
-            the last byte, less ``bind``, ``post`` and ``scatter``. ``scatter``: copying from staging
-            buffers to the target blocks. ``fence``: reading the epochs, after the last byte. ``deliver``: from the
-            last fence until the event loop has the answer. ``total``: from the call of ``pull`` to its result; the
-            phases add up to it.
+            the last byte, less ``bind``, ``post`` and ``scatter``. ``scatter``: copying from staging buffers to the
+            target blocks. ``fence``: reading the epochs, after the last byte. ``deliver``: from the last fence until
+            the event loop has the answer. ``total``: from the call of ``pull`` to its result, the sum of the phases.
     """
 
     request_id: str
