@@ -56,7 +56,7 @@ def examine_software(*, on_gpu: bool) -> Iterator[Finding]:
     evidence = f"{release}, {sys.executable}"
     is_tested = sys.version_info[:2] == TESTED_PYTHON
     yield ok("Python", evidence) if is_tested else note("Python", evidence, remedy=_REMEDY_OF_UNTESTED)
-    yield ok("kvflow", f"{__version__}, {Path(__file__).parents[1]}")
+    yield ok("kvflow", f"{__version__}, {Path(__file__).parents[2]}")
     for name, (least, tested) in PACKAGES.items():
         if name != "nixl":  # its variants have other names
             yield check_package(name, least, tested)

@@ -2,11 +2,14 @@
 
 import importlib.metadata
 import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import kvflow
 from kvflow.tools.doctor import facts
+from kvflow.version import __version__
 
 
 def by_subject(**how):
@@ -37,6 +40,7 @@ def test_the_environment_of_the_tests_is_complete():
     assert {finding.status for finding in findings.values()} <= {"ok", "note"}
     assert findings["ZeroMQ"].evidence == "encrypts with CURVE"
     assert findings["NIXL"].code == ""
+    assert findings["kvflow"].evidence == f"{__version__}, {Path(kvflow.__file__).parent}"
 
 
 def test_bounds_are_those_of_the_package_and_of_the_constraints(repository):
