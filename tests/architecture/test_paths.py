@@ -18,10 +18,13 @@ def named(text: str) -> set[str]:
 
 
 def exists(name: str) -> bool:
-    """Return whether a path, a pattern or a module of that name is there; ``module:name`` counts as its module."""
+    """Return whether a path, a pattern, a module or a variable of a module is there; ``module:name`` is its module."""
     pattern = re.sub(r"%|\$\$\w+", "*", name)
     module = pattern.replace(".", "/")
-    return any(any(ROOT.glob(each)) for each in (pattern, module, f"{module}.py"))
+    owner = ROOT / f"{module.rpartition('/')[0]}.py"
+    return any(any(ROOT.glob(each)) for each in (pattern, module, f"{module}.py")) or (
+        owner.is_file() and f"\n{module.rpartition('/')[2]} = " in owner.read_text()
+    )
 
 
 @pytest.mark.parametrize("path", ["pyproject.toml", "Makefile", ".dockerignore", ".ci/run", "docker/Dockerfile"])

@@ -10,7 +10,6 @@ and sends it inside the engine.
 """
 
 import hmac
-import logging
 import os
 import secrets
 import shutil
@@ -29,8 +28,7 @@ from msgspec import Struct
 
 from kvflow import Grant, Ticket
 from kvflow.errors import TicketInvalid
-
-logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
+from kvflow.integrations.vllm.settings import logger
 
 MAC_BYTES = 32
 MESSAGE_BYTES_MAX = (12 << 20) + MAC_BYTES

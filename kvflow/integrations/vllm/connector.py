@@ -4,7 +4,6 @@ Methods that vLLM's scheduler calls must not raise, because an exception would e
 A wrong configuration raises at the start.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +37,7 @@ from kvflow.integrations.vllm.settings import (
     EngineFacts,
     check_keys,
     doubts,
+    logger,
     read_settings,
     remark,
     wants_packed,
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
 
 @dataclass

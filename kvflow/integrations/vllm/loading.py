@@ -9,7 +9,6 @@ one prompt do (``n``), the first one loads it. The others *follow*: they wait, a
 the prefix cache. vLLM sends samples one after the other. A sample that arrives after the load has ended is computed.
 """
 
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +17,7 @@ from kvflow import Ticket
 from kvflow.errors import BlockRangeMismatch, KvflowError
 from kvflow.integrations.vllm.blocks import TransferGroup, loaded_blocks
 from kvflow.integrations.vllm.messages import Cancel, Command, Fail, GiveBack, Keep, Load
-
-logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
+from kvflow.integrations.vllm.settings import logger
 
 SAMPLE = re.compile(r"\d+_(?P<prompt>.+)", re.DOTALL)
 """vLLM's name of a sample: its number, then the name of the request. Other requests have no number in front."""

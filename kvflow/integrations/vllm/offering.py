@@ -9,7 +9,6 @@ one after the other, and a short prompt may end before the next sample arrives: 
 ticket.
 """
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -23,8 +22,7 @@ from kvflow.integrations.vllm.blocks import NULL_BLOCK, Digests, TransferGroup, 
 from kvflow.integrations.vllm.loading import SAMPLE
 from kvflow.integrations.vllm.messages import Admit, BlockIds, Command
 from kvflow.integrations.vllm.params import no_ticket_params, ticket_params
-
-logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
+from kvflow.integrations.vllm.settings import logger
 
 MintTickets = Callable[[Sequence[RankAddress]], TicketMint]
 AdmitEarly = Callable[[Ticket, int], None]  # ``EarlyAdmission.admit``

@@ -6,7 +6,6 @@ the ticket in the form that routers know. kvflow does not act on them, because r
 ``Untagged`` counts the requests that come without such parameters.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,9 +15,7 @@ from msgspec import Struct
 from kvflow import Ticket, is_traceparent
 from kvflow.addresses import host_and_port
 from kvflow.errors import TicketInvalid
-from kvflow.integrations.vllm.settings import Settings
-
-logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
+from kvflow.integrations.vllm.settings import Settings, logger
 
 Verify = Callable[[bytes, bytes], bool]  # payload and MAC of a grant -> whether a member of the cluster signed it
 TICKET_CHARS_BASE = 1 << 17  # characters of a ticket without its blocks: enough for 400 ranks with long names

@@ -1,6 +1,5 @@
 """The scheduler's side: it reads vLLM's requests and hands them to ``Loading`` or ``Offering``."""
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial, wraps
@@ -25,7 +24,7 @@ from kvflow.integrations.vllm.params import (
     ticket_chars_max,
     traceparent_of,
 )
-from kvflow.integrations.vllm.settings import Settings
+from kvflow.integrations.vllm.settings import Settings, logger
 from kvflow.integrations.vllm.versions import prefill_lookahead
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
 BLOCK_ID, BLOCK_HASH = attrgetter("block_id"), attrgetter("block_hash")  # fields of a block of vLLM's block manager
 

@@ -15,6 +15,8 @@ from kvflow import WorkerConfig
 from kvflow.addresses import PORT_MAX, host_and_port
 from kvflow.errors import ConfigInvalid, suggest
 
+logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
+
 OWN_KEYS = frozenset({"enable_cross_layers_blocks", "log_file", "log_level", "offer"})
 """Settings of the connector; all other keys are settings of the worker."""
 

@@ -4,7 +4,6 @@ kvflow's own thread posts, polls and checks reads. A step of the engine only han
 transfers that have ended since the last step.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -43,11 +42,11 @@ from kvflow.integrations.vllm.messages import (
     count_ends,
     empty_counters,
 )
+from kvflow.integrations.vllm.settings import logger
 
 if TYPE_CHECKING:
     from kvflow import KVCache  # loads torch
 
-logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
 WRITTEN_PAUSE_S = 0.001
 """Pause before an early admission asks again if the blocks are written: a draft model takes some milliseconds."""
