@@ -68,9 +68,8 @@ def add_parser(commands: Subparsers) -> None:
         help="offer probe blocks to members of the cluster, until Ctrl-C; without an address, on a free port",
     )
     parser.add_argument("--bind", type=bound_address, metavar="HOST:PORT", help="address that a worker would listen on")
-    parser.add_argument(
-        "--advertise", metavar="HOST[:PORT]", help="address at which peers would reach the worker, or --listen"
-    )
+    reached = "address at which peers would reach the worker, or --listen"
+    parser.add_argument("--advertise", type=_advertised, metavar="HOST[:PORT]", help=reached)
     parser.add_argument(
         "--tcp-bind", type=bound_address, metavar="HOST:PORT", help="with --listen, where the TCP plane listens"
     )
@@ -106,6 +105,10 @@ def _add_live(parser: argparse.ArgumentParser) -> None:
 
 def _listening(text: str) -> str:
     return bound_address(text) if text else text  # argparse also reads what --listen means without an address
+
+
+def _advertised(text: str) -> str:
+    return bound_address(text) if ":" in text.removeprefix("tcp://").rpartition("]")[2] else text
 
 
 def _endpoint(text: str) -> str:

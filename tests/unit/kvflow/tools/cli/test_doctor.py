@@ -36,6 +36,7 @@ async def working():
         ["127.0.0.1:0"],
         ["--listen", "7000"],
         ["--bind", "tcp://127.0.0.1:70000"],
+        ["--advertise", "prefill-0:port"],
         ["--transport", "loopback"],
     ],
 )
