@@ -36,12 +36,15 @@ Each error has a stable ``code`` for machines. The text of an error ends with wh
 """
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from kvflow.reprs import quoted, shown
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = 80
+_SHOWN.maxlong = 40
 
 
 class FailureCode(StrEnum):
@@ -426,6 +429,24 @@ class TransportUnavailable(KvflowError):
 
     code = FailureCode.TRANSPORT_UNAVAILABLE
     default_remedy = "Install nixl>=1.5 with a working UCX, or use transport='tcp', or 'loopback' within one process."
+
+
+def quoted(text: str, length: int = 80) -> str:
+    """Return text in quotes; text of more characters than ``length`` without its middle."""
+    if len(text) > length:
+        half = (length - 3) // 2
+        text = f"{text[:half]}...{text[-half:]}"
+    return repr(text)
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it: its ``repr``, cut where it is long."""
+    return _SHOWN.repr(value)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 block``, ``2 blocks``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _described(found: object) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
-from kvflow.reprs import counted, quoted
+from kvflow.errors import counted, quoted
 
 # Of a pull, in the order in which they begin. ``TransferReport.timings_s`` says what each of them measures.
 PHASES: Final = ("handshake", "queue", "bind", "post", "wire", "scatter", "fence", "deliver")

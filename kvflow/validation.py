@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import msgspec
 from msgspec import Meta, inspect
 
-from kvflow.errors import suggest
-from kvflow.reprs import shown
+from kvflow.errors import shown, suggest
 
 Name = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]

@@ -13,11 +13,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from kvflow.errors import SpecInvalid
+from kvflow.errors import SpecInvalid, counted, quoted
 from kvflow.layout.component import ADDRESS_MAX, Component, Region
 from kvflow.layout.shards import ALL_TOKENS, Stripe
 from kvflow.layout.specs import LAYER_NAME_MAX
-from kvflow.reprs import counted, quoted
 from kvflow.validation import find_fault
 
 MANIFEST_SCHEMA = 3

@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
-from kvflow.errors import SpecInvalid
+from kvflow.errors import SpecInvalid, shown
 from kvflow.layout.shards import Shard
-from kvflow.reprs import shown
 from kvflow.validation import SuggestingMeta, find_fault
 
 LAYER_NAME_MAX = 256  # Hugging Face module paths are much shorter

@@ -14,9 +14,8 @@ from typing import SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.errors import BlockIdsInvalid
+from kvflow.errors import BlockIdsInvalid, counted, shown
 from kvflow.ids import ABSENT, FEW, Ids
-from kvflow.reprs import counted, shown
 
 Int64s = npt.NDArray[np.int64]
 RECEIVING = -1

@@ -10,10 +10,17 @@ from typing import Any
 import numpy as np
 from msgspec import UNSET
 
-from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, CapacityExceeded, ConfigInvalid, TicketInvalid
+from kvflow.errors import (
+    ArgumentInvalid,
+    BlockIdsInvalid,
+    CapacityExceeded,
+    ConfigInvalid,
+    TicketInvalid,
+    counted,
+    shown,
+)
 from kvflow.leases.blocks import block_lists
 from kvflow.leases.tickets import Content, Grant, RankAddress, Sign, Ticket, is_traceparent
-from kvflow.reprs import counted, shown
 from kvflow.validation import find_fault
 
 EPOCH_STEP = 2  # one while the lease is held, and the next one when it has ended

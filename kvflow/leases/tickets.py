@@ -18,9 +18,8 @@ from typing import Annotated, TypeGuard
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from kvflow.errors import ReleaseMismatch, TicketInvalid
+from kvflow.errors import ReleaseMismatch, TicketInvalid, counted, quoted
 from kvflow.ids import PeerId
-from kvflow.reprs import counted, quoted
 from kvflow.validation import find_fault
 
 FORMAT = "kvf2"  # changes when this release cannot read the tickets of an older one

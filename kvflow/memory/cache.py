@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from kvflow.errors import SpecInvalid
+from kvflow.errors import SpecInvalid, counted
 from kvflow.layout.component import Region
 from kvflow.layout.describe import plan_cache
 from kvflow.layout.groups import Group, plan_groups, resolve_layout
@@ -15,7 +15,6 @@ from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
 from kvflow.memory.device import TorchDeviceOrder
 from kvflow.memory.mapping import ask_for_huge_pages, bytes_in_huge_pages, huge_page_size, map_bytes
-from kvflow.reprs import counted
 
 Tensors = torch.Tensor | list[torch.Tensor]  # one layer in the form of its attention backend; a list for states
 

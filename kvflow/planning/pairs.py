@@ -16,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from kvflow.errors import BlockRangeMismatch, CapacityExceeded
+from kvflow.errors import BlockRangeMismatch, CapacityExceeded, counted
 from kvflow.ids import ABSENT, FEW, Ids
 from kvflow.planning.plan import GroupPlan
 from kvflow.planning.runs import UNITS_MAX, Bools, Units
-from kvflow.reprs import counted
 
 Int64s = npt.NDArray[np.int64]
 

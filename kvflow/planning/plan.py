@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from kvflow.errors import CapacityExceeded, LayoutMismatch, PlanUnsound
+from kvflow.errors import CapacityExceeded, LayoutMismatch, PlanUnsound, counted
 from kvflow.layout.manifest import Manifest
 from kvflow.layout.shards import Stripe
 from kvflow.planning.certificate import Certificate, Missing, PlannedGroup, certify
@@ -29,7 +29,6 @@ from kvflow.planning.runs import (
     merge_runs,
 )
 from kvflow.planning.staging import DIRECT, Choice, StagedRuns, choose
-from kvflow.reprs import counted
 
 
 class PlanLimits(Struct, frozen=True):

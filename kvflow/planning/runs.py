@@ -13,9 +13,9 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
+from kvflow.errors import counted
 from kvflow.layout.shards import ALL_TOKENS, Stripe
 from kvflow.planning.match import ComponentPair
-from kvflow.reprs import counted
 
 Bools = npt.NDArray[np.bool_]
 Int64s = npt.NDArray[np.int64]

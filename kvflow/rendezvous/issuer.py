@@ -8,11 +8,11 @@ from typing import Self
 from handshake import CurveKeys
 from handshake.security import ClusterSecurity, draw_secret, sign
 from kvflow.config import WorkerConfig, require_secret
+from kvflow.errors import counted, quoted
 from kvflow.forks import Origin
 from kvflow.leases.issuer import HEAD_START_BITS, Issuer
 from kvflow.leases.tickets import RankAddress, Ticket
 from kvflow.rendezvous.endpoint import security_of
-from kvflow.reprs import counted, quoted
 
 __all__ = ["TicketKey", "TicketMint", "draw_head_start", "draw_pair", "draw_secret", "public_key"]
 

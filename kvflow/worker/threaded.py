@@ -21,12 +21,11 @@ import uvloop
 from msgspec import Struct
 
 from kvflow.config import WorkerConfig
-from kvflow.errors import KvflowError, WorkerClosed, WorkerSuspended
+from kvflow.errors import KvflowError, WorkerClosed, WorkerSuspended, quoted
 from kvflow.events import Event, Hook, LeaseEnded, OnlyEvents
 from kvflow.forks import Origin
 from kvflow.leases.tickets import RankAddress, Ticket
 from kvflow.report import TransferReport
-from kvflow.reprs import quoted
 from kvflow.worker.consumer import BlockLists, PullItem, open_item
 from kvflow.worker.open_pulls import PullHandle
 from kvflow.worker.producer import Digests

@@ -9,14 +9,13 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from msgspec import Struct
 
-from kvflow.errors import ArgumentInvalid, WrongEventLoop
+from kvflow.errors import ArgumentInvalid, WrongEventLoop, quoted
 from kvflow.events import Outcome, WorkerDrained
 from kvflow.forks import Origin
 from kvflow.ids import worker_name
 from kvflow.leases.tickets import Grant, RankAddress, Ticket
 from kvflow.rendezvous.listener import Listener
 from kvflow.report import TransferReport
-from kvflow.reprs import quoted
 from kvflow.worker.connections import PeerState
 from kvflow.worker.consumer import BlockLists, Consumer, PullItem, open_item
 from kvflow.worker.destinations import Quarantined

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 
 from kvflow.addresses import host_and_port
 from kvflow.config import WILDCARD_HOSTS, Tuning, WorkerConfig
-from kvflow.errors import ConfigInvalid
-from kvflow.reprs import counted
+from kvflow.errors import ConfigInvalid, counted
 from kvflow.tools.cli import config as settings
 from kvflow.tools.cli.arguments import (
     CommandFailed,

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from kvflow.errors import KvflowError, SpecInvalid, suggest
+from kvflow.errors import KvflowError, SpecInvalid, counted, suggest
 from kvflow.layout.groups import Group, window_blocks
 from kvflow.layout.manifest import Manifest, ManifestGroup
 from kvflow.layout.placement import KV_FORMS, LAYOUTS
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
 from kvflow.planning.plan import GroupPlan, TransferPlan, explain_stop
-from kvflow.reprs import counted
 from kvflow.tools.cli.arguments import (
     CommandFailed,
     ProgressLine,

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvflow.errors import ConfigInvalid
-from kvflow.reprs import quoted
+from kvflow.errors import ConfigInvalid, quoted
 from kvflow.tools.cli.arguments import (
     Subparsers,
     add_command,

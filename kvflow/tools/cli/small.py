@@ -16,8 +16,8 @@ import msgspec
 
 from kvflow.addresses import host_and_port
 from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE
+from kvflow.errors import counted
 from kvflow.observability.logs import configure_logging
-from kvflow.reprs import counted
 from kvflow.tools.cli.arguments import (
     CommandFailed,
     ProgressLine,

@@ -12,9 +12,8 @@ import msgspec
 from msgspec import Struct, UnsetType
 
 from kvflow.config import SECRET_VARIABLE
-from kvflow.errors import StaleLease, TicketInvalid
+from kvflow.errors import StaleLease, TicketInvalid, counted, quoted
 from kvflow.leases.tickets import TICKET_CHARS_MAX, Grant, Ticket
-from kvflow.reprs import counted, quoted
 from kvflow.tools.cli.arguments import (
     Subparsers,
     add_command,

@@ -8,9 +8,8 @@ from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from kvflow.errors import FailureCode
+from kvflow.errors import FailureCode, counted
 from kvflow.observability.logs import default_remedies
-from kvflow.reprs import counted
 from kvflow.tools.doctor.codes import Finding, found, ok
 from kvflow.tools.trace.text import printable, shown_bytes, shown_rate
 

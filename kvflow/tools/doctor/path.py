@@ -10,11 +10,10 @@ from msgspec import Struct
 
 from kvflow.addresses import host_and_port
 from kvflow.config import Encryption, TransportName, WorkerConfig
-from kvflow.errors import KvflowError
+from kvflow.errors import KvflowError, quoted
 from kvflow.reads.reach import PTRACE_REMEDY, host_facts, one_host, reach
 from kvflow.rendezvous.dialer import Visit, open_visit
 from kvflow.rendezvous.endpoint import Advertisement
-from kvflow.reprs import quoted
 from kvflow.tools.doctor import apart, probe
 from kvflow.tools.doctor.codes import FailureFigures, Finding, failure, found, note, ok
 from kvflow.tools.doctor.facts import accepts, dial

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from kvflow.reprs import counted
+from kvflow.errors import counted
 from kvflow.tools.trace.records import Failure, PullTrace, RequestTrace, Routed, Trace
 
 ONE: Final = {"post": "wire", "scatter": "wire"}

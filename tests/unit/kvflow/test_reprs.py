@@ -3,9 +3,8 @@
 import pytest
 
 import kvflow
-from kvflow.errors import KvflowError, StaleLease
+from kvflow.errors import KvflowError, StaleLease, counted, quoted
 from kvflow.leases.tickets import MAC_BYTES
-from kvflow.reprs import counted, quoted
 
 SECRET = "a secret of thirty-two characters"
 LONG = "request-" + "x" * 100_000 + "-1"
