@@ -28,7 +28,6 @@ from kvflow.leases.issuer import Issuer
 from kvflow.leases.table import LeaseTable
 from kvflow.leases.tickets import RankAddress
 from kvflow.observability.logs import EventLog, Reporter, check_hooks
-from kvflow.observability.pages import WorkerPages
 from kvflow.reads.contract import Serving, Transport, TransportEvent
 from kvflow.reads.device import device_memory_of
 from kvflow.rendezvous.endpoint import Advertisement, LocalEndpoint, build_local_endpoint, security_of
@@ -218,7 +217,11 @@ class _Parts:
         self.pass_key = environment.draw_bits(256).to_bytes(32)
         self.staging_bytes = environment.staging(config, self.manifest)
         self.inbox = Inbox(asyncio.get_running_loop())
-        self.pages = None if config.http is None else WorkerPages(config.engine_id, config.rank)
+        self.pages = None
+        if config.http is not None:
+            from kvflow.observability.pages import WorkerPages  # noqa: PLC0415 - loads an HTTP server, which few need
+
+            self.pages = WorkerPages(config.engine_id, config.rank)
         identity = {"engine_id": config.engine_id, "rank": config.rank, "incarnation": incarnation}
         log = EventLog(environment.network.wall, **identity)
         self.report = Reporter(log, [*hooks, *(() if self.pages is None else self.pages.hooks())])

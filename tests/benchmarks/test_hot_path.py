@@ -10,7 +10,7 @@ from .hot_path import CALLS, KIB, executed, known_figures, least, packed
 from .hot_path_children import Child
 from .hot_path_sides import open_reader
 
-ROUNDS_MAX = 20
+ROUNDS_MAX = 60
 """On a busy machine something else may come between. In one of these rounds nothing does."""
 
 COMPARED = ("calls", "bytecodes", "records")

@@ -7,7 +7,6 @@ This module uses the compiled binding, not NIXL's Python classes. Those spin the
 import ctypes
 import errno
 import importlib
-import importlib.metadata
 import logging
 import os
 import sys
@@ -167,9 +166,11 @@ def published_settings(binding: ModuleType, environment: Mapping[str, str], give
         or (name.startswith("UCX_") and not name.startswith("UCX_TCP_") and name.endswith(_SIZES_MUST_AGREE))
     }
     bounded = {name: value for name, value in found.items() if len(name) <= _PUBLISHED_CHARACTERS}
+    from importlib import metadata  # noqa: PLC0415 - loads a parser of messages, and only readers over NIXL need it
+
     try:
-        release = importlib.metadata.version(binding.__name__.partition(".")[0])
-    except importlib.metadata.PackageNotFoundError:  # built from its sources; what it writes is read before it is used
+        release = metadata.version(binding.__name__.partition(".")[0])
+    except metadata.PackageNotFoundError:  # built from its sources; what it writes is read before it is used
         release = ""
     # Its metadata has no version.
     return {"NIXL": ".".join(release.split(".")[:2]), **dict(list(bounded.items())[: _PUBLISHED_MAX - 1])}
