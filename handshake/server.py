@@ -146,6 +146,10 @@ class HandshakeServer:
             for key, ready in self._ready.items()
         )
 
+    def public_key(self, key: PeerKey) -> PublicKey:
+        """Return the key that a connected peer has proved to hold; empty without encryption."""
+        return self._public_keys[key]
+
     @property
     def failures(self) -> dict[str, int]:
         """How many connections have failed since the start, by code, including those never let in."""

@@ -75,8 +75,8 @@ class Listener:
         """Handle an event of one reader, which its Hello identifies."""
         match event:
             case PeerReady(identity=identity, publication=publication):
-                public_key = self._server.peers[-1].public_key  # the last that became ready
-                self._readers[key] = Reader(identity.engine_id, identity.rank, identity.num_ranks, public_key)
+                engine, rank, ranks = identity.engine_id, identity.rank, identity.num_ranks
+                self._readers[key] = Reader(engine, rank, ranks, self._server.public_key(key))
                 self._names[key] = worker_name(identity.engine_id, identity.rank, identity.incarnation)
                 self._check_release(key, publication, identity.software)
             case ReleaseReceived(leases=refs, read=read):
