@@ -95,6 +95,9 @@ async def producing(shape, *, engine_id="prefill-0", alike=False, **settings):
         yield Producer(worker, cache)
 
 
+STALLS = {"connect_s": 5.0, "handshake_s": 15.0}  # a busy machine stalls for longer than the defaults allow
+
+
 def configured(engine_id, **settings):
     """Settings that all tests share."""
-    return flat_config(engine_id=engine_id, **{"cluster_secret": SECRET, **settings})
+    return flat_config(engine_id=engine_id, **{"cluster_secret": SECRET, **STALLS, **settings})
