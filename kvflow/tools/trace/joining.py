@@ -259,7 +259,8 @@ def _offer_times(records: Sequence[Logged]) -> tuple[float, float | None, str]:
     for each in records:
         event = each.event
         if isinstance(event, LeaseEnded):
-            at, held_s, outcome = each.written_at - event.held_s, event.held_s, event.outcome
+            # A record may be written late, never early.
+            at, held_s, outcome = min(at, each.written_at - event.held_s), event.held_s, event.outcome
     return at, held_s, outcome
 
 

@@ -159,7 +159,9 @@ async def test_the_clock_of_a_router_follows_from_the_order_of_events(log, tmp_p
         await world.pull()
         await released(world)
     (told,) = records(log, "transfer.completed")
-    prefilled_at = (told["issued_at"] + told["called_at"]) / 2  # after the offer, before the pull
+    (offered,) = records(log, "offer.admitted")
+    offered_at = datetime.fromisoformat(offered["timestamp"]).timestamp()
+    prefilled_at = (offered_at + told["called_at"]) / 2  # after the offer, before the pull
     times = {"prefill_s": 0.5, "elapsed_s": 120.0}  # as above, for as long as it takes
     router = tmp_path / "router.jsonl"
     router.write_text(router_line("request-1", prefilled_at - 0.5 + ahead_s, **times))
