@@ -46,5 +46,5 @@ def test_it_does_so_as_a_child_of_a_multi_connector():
 
 def test_without_the_secret_the_engine_is_not_started(monkeypatch):
     monkeypatch.delenv("KVFLOW_CLUSTER_SECRET")
-    with pytest.raises(ConfigInvalid, match="KVFLOW_CLUSTER_SECRET is missing"):
+    with pytest.raises(ConfigInvalid, match="KVFLOW_CLUSTER_SECRET is not set"):
         config_of(KVFLOW).setup_engine_backend()
