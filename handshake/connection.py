@@ -119,12 +119,12 @@ class Conversation:
         """Begin with nothing said.
 
         Args:
-            role: ours, like ``identity``, ``publication`` and ``versions``.
-            identity: as above.
-            publication: as above.
+            role: which end we are.
+            identity: of this worker.
+            publication: what this worker publishes.
             limits: what the peer may cost.
             now: monotonic seconds.
-            versions: as above.
+            versions: of the wire protocol, which this worker speaks.
             allowance: of the peer's key, if other connections share it.
             wall_ahead_s: seconds by which our wall clock is ahead of the monotonic one.
             giving: of a server.

@@ -35,7 +35,7 @@ class Driver:
         """Drive ``connection``, which has said and heard nothing.
 
         Args:
-            connection: as above.
+            connection: one end, which only this driver feeds.
             transmit: gives one message to the socket.
             on_event: of the program above. If it raises, the connection is refused with ``internal_error``.
             on_settled: called when all events have been reported, the end of the connection among them.

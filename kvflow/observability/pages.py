@@ -294,10 +294,10 @@ class WorkerPages:
     async def served(
         self, address: str, *, snapshot: Callable[[], Any], is_ready: Callable[[], bool]
     ) -> AsyncGenerator[str, None]:
-        """Serve the pages at ``address``, and yield and raise as ``open_pages``.
+        """Serve the pages, and yield and raise as ``open_pages``.
 
         Args:
-            address: as above.
+            address: ``HOST:PORT`` to listen on.
             snapshot: ``Worker.snapshot``.
             is_ready: returns whether the worker takes new offers and pulls; called on another thread.
         """

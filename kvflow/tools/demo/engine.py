@@ -139,8 +139,8 @@ class Engine:
     """Computes tokens in blocks that its caller manages. Thread: the event loop's, which does not wait for the model.
 
     Args:
-        layout: as ``kvflow.allocate`` takes it, like ``kv``.
-        kv: as above.
+        layout: of the cache, as ``kvflow.allocate`` takes it.
+        kv: where keys and values lie, as ``kvflow.allocate`` takes it.
         seed: of the order in which blocks are handed out.
         executor: the one thread that computes. Its queue serves requests in turn, a token at a time.
         num_blocks: of the cache.
