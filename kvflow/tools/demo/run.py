@@ -4,6 +4,7 @@ import asyncio
 import os
 import secrets
 import shlex
+import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -306,6 +307,12 @@ class DemoRun:
         return result
 
 
+def _program() -> str:
+    """Return how a shell calls kvflow: by its name, or by its path where that is not on ``PATH``."""
+    path = os.path.relpath(Path(sys.executable).with_name("kvflow"))
+    return "kvflow" if shutil.which("kvflow") else shlex.quote(path)
+
+
 def run_and_show(
     texts: Path, num_prompts: int, logs: Path, engines: Engines | None = None, *, as_json: bool = False
 ) -> int:
@@ -337,6 +344,6 @@ def run_and_show(
     if engines is None:  # engines elsewhere keep their own logs
         folder = shlex.quote(str(logs))
         console.print(f"logs of all processes: {logs}/*.jsonl", highlight=False, soft_wrap=True)
-        command = f"kvflow trace {folder}/*.jsonl --html {folder}/trace.html"
+        command = f"{_program()} trace {folder}/*.jsonl --html {folder}/trace.html"
         console.print(f"where the time went: {command}", markup=False, highlight=False, soft_wrap=True)
     return 0 if passed else 1
