@@ -64,15 +64,24 @@ class TorchDeviceOrder:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._make_visible: Callable[[], object] | None = None
+        self._make_visible: Callable[[], object] = lambda: None
 
     def enter(self) -> None:
-        """Make the device current on the calling thread; TransportUnavailable if torch cannot use it."""
+        """Make the device current on the calling thread, with a context, and try what ``make_visible`` does.
+
+        Raises:
+            TransportUnavailable: torch cannot use the device, or its driver refuses one of these.
+        """
         try:
             torch.cuda.set_device(self._device)
-        except (AttributeError, AssertionError, RuntimeError) as error:  # a build without CUDA lacks the function
-            remedy = "Install a build of torch for this GPU, and check CUDA_VISIBLE_DEVICES."
-            raise TransportUnavailable(f"torch cannot use device {self._device}: {error}", remedy=remedy) from error
+            # On a new thread device 0 counts as set, and gets no context: without one UCX does not know the device.
+            torch.zeros(1, device=torch.device("cuda", self._device))
+            self._make_visible = self.settle if torch.version.hip else _flush_of(self._device)
+            self._make_visible()
+        except (AttributeError, AssertionError, OSError, RuntimeError) as error:  # without CUDA, torch lacks functions
+            remedy = "Install a build of torch for this GPU, and check CUDA_VISIBLE_DEVICES, nvidia-smi and the driver."
+            reason = str(error).partition("\n")[0]
+            raise TransportUnavailable(f"torch cannot use device {self._device}: {reason}", remedy=remedy) from error
 
     def settle(self) -> None:
         """Wait for every stream of the process, including those of UCX."""
@@ -91,21 +100,21 @@ class TorchDeviceOrder:
 
     def make_visible(self) -> None:
         """Make the bytes that have arrived visible to later work. Most CUDA devices need nothing for it."""
-        if self._make_visible is None:
-            self._make_visible = self.settle if torch.version.hip else _flush_of(self._device)
         self._make_visible()
 
 
 def _flush_of(device: int) -> Callable[[], object]:
     """Return a function that makes remote writes visible to the current CUDA device, if that needs a call."""
     driver = ctypes.CDLL("libcuda.so.1")
-    ordering = ctypes.c_int()
+    context, ordering = ctypes.c_void_p(), ctypes.c_int()
+    if (failed := driver.cuCtxGetCurrent(ctypes.byref(context))) or not context.value:
+        raise RuntimeError(f"no context of CUDA is current on this thread (cuCtxGetCurrent returns {failed})")
     if driver.cuDeviceGetAttribute(ctypes.byref(ordering), _WRITES_ORDERING, device) or ordering.value >= _TO_OWNER:
         return lambda: None
 
     def flush() -> None:
         if failed := driver.cuFlushGPUDirectRDMAWrites(0, _TO_OWNER):
-            raise RuntimeError(f"cuFlushGPUDirectRDMAWrites failed with {failed}")
+            raise RuntimeError(f"cuFlushGPUDirectRDMAWrites returns {failed}")
 
     return flush
 

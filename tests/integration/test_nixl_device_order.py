@@ -124,10 +124,14 @@ def test_a_cache_on_several_devices_is_refused():
 
 
 class FakeDriver:
-    """What libcuda answers on a platform that orders remote writes so much."""
+    """What libcuda answers on a platform that orders remote writes so much, on a thread with or without a context."""
 
-    def __init__(self, ordering, failure=0):
-        self.ordering, self.failure, self.flushed = ordering, failure, []
+    def __init__(self, ordering=0, *, failure=0, context=True):
+        self.ordering, self.failure, self.context, self.flushed = ordering, failure, context, []
+
+    def cuCtxGetCurrent(self, context):  # noqa: N802
+        context._obj.value = 0xC0DE if self.context else None
+        return 0
 
     def cuDeviceGetAttribute(self, value, attribute, device):  # noqa: N802
         assert (attribute, device) == (118, 3)
@@ -139,32 +143,74 @@ class FakeDriver:
         return self.failure
 
 
-@pytest.mark.parametrize(("ordering", "flushes"), [(0, 2), (100, 0), (200, 0)])
+class FakeTorch:
+    """What torch does on the thread that enters a device: as on device 0, only work on it makes a context."""
+
+    def __init__(self, monkeypatch, driver):
+        self.asked, self._driver = [], driver
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: driver if name == "libcuda.so.1" else pytest.fail(name))
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: self.asked.append(("set", device)))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.asked.append(("synchronize", device)))
+        monkeypatch.setattr(torch, "zeros", self.zeros)
+
+    def zeros(self, count, *, device):
+        self.asked.append(("zeros", count, str(device)))
+        self._driver.context = True
+
+
+def entered(monkeypatch, driver):
+    """A device that was entered, and what torch was asked for."""
+    fake = FakeTorch(monkeypatch, driver)
+    order = TorchDeviceOrder(3)
+    order.enter()
+    return order, fake.asked
+
+
+def test_entering_a_device_gives_the_thread_a_context(monkeypatch):
+    driver = FakeDriver(100, context=False)
+    _, asked = entered(monkeypatch, driver)
+    assert asked == [("set", 3), ("zeros", 1, "cuda:3")]
+
+
+def test_a_thread_that_gets_no_context_is_refused_at_the_start(monkeypatch):
+    monkeypatch.setattr(FakeTorch, "zeros", lambda *_, **__: None)
+    with pytest.raises(TransportUnavailable, match="no context of CUDA is current") as refused:
+        entered(monkeypatch, FakeDriver(context=False))
+    assert "CUDA_VISIBLE_DEVICES" in refused.value.remedy
+
+
+@pytest.mark.parametrize(("ordering", "flushes"), [(0, 3), (100, 0), (200, 0)])
 def test_remote_writes_are_flushed_where_the_platform_does_not_order_them(monkeypatch, ordering, flushes):
     driver = FakeDriver(ordering)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver if name == "libcuda.so.1" else pytest.fail(name))
-    order = TorchDeviceOrder(3)
+    order, _ = entered(monkeypatch, driver)  # tries it once
     order.make_visible()
     order.make_visible()
     assert driver.flushed == [(0, 100)] * flushes
 
 
-def test_a_flush_that_fails_is_an_error(monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: FakeDriver(0, failure=700))
-    with pytest.raises(RuntimeError, match="700"):
-        TorchDeviceOrder(3).make_visible()
+def test_a_flush_that_fails_is_refused_at_the_start(monkeypatch):
+    with pytest.raises(TransportUnavailable, match="cuFlushGPUDirectRDMAWrites returns 201") as refused:
+        entered(monkeypatch, FakeDriver(0, failure=201))
+    assert "driver" in refused.value.remedy
 
 
-def test_a_rocm_device_is_synchronized_before_each_fence(monkeypatch):
-    asked = []
+def test_a_device_that_is_gone_is_refused_with_the_words_of_torch(monkeypatch):
+    def gone(_device):
+        raise RuntimeError("CUDA error: invalid device ordinal\nCUDA kernel errors might be reported later")
+
+    fake = FakeTorch(monkeypatch, FakeDriver())
+    monkeypatch.setattr(torch.cuda, "set_device", gone)
+    with pytest.raises(TransportUnavailable, match="torch cannot use device 3: CUDA error: invalid device ordinal \\["):
+        TorchDeviceOrder(3).enter()
+    assert fake.asked == []
+
+
+def test_a_rocm_device_is_synchronized_to_make_bytes_visible(monkeypatch):
     monkeypatch.setattr(torch_device.torch.version, "hip", "6.4")
-    monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append(("current", device)))
-    order = TorchDeviceOrder(3)
-    order.enter()
+    order, asked = entered(monkeypatch, FakeDriver())
     order.make_visible()
     order.settle()
-    assert asked == [("current", 3), 3, 3]
+    assert asked == [("set", 3), ("zeros", 1, "cuda:3"), *[("synchronize", 3)] * 3]
 
 
 @pytest.mark.nixl
