@@ -5,6 +5,7 @@ import mmap
 import re
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from kvflow.reads.contract import PeerAddress
 from kvflow.reads.device import device_order_of
 from kvflow.reads.nixl import backend as nixl_backend
 from kvflow.reads.nixl.backend import DeviceNixlBackend, Uses
+from kvflow.reads.nixl.metadata import Exported
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.thread import ThreadedTransport
 
@@ -244,6 +246,36 @@ def test_the_memory_that_checks_land_in_has_whole_pages_of_its_own():
     assert (scratch.ctypes.data % mmap.PAGESIZE, scratch.nbytes % mmap.PAGESIZE) == (0, 0)
     backend.close()
     del keep, table_keep
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize("has_network", [False, True])
+def test_a_thread_without_the_device_makes_progress_only_for_a_network_card(noted, monkeypatch, has_network):
+    monkeypatch.setattr(Exported, "has_network", has_network)
+    (keep, region), (table_keep, table) = memory(), memory()
+    backend = DeviceNixlBackend(noted, "progress", [region], table)
+    try:
+        assert backend._reader.progress == has_network
+    finally:
+        backend.close()
+    del keep, table_keep
+
+
+@pytest.mark.parametrize(
+    ("carrier", "progress", "descriptors"),
+    [
+        ("cuda_ipc", False, 1024),
+        ("cuda_ipc|rc_mlx5", True, 1024),
+        ("rc_mlx5", True, 8192),
+        ("unknown", True, 1024),
+        ("cma", False, 0),
+    ],
+)
+def test_copies_of_a_gpu_are_posted_in_large_chunks_also_without_that_thread(carrier, progress, descriptors):
+    backend = nixl_backend.NixlBackend.__new__(nixl_backend.NixlBackend)
+    backend._reader = SimpleNamespace(progress=progress)
+    backend._peers = {"p": SimpleNamespace(carrier=carrier)}
+    assert backend.chunk_descriptors("p") == descriptors
 
 
 REGISTERED = {

@@ -1,8 +1,8 @@
 """NIXL as a data plane: two agents, prepared strided lists, and a code for each of NIXL's exceptions.
 
-The exporter has a progress thread, which serves peers between our calls. The reader has one if a network card or a GPU
-moves bytes. Over shared memory it has none: the thread that posts also polls, and a second thread would compete
-with it for the lock of the UCX worker.
+The exporter has a progress thread, which serves peers between our calls. The reader has one if a network card moves
+bytes. Within a host it has none: the thread that posts also polls, a second one would compete with it for the lock of
+the UCX worker, and UCX crashes if one without a device asks for the end of a GPU's copies (NIXL issue 2102).
 """
 
 import logging
@@ -119,7 +119,7 @@ class NixlBackend(Backend):
         staging: memory that only the reader knows.
         known_only: refuse peers whose transport cannot be determined.
         reader_progress: run a progress thread at the reader, too: without it UCX passes on what a network card's queue
-            could not hold only in our polls. None: if this host has a network that UCX uses, or the cache is in VRAM.
+            could not hold only in our polls. None: if this host has a network that UCX uses.
         params: ``WorkerConfig.nixl_backend_params``, for both agents.
 
     Raises:
@@ -276,10 +276,12 @@ class NixlBackend(Backend):
         return True  # over shared memory the post is the copy; over RDMA it is short, too
 
     def chunk_descriptors(self, peer_id: PeerId) -> int:
+        carrier = self._peers[peer_id].carrier
+        if "cuda_ipc" in carrier:  # a GPU copies without our help
+            return _COPIED_DESCRIPTORS_MAX
         if not self._reader.progress:
             return 0
-        copies = "cuda_ipc" in self._peers[peer_id].carrier or self._peers[peer_id].carrier == UNKNOWN_CARRIER.name
-        return _COPIED_DESCRIPTORS_MAX if copies else _QUEUED_DESCRIPTORS_MAX
+        return _COPIED_DESCRIPTORS_MAX if carrier == UNKNOWN_CARRIER.name else _QUEUED_DESCRIPTORS_MAX
 
     def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
         assert isinstance(posted, _Posted)
@@ -345,9 +347,7 @@ class NixlBackend(Backend):
         # Within a host it reads without a message to the exporter's process, in which nothing can then fail.
         connects = self._ours is None or self._ours.has_network
         name = f"{self._agent_name}/reader/{next(self._numbers)}"
-        progress = self._reader_progress
-        if progress is None:
-            progress = connects or any(region.memory == "VRAM" for region in self._regions)
+        progress = connects if self._reader_progress is None else self._reader_progress
         return ReadingAgent(self._make_agent, name, self._regions, progress=progress, connects=connects)
 
     def _require_reader(self) -> None:
