@@ -15,6 +15,7 @@ from kvflow.errors import TransportUnavailable
 from kvflow.layout.component import Region
 from kvflow.memory import device as torch_device
 from kvflow.memory.device import TorchDeviceOrder
+from kvflow.reads.backend import BackendError
 from kvflow.reads.contract import PeerAddress
 from kvflow.reads.device import device_order_of
 from kvflow.reads.nixl import backend as nixl_backend
@@ -106,17 +107,56 @@ def test_a_device_that_fails_does_not_keep_reads_from_ending(noted, caplog):
     del keep, table_keep
 
 
+class Ended:
+    """A backend whose chunks end when the test says so, and what was asked for before each check was posted."""
+
+    def __init__(self, monkeypatch):
+        self.device, self.posted = FakeDevice(), []
+        monkeypatch.setattr(nixl_backend.NixlBackend, "__init__", lambda _: None)
+        monkeypatch.setattr(nixl_backend.NixlBackend, "post_check", self.note)
+        self.backend = DeviceNixlBackend(self.device)
+
+    def note(self, peer, _first, _last, _reads, *, fence):
+        self.posted.append((peer, fence, self.device.asked.count("make visible")))
+
+    def end(self):
+        self.backend._settle(-1, 0)
+
+    def check(self, peer, *, fence):
+        self.backend.post_check(peer, 0, 0, (), fence=fence)
+
+
 def test_arrived_bytes_become_visible_before_a_fence_only(monkeypatch):
-    device = FakeDevice()
-    posted = []
-    monkeypatch.setattr(nixl_backend.NixlBackend, "__init__", lambda self: None)
-    monkeypatch.setattr(
-        nixl_backend.NixlBackend, "post_check", lambda *_, fence: posted.append((fence, device.asked.copy()))
-    )
-    backend = DeviceNixlBackend(device)
-    backend.post_check("p", 0, 0, (), fence=False)
-    backend.post_check("p", 0, 0, (), fence=True)
-    assert posted == [(False, ["enter"]), (True, ["enter", "make visible"])]
+    ended = Ended(monkeypatch)
+    ended.end()
+    ended.check("p", fence=False)
+    ended.check("p", fence=True)
+    assert ended.posted == [("p", False, 0), ("p", True, 1)]
+
+
+def test_fences_that_are_due_together_need_one_call_to_the_device(monkeypatch):
+    ended = Ended(monkeypatch)
+    for _ in range(3):
+        ended.end()
+    for peer in "pqr":
+        ended.check(peer, fence=True)
+    ended.end()
+    ended.check("p", fence=True)
+    assert ended.posted == [("p", True, 1), ("q", True, 1), ("r", True, 1), ("p", True, 2)]
+
+
+def test_a_device_that_fails_at_a_fence_ends_reads_and_is_not_a_defect(monkeypatch):
+    ended = Ended(monkeypatch)
+
+    def fail():
+        raise RuntimeError("CUDA error: device is lost")
+
+    ended.device.make_visible = fail
+    ended.end()
+    for _ in range(2):  # nothing was made visible, so the next fence tries again
+        with pytest.raises(BackendError, match="transport_error: the device failed: CUDA error: device is lost"):
+            ended.check("p", fence=True)
+    assert ended.posted == []
 
 
 def test_a_cache_on_several_devices_is_refused():

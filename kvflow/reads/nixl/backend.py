@@ -443,6 +443,7 @@ class DeviceNixlBackend(NixlBackend):
 
     def __init__(self, device: DeviceOrder, *arguments: Any, **options: Any) -> None:
         self._device = device
+        self._has_arrived = False  # whether bytes have arrived that are not visible to the device yet
         device.enter()  # otherwise UCX may not know the device, and reach it over the wrong card or over TCP
         super().__init__(*arguments, **options)
 
@@ -452,9 +453,17 @@ class DeviceNixlBackend(NixlBackend):
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
     ) -> PostedWork | Sequence[int]:
-        if fence:  # what has arrived becomes visible to the device
-            self._device.make_visible()
+        if fence and self._has_arrived:  # once for all fences that are due: on ROCm it waits for the engine's step
+            try:
+                self._device.make_visible()
+            except RuntimeError as error:  # of torch or the driver
+                raise BackendError(FailureCode.TRANSPORT_ERROR, f"the device failed: {error}") from error
+            self._has_arrived = False
         return super().post_check(peer_id, first, last, reads, fence=fence)
+
+    def _settle(self, span: int, count: int) -> list[int]:
+        self._has_arrived |= span < 0  # the end of a chunk
+        return super()._settle(span, count)
 
     def _destroy_reader(self) -> None:
         # UCX destroys its streams without waiting, and CUDA continues the copies that are queued on them.
