@@ -18,11 +18,37 @@ from kvflow.reads.contract import Carrier, RateLearned
 
 ROOT = Path("/")
 
-SHARED_MEMORY = frozenset({"cma", "sm", "shm", "all"})
-"""Names in ``UCX_TLS`` that allow UCX to copy the memory of another process."""
+RDMA = frozenset({"rc_verbs", "rc_mlx5", "dc_mlx5", "gga_mlx5", "srd"})
+"""Transports of UCX over network cards that read remote memory without the other process."""
 
-NETWORK = frozenset({"rc", "rc_x", "rc_v", "rc_mlx5", "rc_verbs", "dc", "dc_x", "dc_mlx5", "ib", "srd", "all"})
-"""Names in ``UCX_TLS`` that allow UCX to read over a network card."""
+WITHIN_A_HOST = frozenset({"self", "sysv", "posix", "cma", "xpmem", "knem", "cuda_copy", "cuda_ipc", "gdr_copy"})
+
+TRANSPORTS = (
+    *sorted(WITHIN_A_HOST | RDMA),
+    *("tcp", "ud_verbs", "ud_mlx5", "rc_gda", "rc_gdp", "rocm_ipc", "rocm_copy", "ze_ipc", "ze_copy"),
+)
+"""Every transport that UCX 1.23 may be built with. Over ``rc_gda`` and ``rc_gdp`` only kernels of a GPU communicate."""
+
+_SHARED_MEMORY = ("posix", "sysv", "xpmem", "knem", "cma")
+_STANDS_FOR: dict[str, tuple[str, ...]] = {
+    "all": TRANSPORTS,
+    "mm": _SHARED_MEMORY[:3],
+    "sm": _SHARED_MEMORY,
+    "shm": _SHARED_MEMORY,
+    "ib": (*sorted(RDMA), "ud_verbs", "ud_mlx5", "rc_gda"),
+    "rc": ("rc_mlx5", "rc_verbs"),
+    "rc_x": ("rc_mlx5",),
+    "rc_v": ("rc_verbs",),
+    "dc": ("dc_mlx5",),
+    "dc_x": ("dc_mlx5",),
+    "gga": ("gga_mlx5",),
+    "ud": ("ud_mlx5", "ud_verbs"),
+    "ud_x": ("ud_mlx5",),
+    "ud_v": ("ud_verbs",),
+    "cuda": ("cuda_copy", "cuda_ipc", "gdr_copy"),
+    "rocm": ("rocm_copy", "rocm_ipc"),
+    "ze": ("ze_copy", "ze_ipc"),
+}
 
 PREFIXES = ("UCX_", "NIXL_")
 FACT_CHARACTERS_MAX, VARIABLES_MAX, DEVICES_MAX = 256, 32, 64
@@ -112,11 +138,13 @@ def host_facts(*, on_device: bool = False, prefixes: tuple[str, ...] = PREFIXES,
 def reach(ours: HostFacts, theirs: HostFacts) -> Reach:
     """Return what should carry the bytes of a read, and what keeps nearer carriers from it. Pure."""
     sides = (("here", ours), ("there", theirs))
-    far = [*_left_out(sides, NETWORK, "rc")]
+    far = [*_left_out(sides, RDMA, "rc")]
     far += [Obstacle(f"no RDMA device {where}", CARDS_REMEDY) for where, facts in sides if not facts.network_cards]
     if not one_host(ours, theirs):
         return Reach("tcp", tuple(far)) if far else Reach("rdma")
-    near = [*_left_out(sides, SHARED_MEMORY, "cma")]
+    near = [*_left_out(sides, frozenset({"cma"}), "cma")]
+    if ours.on_device and theirs.on_device:
+        near += _left_out(sides, frozenset({"cuda_ipc"}), "cuda_ipc")
     if ours.pid_namespace != theirs.pid_namespace:
         remedy = f"Put both containers into one PID namespace (--pid=host, --pid=container:NAME). {CONTAINERS}"
         text = f"the PID namespaces differ: {theirs.pid_namespace} there, {ours.pid_namespace} here"
@@ -160,10 +188,16 @@ def one_host(ours: HostFacts, theirs: HostFacts) -> bool:
     return bool(ours.boot_id) and ours.boot_id == theirs.boot_id
 
 
+def named(name: str) -> tuple[str, ...]:
+    """Return the transports that one name in ``UCX_TLS`` stands for."""
+    plain = name.strip().lstrip("\\").partition(":")[0]
+    return _STANDS_FOR.get(plain, (plain,))
+
+
 def allows(transports: str, wanted: frozenset[str]) -> bool:
     """Return whether a value of ``UCX_TLS`` leaves at least one of some transports in."""
-    names = {name.strip().lstrip("\\").partition(":")[0] for name in transports.removeprefix("^").split(",")}
-    return not names & wanted if transports.startswith("^") else bool(names & wanted)
+    names = {each for name in transports.removeprefix("^").split(",") for each in named(name)}
+    return bool(wanted - names if transports.startswith("^") else wanted & names)
 
 
 def network_cards(root: Path = ROOT) -> list[str]:

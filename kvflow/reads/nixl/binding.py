@@ -24,6 +24,7 @@ from kvflow.errors import FailureCode, TransportUnavailable
 from kvflow.layout.component import Region
 from kvflow.memory.mapping import map_bytes
 from kvflow.reads.backend import SPAN_MAX, BackendError
+from kvflow.reads.reach import named
 
 _logger = logging.getLogger(__name__)
 
@@ -51,8 +52,6 @@ variables take precedence over both."""
 
 _ASLEEP_CONFIG = {"RCACHE_ENABLE": "n"}
 """The same for a cache whose memory is freed while its worker lives: UCX must not take an earlier registration."""
-
-_CUDA = ("cuda_copy", "cuda_ipc", "gdr_copy")  # what ``cuda`` stands for in ``UCX_TLS``
 
 _MUST_AGREE = ("UCX_UNIFIED_MODE", "UCX_PROTO_ENABLE", "UCX_ADDRESS_VERSION")
 """Variables that change the form of addresses or messages."""
@@ -184,7 +183,7 @@ def without(transports: str, refused: Sequence[str]) -> str:
     if "all" in names:
         return "^" + ",".join(refused)
     if "cuda_ipc" in refused:
-        names = [part for name in names for part in (_CUDA if name == "cuda" else (name,))]
+        names = [part for name in names for part in (named(name) if name == "cuda" else (name,))]
     plain = [name.lstrip("\\").partition(":")[0] for name in names]
     kept = [name for name, known_as in zip(names, plain, strict=True) if known_as not in refused]
     return ",".join([*kept, "posix"] if "tcp" in plain else kept)

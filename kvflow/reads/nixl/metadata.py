@@ -16,12 +16,14 @@ Source: NIXL 1.5.1 ``serdes.cpp``, ``nixl_descriptors.cpp``; UCX 1.23 ``ucp/wire
 import logging
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from typing import NamedTuple, NoReturn
 
 from kvflow.layout.component import ADDRESS_MAX
 from kvflow.reads.backend import Envelope
 from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier
+from kvflow.reads.reach import RDMA, TRANSPORTS, WITHIN_A_HOST
 
 _logger = logging.getLogger(__name__)
 
@@ -57,14 +59,19 @@ class Interface(NamedTuple):
     """One transport of a UCX worker, on one of its devices.
 
     Attributes:
-        transport: UCX's name of it; empty if we do not know the name.
-        device: address of the device; for shared memory it names the host.
-        address: of the interface; for ``cma`` the process, then the PID namespace of a container.
+        transport: UCX's name of it; ``unknown-`` and its checksum if we do not know the name.
+        device: address of the device; for shared memory and GPUs it names the host; for GPUs flags may follow.
+        address: of the interface; for ``cma`` and ``cuda_ipc`` the process, then the PID namespace of a container.
     """
 
     transport: str
     device: bytes
     address: bytes
+
+    @property
+    def flags(self) -> int:
+        """What ``cuda_ipc`` can do beyond its host and namespace, if its device address has flags."""
+        return self.device[_HOST_BYTES] if len(self.device) > _HOST_BYTES else 0
 
 
 class Exported(NamedTuple):
@@ -76,7 +83,7 @@ class Exported(NamedTuple):
     @property
     def has_network(self) -> bool:
         """Whether it may be read from over a network card."""
-        return any(each.transport not in _WITHIN_A_HOST for each in self.interfaces)
+        return any(each.transport not in WITHIN_A_HOST for each in self.interfaces)
 
 
 def inspect(blob: bytes, agent: str) -> Exported:
@@ -132,25 +139,43 @@ def carrier_between(ours: Exported, theirs: Exported, may_copy_from: Callable[[i
     ``may_copy_from``: whether the kernel lets us copy the memory of the process with this number.
     """
     names = {each.transport for each in ours.interfaces} & {each.transport for each in theirs.interfaces}
-    if "" in names:
+    found, unknown = names & RDMA, {name for name in names if name.startswith(_UNKNOWN)}
+    if unknown and not found:
         return UNKNOWN_CARRIER  # a transport that we cannot name may be the one that is chosen
-    found = names & _RDMA
-    near = any(may_copy_from(pid) for pid in _reached(ours, theirs, "cma"))
-    if near and ours.on_device and theirs.on_device and _reached(ours, theirs, "cuda_ipc"):
-        found |= {"cuda_ipc"}  # and cma reads the epochs
+    near = any(may_copy_from(pid) for pid in _reached(ours, theirs))
+    if ours.on_device and theirs.on_device and (near or found) and _maps(ours, theirs):
+        found |= {"cuda_ipc"}  # and one of the others reads the epochs
     if near and not ours.on_device and not theirs.on_device:
         found |= {"cma"}
     if not found:
         return None
-    return Carrier("|".join(sorted(found)), "addresses" if len(found) == 1 else "candidates")
+    candidates = sorted(found) + ["unknown"] * bool(unknown)
+    return Carrier("|".join(candidates), "addresses" if len(candidates) == 1 else "candidates")
 
 
-def _reached(ours: Exported, theirs: Exported, transport: str) -> set[int]:
-    """Return the processes that the peer's addresses name, and that are on our host and in our PID namespace."""
-    sides = [[each for each in side.interfaces if each.transport == transport] for side in (ours, theirs)]
-    here = {(each.device, each.address[_PID_BYTES:]) for each in sides[0]}
-    near = [each.address for each in sides[1] if (each.device, each.address[_PID_BYTES:]) in here]
-    return {int.from_bytes(address[:_PID_BYTES], "little") & _PID_MAX for address in near}
+def _pairs(ours: Exported, theirs: Exported, transport: str) -> Iterator[tuple[Interface, Interface]]:
+    here, there = ([each for each in side.interfaces if each.transport == transport] for side in (ours, theirs))
+    return product(here, there)
+
+
+def _reached(ours: Exported, theirs: Exported) -> set[int]:
+    """Return the processes that the peer's ``cma`` names, and that are on our host and in our PID namespace."""
+    return {
+        int.from_bytes(there.address[:_PID_BYTES], "little") & _PID_MAX
+        for here, there in _pairs(ours, theirs, "cma")
+        if (here.device, here.address[_PID_BYTES:]) == (there.device, there.address[_PID_BYTES:])
+    }
+
+
+def _maps(ours: Exported, theirs: Exported) -> bool:
+    """Return whether our GPU can map the peer's memory, as UCX decides it: by host, PID namespace, and flags."""
+    for here, there in _pairs(ours, theirs, "cuda_ipc"):
+        flags = here.flags & there.flags
+        on_one_host = here.device[:_HOST_BYTES] == there.device[:_HOST_BYTES]
+        in_one_namespace = here.address[_PID_BYTES:] == there.address[_PID_BYTES:]
+        if (on_one_host or flags & _BETWEEN_HOSTS) and (in_one_namespace or flags & _BETWEEN_NAMESPACES):
+            return True
+    return False
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str] | None) -> str:
@@ -168,14 +193,10 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str] | None) -> str
 _PID_BYTES = 4  # of the addresses of ``cma`` and ``cuda_ipc``; in a container the PID namespace follows
 _PID_MAX = 2**31 - 1  # the bit above says that a PID namespace follows
 
-_WITHIN_A_HOST = frozenset({"self", "sysv", "posix", "cma", "xpmem", "knem", "cuda_copy", "cuda_ipc", "gdr_copy"})
+_HOST_BYTES = 8  # of a device address of ``cuda_ipc``; then a byte of flags, if one is set
+_BETWEEN_HOSTS, _BETWEEN_NAMESPACES = 1, 2  # MNNVL, FABRIC handles
 
-_RDMA = frozenset({"rc_verbs", "rc_mlx5", "dc_mlx5", "rc_gda", "gga_mlx5", "srd"})
-"""Transports of network cards that read remote memory without the other process."""
-
-_OTHERS = ("ud_verbs", "ud_mlx5", "gdr_copy", "xpmem", "knem", "rocm_ipc", "rocm_copy", "ze_ipc", "ze_copy")
-
-_NAMES = (*_LENGTHS_MIN, *sorted(_RDMA), *_OTHERS)  # transports that UCX 1.23 may be built with
+_UNKNOWN = "unknown-"
 
 
 class _Cursor:
@@ -259,7 +280,7 @@ def _inspect_interface(cursor: _Cursor, device: bytes) -> tuple[Interface, bool]
     flags = cursor.unsigned(1)
     cursor.require(not flags & _SECOND, "endpoints of an interface")
     address = cursor.take(flags & (_SECOND - 1))
-    name = _NAMES_BY_CHECKSUM.get(checksum, "")
+    name = _NAMES_BY_CHECKSUM.get(checksum, f"{_UNKNOWN}{checksum:04x}")
     device_min, length_min = _LENGTHS_MIN.get(name, (0, 0))
     short = len(device) < device_min or len(address) < length_min
     cursor.require(not short, f"addresses of {len(device)} and {len(address)} bytes")
@@ -295,4 +316,4 @@ def _checksum(name: str) -> int:
     return remainder ^ 0xFFFF
 
 
-_NAMES_BY_CHECKSUM = {_checksum(name): name for name in _NAMES}
+_NAMES_BY_CHECKSUM = {_checksum(name): name for name in TRANSPORTS}

@@ -182,7 +182,7 @@ def start_agent(device: str = "cpu") -> AgentFigures:
     except error_types(binding) as error:
         raise TransportUnavailable(f"{variant}: {type(error).__name__}: {error}") from error
     try:
-        transports = {each.transport or "unknown" for each in inspect(blob, name).interfaces}
+        transports = {each.transport for each in inspect(blob, name).interfaces}
     except ValueError:
         transports = set()
     agent.destroy()

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from kvflow.reads.reach import SHARED_MEMORY, HostFacts, allows, host_facts, reach, unreached
+from kvflow.reads.reach import RDMA, HostFacts, allows, host_facts, reach, unreached
 
 FACTS = HostFacts(
     host="a", boot_id="boot", pid_namespace="pid:[1]", pid=1, ptrace_scope="1", network_cards=(), variables={}
@@ -48,11 +48,24 @@ def test_what_the_addresses_refuse_is_explained_by_the_facts():
 
 
 @pytest.mark.parametrize(
-    ("value", "is_allowed"),
-    [("all", True), ("tcp,cma", True), ("sm,self", True), ("^tcp", True), ("^cma,tcp", False), ("posix", False)],
+    ("value", "cma", "rdma", "cuda_ipc"),
+    [
+        ("all", True, True, True),
+        ("tcp,cma", True, False, False),
+        ("sm,self", True, False, False),
+        ("^tcp", True, True, True),
+        ("^sm,tcp", False, True, True),
+        ("posix", False, False, False),
+        ("rc,cuda", False, True, True),
+        ("\\rc_x:aux,cuda_copy", False, True, False),
+        ("^ib,cuda", True, False, False),
+        ("^rc", True, True, True),  # and dc remains
+        ("ud,rc_gda", False, False, False),
+    ],
 )
-def test_what_ucx_is_told_is_understood(value, is_allowed):
-    assert allows(value, SHARED_MEMORY) == is_allowed
+def test_what_ucx_is_told_is_understood(value, cma, rdma, cuda_ipc):
+    wanted = ({"cma"}, RDMA, {"cuda_ipc"})
+    assert [allows(value, frozenset(each)) for each in wanted] == [cma, rdma, cuda_ipc]
 
 
 def test_facts_are_read_from_the_kernel_and_cut_to_their_bounds(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import random
 import re
+import struct
 from pathlib import Path
 
 import pytest
@@ -82,15 +83,23 @@ def test_checksums_of_transports_are_those_of_ucx():
         assert _checksum(name).to_bytes(2, "little") in VALID
 
 
-def exported(*names, device=b"a host", namespace=b"", on_device=False):
+def exported(*names, device=b"the host", namespace=b"", on_device=False, flags=0):
     pid = b"1234"
-    interfaces = [Interface(name, device, pid + (namespace if name == "cma" else b"")) for name in names]
+    interfaces = [
+        Interface(
+            name,
+            device + (bytes([flags]) if name == "cuda_ipc" and flags else b""),
+            pid + (namespace if name in ("cma", "cuda_ipc") else b""),
+        )
+        for name in names
+    ]
     return Exported(tuple(interfaces), on_device)
 
 
 HERE = exported("self", "tcp", "sysv", "posix", "cma")
 CARDS = ("self", "tcp", "sysv", "posix", "cma", "rc_mlx5")
 CUDA = (*CARDS[:5], "cuda_copy", "cuda_ipc")
+NEW = "unknown-0001"
 NEAR = [
     (HERE, HERE, Carrier("cma", "addresses")),
     (exported(*CARDS), exported(*CARDS), Carrier("cma|rc_mlx5", "candidates")),
@@ -98,20 +107,58 @@ NEAR = [
     (exported(*CUDA), exported(*CUDA), Carrier("cma", "addresses")),
 ]
 FAR = [
-    (exported(*CARDS), exported(*CARDS, device=b"another"), Carrier("rc_mlx5", "addresses")),
+    (exported(*CARDS), exported(*CARDS, device=b"elsewher"), Carrier("rc_mlx5", "addresses")),
     (exported(*CARDS, on_device=True), exported(*CARDS), Carrier("rc_mlx5", "addresses")),
-    (exported("tcp", ""), exported("tcp", ""), Carrier("unknown", "nothing")),
+    (exported("tcp", NEW), exported("tcp", NEW), Carrier("unknown", "nothing")),
+    (exported("cma", NEW, device=b"elsewher"), exported("cma", NEW), Carrier("unknown", "nothing")),
+    (exported("rc_mlx5", NEW), exported("rc_mlx5", NEW), Carrier("rc_mlx5|unknown", "candidates")),
+    (exported("rc_mlx5", NEW), exported("rc_mlx5", "unknown-0002"), Carrier("rc_mlx5", "addresses")),
 ]
+MNNVL, FABRIC = 1, 2
+CUDA_AND_CARDS = (*CUDA, "rc_mlx5")
+
+
+def on_gpu(**place):
+    return exported(*CUDA_AND_CARDS, on_device=True, **place)
+
+
+ELSEWHERE = {"device": b"elsewher"}
+POD = {"namespace": b"a pod of"}
+BY_FLAGS = [
+    ({"flags": MNNVL}, {"flags": MNNVL, **ELSEWHERE}, "cuda_ipc|rc_mlx5"),
+    ({"flags": MNNVL}, {"flags": FABRIC, **ELSEWHERE}, "rc_mlx5"),
+    ({}, {"flags": MNNVL, **ELSEWHERE}, "rc_mlx5"),
+    ({"flags": FABRIC}, {"flags": FABRIC, **POD}, "cuda_ipc|rc_mlx5"),
+    ({"flags": MNNVL}, {"flags": MNNVL, **POD}, "rc_mlx5"),
+    ({"flags": MNNVL}, {"flags": MNNVL | FABRIC, **ELSEWHERE, **POD}, "rc_mlx5"),
+    ({"flags": MNNVL | FABRIC}, {"flags": MNNVL | FABRIC, **ELSEWHERE, **POD}, "cuda_ipc|rc_mlx5"),
+    ({"flags": FABRIC}, {}, "cuda_ipc|rc_mlx5"),  # one host and namespace need no flag
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "carrier"), BY_FLAGS)
+def test_nvlink_between_hosts_and_pods_follows_from_flags(ours, theirs, carrier):
+    near = {**theirs, **ours}.keys() <= {"flags"}  # then cma reaches the peer, too
+    found = carrier_between(on_gpu(**ours), on_gpu(**theirs), lambda _: near)
+    assert found == Carrier(carrier, "candidates" if "|" in carrier else "addresses")
+
+
+def test_a_gpu_that_is_reached_alone_does_not_do_because_epochs_are_in_host_memory():
+    gpus = [exported("cuda_ipc", on_device=True, flags=MNNVL, device=host) for host in (b"the host", b"elsewher")]
+    assert carrier_between(*gpus, lambda _: True) is None
+
+
 NEVER = {
-    "another host": (HERE, exported("tcp", "posix", "cma", device=b"another")),
+    "another host": (HERE, exported("tcp", "posix", "cma", device=b"elsewher")),
     "another PID namespace": (HERE, exported("tcp", "posix", "cma", namespace=b"9876")),
     "no cma there": (HERE, exported("tcp", "posix")),
     "no cma here": (exported("tcp", "posix"), HERE),
+    "kernels of a GPU alone use the card": (exported("rc_gda"), exported("rc_gda", device=b"elsewher")),
     "another card": (exported(*CARDS), exported("tcp", "rc_verbs")),
     "a GPU's memory here alone": (exported(*CUDA, on_device=True), exported(*CUDA)),
     "a GPU's memory there alone": (exported(*CUDA), exported(*CUDA, on_device=True)),
-    "GPUs of two hosts": (exported(*CUDA, on_device=True), exported(*CUDA, on_device=True, device=b"another")),
-    "no transport in common": (HERE, exported("dc_mlx5", device=b"another")),
+    "GPUs of two hosts": (exported(*CUDA, on_device=True), exported(*CUDA, on_device=True, device=b"elsewher")),
+    "no transport in common": (HERE, exported("dc_mlx5", device=b"elsewher")),
 }
 
 
@@ -144,7 +191,7 @@ def test_a_process_id_in_a_namespace_has_a_flag_outside_the_number():
 def test_only_a_network_card_reaches_beyond_the_host():
     assert not exported(*CUDA[:1], *CUDA[2:]).has_network
     assert exported(*CARDS[:1], "rc_mlx5").has_network
-    assert exported("").has_network, "nobody knows what it is"
+    assert exported(NEW).has_network, "nobody knows what it is"
 
 
 SETTINGS = {"NIXL": "1.5", "UCX_POSIX_FIFO_SIZE": "64"}
@@ -168,6 +215,38 @@ def test_the_transports_of_a_worker_are_named():
     found = inspect(VALID, AGENT)
     assert {each.transport for each in found.interfaces} == {"self", "tcp", "sysv", "posix", "cma"}
     assert not found.on_device
+
+
+def address_of(*interfaces):
+    """Return the address of a UCX worker, as UCX 1.23 writes it: each interface on a device of its own."""
+    written = bytearray(VALID[ADDRESS_AT : ADDRESS_AT + 9])
+    for name, device, address in interfaces:
+        written += bytes([0, len(device)]) + device
+        written += _checksum(name).to_bytes(2, "little") + struct.pack("<fff", 1e-6, 1e9, 1e-6) + bytes(4)
+        written += bytes([0x80 | len(address)]) + address
+    return bytes(written) + b"\x80\x80"
+
+
+def blob_of(*interfaces):
+    """Return VALID with another address."""
+    address, at = address_of(*interfaces), ADDRESS_AT - 8
+    nbytes = int.from_bytes(VALID[at:ADDRESS_AT], "little")
+    return VALID[:at] + len(address).to_bytes(8, "little") + address + VALID[ADDRESS_AT + nbytes :]
+
+
+PID, NAMESPACE = (4711).to_bytes(4, "little"), (4026531836).to_bytes(8, "little")
+
+
+@pytest.mark.parametrize("flags", [b"", b"\0", bytes([MNNVL]), bytes([MNNVL | FABRIC])])
+def test_the_addresses_of_a_gpu_are_read_with_their_flags(flags):
+    found = inspect(blob_of(("cuda_ipc", b"the host" + flags, PID + NAMESPACE), ("rc_mlx5", b"gid", b"qp")), AGENT)
+    assert [each.transport for each in found.interfaces] == ["cuda_ipc", "rc_mlx5"]
+    assert [each.flags for each in found.interfaces] == [flags[0] if flags else 0, 0]
+
+
+def test_a_transport_of_a_later_ucx_is_told_by_its_checksum():
+    (found,) = inspect(blob_of(("rc_next", b"gid", b"qp")), AGENT).interfaces
+    assert found.transport == f"unknown-{_checksum('rc_next'):04x}"
 
 
 def test_a_nixl_that_publishes_in_another_form_is_said_once_and_used(caplog):
