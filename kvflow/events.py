@@ -90,6 +90,9 @@ class PeerConnected(Struct, frozen=True):
     # model that both sides name; empty if a side names none. Then only shapes and dtypes were compared.
     model: str = ""
     missing_layers: int = 0  # layers of the peer that our cache does not have, such as those of another pipeline stage
+    passed_over: str = ""  # why each data plane that is preferred to this one was not taken
+    # what to do about that if both caches are on GPUs, or both hosts have RDMA devices; otherwise empty
+    remedy: str = ""
 
 
 class PeerMeasured(Struct, frozen=True):

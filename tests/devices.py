@@ -31,12 +31,12 @@ class Host:
 
 
 class StandIn(Host):
-    """A cache in the memory of a device that does not exist, which has device number 3."""
+    """A cache in the memory of a device that does not exist."""
 
-    def __init__(self, content, *, copy=True):
+    def __init__(self, content, *, copy=True, device=3):
         super().__init__(content, copy=copy)
         self._first = self.region.address
-        self.region = Region(self._first ^ FAR, content.nbytes, "VRAM", 3)
+        self.region = Region(self._first ^ FAR, content.nbytes, "VRAM", device)
         self.device_memory = self
 
     def fetch(self, device, parts, into):
@@ -48,7 +48,7 @@ class StandIn(Host):
             there[:] = content[place : place + len(there)]
 
     def _places(self, device, parts, buffer):
-        assert device == 3
+        assert device == self.region.device
         assert 0 < len(buffer) <= PORTION_BYTES
         assert len(buffer) == sum(nbytes for _, nbytes in parts)
         place = 0
@@ -63,11 +63,11 @@ class StandIn(Host):
 class StandInCache:
     """A cache of kvflow whose memory is said to be that of the stand-in."""
 
-    def __init__(self, cache):
+    def __init__(self, cache, device=3):
         self._cache = cache
         self.bytes_per_block = cache.bytes_per_block
         self.content = cache.backing.numpy()
-        self.device = StandIn(self.content, copy=False)
+        self.device = StandIn(self.content, copy=False, device=device)
 
     def manifest(self):
         return msgspec.structs.replace(self._cache.manifest(), regions=(self.device.region,))

@@ -47,8 +47,9 @@ LEVELS: dict[type[Event], int] = {
     events.TransferTraced: logging.DEBUG,
     events.TransferQuiesced: logging.DEBUG,
 }
-"""The level of every event, with three exceptions: ``lease.ended`` is a WARNING if the lease has expired,
-``transfer.failed`` is INFO if the caller canceled the pull, and ``peer.dropped`` is DEBUG if the worker is closing."""
+"""The level of every event, with four exceptions: ``lease.ended`` is a WARNING if the lease has expired, and
+``peer.connected`` if it has a remedy; ``transfer.failed`` is INFO if the caller canceled the pull, and ``peer.dropped``
+is DEBUG if the worker is closing."""
 
 # Events that take time for each chunk and block of a pull. A hook that takes all events does not get these.
 COSTLY = (events.TransferTraced,)
@@ -191,6 +192,8 @@ def _log(logger: logging.Logger, level: int, message: EventRecord) -> None:
 
 def _level_of(event: Event) -> int:
     if isinstance(event, events.LeaseEnded) and event.outcome == "expired":
+        return logging.WARNING
+    if isinstance(event, events.PeerConnected) and event.remedy:
         return logging.WARNING
     if isinstance(event, events.PullFailed) and event.code == FailureCode.TRANSFER_CANCELLED:
         return logging.INFO

@@ -29,18 +29,19 @@ SPAN_MAX = 512  # most epoch slots that one check reads: 4 KiB
 
 
 class Cause(Struct, frozen=True):
-    """Why something failed: a code of the contract, and an explanation."""
+    """Why something failed: a code of the contract, an explanation, and what to do; empty: nothing need be done."""
 
     code: FailureCode
     detail: str
+    remedy: str = ""
 
 
 class BackendError(Exception):
     """A call failed. It will not write to memory. The code ``bounds`` means one list or read; others the whole peer."""
 
-    def __init__(self, code: FailureCode, detail: str) -> None:
+    def __init__(self, code: FailureCode, detail: str, remedy: str = "") -> None:
         super().__init__(f"{code}: {detail}")
-        self.reason = Cause(code, detail)
+        self.reason = Cause(code, detail, remedy)
 
 
 class Share(NamedTuple):

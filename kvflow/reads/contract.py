@@ -356,18 +356,22 @@ class StagingUse(Struct, frozen=True, kw_only=True):
 
 
 class Carrier(Struct, frozen=True):
-    """What carries the bytes that are read from one peer. The choice of the plane adds ``plane``.
+    """What carries the bytes that are read from one peer. The choice of the plane adds the last three.
 
     Attributes:
         name: ``loopback``, or UCX's name of its transport: ``cma`` (shared memory), ``rc_mlx5``, ``cuda_ipc``.
             Several with a bar between them if it is one of these; ``unknown`` if not even that is known.
         known_by: ``kind``: the data plane has no other transport. ``addresses``: only one transport of both sides
             reaches the peer. ``candidates``: several do. ``nothing``: the two sides could not be compared.
+        passed_over: why each plane that is preferred to this one was not taken.
+        remedy: what to do about that, if the pair should be read faster; empty: nothing.
     """
 
     name: str
     known_by: str
     plane: str = ""
+    passed_over: str = ""
+    remedy: str = ""
 
 
 UNKNOWN_CARRIER = Carrier("unknown", "nothing")

@@ -5,7 +5,7 @@ pair. Each side of a pair chooses the plane for its own reads.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 import msgspec
@@ -28,10 +28,16 @@ class PlaneBackends:
     Args:
         backends: name of each plane -> its backend, the preferred one first.
         missing: the event of each plane that could not start.
+        order: names of all planes, the preferred one first; empty: those of ``backends``.
     """
 
-    def __init__(self, backends: Mapping[str, Backend], missing: Sequence[PlaneOmitted]) -> None:
+    def __init__(
+        self, backends: Mapping[str, Backend], missing: Sequence[PlaneOmitted], order: Iterable[str] = ()
+    ) -> None:
         self.backends = dict(backends)
+        unstarted = {each.plane: f"it did not start here: {each.detail}" for each in missing}
+        self._unstarted = {name: Cause(FailureCode.PLANE_UNFIT, detail) for name, detail in unstarted.items()}
+        self._order = tuple(order) or tuple(backends)
         self._peers: dict[PeerId, Backend] = {}
         endpoints = [backend.data_endpoint for backend in backends.values() if backend.data_endpoint]
         assert len(endpoints) <= 1, "one plane listens"
@@ -44,10 +50,11 @@ class PlaneBackends:
     def add(self, address: PeerAddress) -> Carrier:
         """Add a peer to the first plane that it publishes and that can serve the pair."""
         refusals: dict[str, Cause] = {}
-        for name, backend in self.backends.items():
-            if name not in address.planes:
-                refusals[name] = NOT_PUBLISHED
+        for name in self._order:
+            if name in self._unstarted or name not in address.planes:
+                refusals[name] = self._unstarted.get(name, NOT_PUBLISHED)
                 continue
+            backend = self.backends[name]
             try:
                 carrier = backend.add(address)
             except BackendError as failure:
@@ -55,10 +62,10 @@ class PlaneBackends:
                 continue
             self._peers[address.peer] = backend
             _warn_of_failures(address.peer, name, refusals)
-            return msgspec.structs.replace(carrier, plane=name)
+            remedy = " ".join(filter(None, (reason.remedy for reason in refusals.values())))
+            return msgspec.structs.replace(carrier, plane=name, passed_over=_words(refusals), remedy=remedy)
         codes = [reason.code for reason in refusals.values() if reason.code != FailureCode.PLANE_UNFIT]
-        detail = "; ".join(f"{name}: {reason.detail}" for name, reason in refusals.items())
-        raise BackendError(codes[0] if codes else FailureCode.PLANE_UNFIT, detail)
+        raise BackendError(codes[0] if codes else FailureCode.PLANE_UNFIT, _words(refusals))
 
     def remove(self, peer: PeerId, *, gone: bool) -> None:
         """Forget a peer. A plane may have kept a connection to a peer that was removed before."""
@@ -134,7 +141,11 @@ def open_planes(
             reasons = "; ".join(f"{each.plane}: {each.detail}" for each in missing)
             raise TransportUnavailable(f"no data plane can start: {reasons}")
         opened.pop_all()
-    return PlaneBackends(backends, missing)
+    return PlaneBackends(backends, missing, factories)
+
+
+def _words(refusals: Mapping[str, Cause]) -> str:
+    return "; ".join(f"{name}: {reason.detail}" for name, reason in refusals.items())
 
 
 def _warn_of_failures(peer: PeerId, chosen: str, refusals: Mapping[str, Cause]) -> None:

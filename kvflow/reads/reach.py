@@ -64,7 +64,7 @@ PTRACE_REMEDY = f"Set /proc/sys/kernel/yama/ptrace_scope to 0, or give both cont
 SLOW_BYTES_PER_S: Final = 2e9
 
 _BY_TCP = "the bytes pass through host memory and TCP, because NIXL does not reach the peer's memory"
-_REACH_IT = (
+REACH_IT = (
     "On two hosts, check that both have RDMA devices that kvflow may use. On one host, check that both processes see "
     "both GPUs, and share the IPC and PID namespaces."
 )
@@ -159,16 +159,24 @@ def reach(ours: HostFacts, theirs: HostFacts) -> Reach:
     return Reach("tcp" if far else "rdma", tuple(near))
 
 
-def unreached(ours: HostFacts, theirs: HostFacts | None) -> str:
+def unreached(ours: HostFacts, theirs: HostFacts | None) -> Obstacle:
     """Say why UCX could read from a peer over TCP alone. ``theirs``: None if the peer published none."""
     said = "neither shared memory nor RDMA reaches the peer's memory"
     if theirs is None:
-        return said
+        return Obstacle(said, "")
     carrier, why = reach(ours, theirs)
     reasons = [each.text for each in why]
     if carrier != "tcp":
         reasons.append(f"{carrier} is expected, but the addresses of UCX do not allow it; is a port down?")
-    return "; ".join([said, *reasons])
+    remedy = " ".join(dict.fromkeys(each.remedy for each in why)) or REACH_IT
+    return Obstacle("; ".join([said, *reasons]), remedy if expects_more(ours, theirs) else "")
+
+
+def expects_more(ours: HostFacts, theirs: HostFacts | None) -> bool:
+    """Return whether a pair should do better than TCP: both caches are on devices, or both hosts have RDMA."""
+    if theirs is None:
+        return False
+    return (ours.on_device and theirs.on_device) or bool(ours.network_cards and theirs.network_cards)
 
 
 def judge_rate(rate: RateLearned, carrier: Carrier) -> Iterator[PeerMeasured | PeerSlow]:
@@ -179,7 +187,7 @@ def judge_rate(rate: RateLearned, carrier: Carrier) -> Iterator[PeerMeasured | P
     yield PeerMeasured(peer, gb_per_s, rate.nbytes, *memories, carrier.name, carrier.plane)
     if memories == ("VRAM", "VRAM") and bytes_per_s < SLOW_BYTES_PER_S:
         by_nixl = (_BY_CUDA_IPC, _ALLOW_COPIES) if "cuda_ipc" in carrier.name else (_BY_NETWORK, _REACH_DIRECTLY)
-        cause, remedy = (_BY_TCP, _REACH_IT) if carrier.plane == "tcp" else by_nixl
+        cause, remedy = (_BY_TCP, REACH_IT) if carrier.plane == "tcp" else by_nixl
         yield PeerSlow(peer, gb_per_s, carrier.name, carrier.plane, cause, f"{remedy} See docs/howto/gpus.md.")
 
 

@@ -28,7 +28,7 @@ from kvflow.ids import PeerId
 from kvflow.leases.tickets import Member, Ticket
 from kvflow.planning.match import count_unread_layers
 from kvflow.reads.contract import Carrier, RateLearned
-from kvflow.reads.reach import judge_rate
+from kvflow.reads.reach import REACH_IT, judge_rate
 from kvflow.rendezvous.dialer import Link, open_link
 from kvflow.worker.connections import (
     Connection,
@@ -344,6 +344,7 @@ class PeerPool:
         offset = link.clock_offset
         ahead_s, error_s = (None, None) if offset is None else (offset.ahead_s, offset.error_s)
         peer_id, ours = link.peer, self._manifest
+        on_devices = all(any(each.memory == "VRAM" for each in side.regions) for side in (ours, peer.manifest))
         return PeerConnected(
             str(peer_id),
             peer_id.endpoint,
@@ -355,6 +356,8 @@ class PeerPool:
             plane=carrier.plane,
             model=peer.manifest.identity.model if ours.identity.model else "",
             missing_layers=count_unread_layers(peer.manifest, ours),
+            passed_over=carrier.passed_over,
+            remedy=carrier.remedy or (REACH_IT if carrier.passed_over and on_devices else ""),
         )
 
 

@@ -21,7 +21,7 @@ import handshake.errors
 import kvflow.errors
 from handshake.limits import Limits
 from kvflow.config import SETTINGS, Tuning, WorkerConfig
-from kvflow.events import Event, LeaseEnded, PeerDropped, PullFailed, TransferCompleted, event_name
+from kvflow.events import Event, LeaseEnded, PeerConnected, PeerDropped, PullFailed, TransferCompleted, event_name
 from kvflow.observability.logs import LEVELS
 from kvflow.observability.metrics import METRICS
 from kvflow.report import TransferReport
@@ -52,6 +52,7 @@ VERDICTS = {"works": "yes", "otherwise": "otherwise", "refused": "refused", "no"
 
 LEVEL_EXCEPTIONS = {
     LeaseEnded: ", `WARNING` if the lease has expired",
+    PeerConnected: ", `WARNING` if it has a remedy",
     PeerDropped: ", `DEBUG` if the worker is closing",
     PullFailed: ", `INFO` if the caller canceled the pull",
 }

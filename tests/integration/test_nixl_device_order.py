@@ -290,7 +290,7 @@ def test_the_memory_that_checks_land_in_has_whole_pages_of_its_own():
 
 @pytest.mark.nixl
 @pytest.mark.parametrize("has_network", [False, True])
-def test_a_thread_without_the_device_makes_progress_only_for_a_network_card(noted, monkeypatch, has_network):
+def test_a_thread_without_the_device_makes_progress_for_network_cards_only(noted, monkeypatch, has_network):
     monkeypatch.setattr(Exported, "has_network", has_network)
     (keep, region), (table_keep, table) = memory(), memory()
     backend = DeviceNixlBackend(noted, "progress", [region], table)
@@ -311,7 +311,7 @@ def test_a_thread_without_the_device_makes_progress_only_for_a_network_card(note
         ("cma", False, 0),
     ],
 )
-def test_copies_of_a_gpu_are_posted_in_large_chunks_also_without_that_thread(carrier, progress, descriptors):
+def test_copies_of_a_gpu_are_posted_in_large_chunks_without_that_thread(carrier, progress, descriptors):
     backend = nixl_backend.NixlBackend.__new__(nixl_backend.NixlBackend)
     backend._reader = SimpleNamespace(progress=progress)
     backend._peers = {"p": SimpleNamespace(carrier=carrier)}

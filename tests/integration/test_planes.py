@@ -13,7 +13,7 @@ import pytest
 from kvflow import errors
 from kvflow.events import PeerConnected, PlaneOmitted, TransferCompleted
 from kvflow.reads.contract import LeaseName
-from kvflow.reads.reach import host_facts, reach, unreached
+from kvflow.reads.reach import host_facts
 from kvflow.rendezvous.issuer import draw_pair
 from tests.ports import free_port
 
@@ -134,14 +134,16 @@ async def test_a_port_that_is_down_leaves_hosts_with_rdma_to_tcp(monkeypatch, he
         cards = ("mlx5_0",)
         return msgspec.structs.replace(host_facts(**how), boot_id=next(hosts), network_cards=cards, variables={})
 
-    reasons = []
     monkeypatch.setattr("kvflow.reads.nixl.backend.host_facts", facts)
     monkeypatch.setattr("kvflow.reads.nixl.backend.may_copy_from", lambda _pid: False)  # as of another host
-    monkeypatch.setattr("kvflow.reads.nixl.backend.unreached", lambda *both: reasons.append(both) or unreached(*both))
     async with producing(Shape()) as producer, consuming(hooks=[heard.append]) as ours:
         assert await pulled(producer, ours, heard) == ("tcp", "tcp")
-    assert reach(*reasons[0]) == ("rdma", ())
-    assert "is a port down?" in unreached(*reasons[0])
+    (met,) = of(heard, PeerConnected)
+    assert met.passed_over.startswith(
+        "nixl: neither shared memory nor RDMA reaches the peer's memory; rdma is expected"
+    )
+    assert "is a port down?" in met.passed_over
+    assert met.remedy, "so that the record is a warning"
 
 
 @pytest.mark.nixl

@@ -335,25 +335,34 @@ def test_a_device_that_fails_at_the_target_fails_the_read(ends):
     assert (consumer.blocks() == OLD).all()
 
 
-@pytest.mark.parametrize(("source", "target"), [("VRAM", "VRAM"), ("VRAM", "DRAM"), ("DRAM", "VRAM")])
-async def test_workers_whose_caches_lie_on_a_device_pull_over_tcp(monkeypatch, source, target):
+@pytest.mark.parametrize(
+    ("source", "target", "transport"),
+    [("VRAM", "VRAM", "tcp"), ("VRAM", "DRAM", "tcp"), ("DRAM", "VRAM", "tcp"), ("VRAM", "VRAM", "auto")],
+)
+async def test_workers_whose_caches_lie_on_a_device_pull_over_tcp(monkeypatch, caplog, source, target, transport):
+    """The device of the source has number 1 and that of the target 0, as where each process sees other devices."""
     spec = kvflow.FullAttention(block_size=16, num_kv_heads=4, head_size=64, dtype="bfloat16")
     made = [kvflow.allocate({"layers.0": spec, "layers.1": spec}, num_blocks=40) for _ in range(2)]
     for seed, cache in enumerate(made):
         cache.backing.copy_(torch.from_numpy(content_of(1, cache.backing.nbytes, seed)))
     caches = [
-        StandInCache(cache) if kind == "VRAM" else cache for cache, kind in zip(made, (source, target), strict=True)
+        StandInCache(cache, device) if kind == "VRAM" else cache
+        for cache, kind, device in zip(made, (source, target), (1, 0), strict=True)
     ]
     devices = {cache.device.region: cache.device for cache in caches if isinstance(cache, StandInCache)}
     monkeypatch.setattr(runtime, "device_memory_of", lambda regions: devices.get(regions[0]))
     secret = "a secret of this test"
     configs = [
-        kvflow.WorkerConfig(engine_id=name, cluster_secret=secret, transport="tcp") for name in ("source", "target")
+        kvflow.WorkerConfig(engine_id=name, cluster_secret=secret, transport=transport) for name in ("source", "target")
     ]
     async with kvflow.open_worker(configs[0], caches[0]) as producer, kvflow.open_worker(configs[1], caches[1]) as us:
         ticket = producer.offer("request", block_ids=[[3, 4, 9]], num_tokens=48)
         report = await us.pull(ticket, block_ids=[[7, 8, 1]])
     assert report.transport == "tcp"
+    warned = [record.getMessage() for record in caplog.records if "peer.connected" in record.getMessage()]
+    assert len(warned) == (transport == "auto"), "two GPUs are not read over TCP in silence"
+    assert all("nixl: it did not start here: " in each for each in warned)
+    assert all("remedy=" in each for each in warned)
     for layer in ("layers.0", "layers.1"):
         for role in ("k", "v"):
             here, there = (cache.component(layer, role) for cache in made)

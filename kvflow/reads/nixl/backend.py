@@ -42,6 +42,7 @@ from kvflow.reads.nixl.binding import (
     PREPARING,
     QUIET,
     REMEDIES,
+    SAME_NIXL,
     UCX_TELLS,
     Agent,
     ReadingAgent,
@@ -53,7 +54,7 @@ from kvflow.reads.nixl.binding import (
     words_of,
 )
 from kvflow.reads.nixl.metadata import carrier_between, difference, inspect, inspect_own
-from kvflow.reads.reach import host_facts, unreached
+from kvflow.reads.reach import expects_more, host_facts, unreached
 from kvflow.reads.staging import StagingMemory
 
 _logger = logging.getLogger(__name__)
@@ -319,15 +320,17 @@ class NixlBackend(Backend):
 
     def _carrier_of(self, envelope: Envelope) -> Carrier:
         """Return what carries a peer's bytes, if the peer need do nothing for it."""
+        loud = expects_more(self._facts, envelope.facts)
         if differing := difference(self._settings, envelope.settings):
-            raise BackendError(FailureCode.PLANE_UNFIT, differing)
+            raise BackendError(FailureCode.PLANE_UNFIT, differing, SAME_NIXL if loud else "")
         carrier: Carrier | None = UNKNOWN_CARRIER
         if self._ours is not None:
             carrier = carrier_between(self._ours, inspect(envelope.blob, envelope.agent), may_copy_from)
         if carrier is None:
-            raise BackendError(FailureCode.PLANE_UNFIT, unreached(self._facts, envelope.facts))
+            raise BackendError(FailureCode.PLANE_UNFIT, *unreached(self._facts, envelope.facts))
         if self._known_only and carrier == UNKNOWN_CARRIER:
-            raise BackendError(FailureCode.PLANE_UNFIT, "the transports of UCX on both sides cannot be compared")
+            detail = "the transports of UCX on both sides cannot be compared, and may need the other process"
+            raise BackendError(FailureCode.PLANE_UNFIT, detail, SAME_NIXL if loud else "")
         return carrier
 
     def _sharing(self, agent: str) -> list[_RemoteAgent]:

@@ -85,10 +85,14 @@ PREPARING = {
 }
 """Name of NIXL's exception -> our code. Every other exception is a ``transport_error``."""
 
+SAME_NIXL = (
+    "Install NIXL 1.5 on both sides, with equal settings. transport nixl also reads over transports that kvflow does "
+    "not know."
+)
 UCX_TELLS = "UCX_LOG_LEVEL=info shows what UCX finds on this host."
 REMEDIES = {
     "NIXL_PLUGIN_DIR": "Unset NIXL_PLUGIN_DIR, or set it to a folder that has libplugin_UCX.so.",
-    "UCX_TLS": "Unset UCX_TLS, or add tcp to it.",
+    "UCX_TLS": "Unset UCX_TLS, or add tcp to it, and cuda on a host with GPUs.",
 }
 """Variable with which NIXL may fail to start -> what to do about it."""
 

@@ -118,13 +118,16 @@ def inspect(blob: bytes, agent: str) -> Exported:
 def inspect_own(ours: Envelope, *, on_device: bool) -> Exported | None:
     """Read our own metadata; None if this NIXL writes another form than the one that we know.
 
-    Only then is the metadata of peers given to NIXL before we have read it. ``on_device``: whether our cache is in
-    device memory, which the metadata of a consumer does not say.
+    Then nobody knows what would carry the bytes, and only ``transport`` nixl reads over NIXL, without a check of what
+    peers publish. ``on_device``: whether our cache is in device memory, which the metadata of a consumer does not say.
     """
     try:
         return inspect(ours.blob, ours.agent)._replace(on_device=on_device)
     except ValueError as error:
-        _logger.warning("metadata of peers is given to NIXL unread, since ours has an unknown form: %s", error)
+        said = (
+            "NIXL writes metadata in an unknown form, so that transport auto reads over TCP, and transport nixl gives"
+        )
+        _logger.warning("%s it the metadata of peers unread; install NIXL 1.5: %s", said, error)
         return None
 
 

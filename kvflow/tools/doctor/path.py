@@ -128,21 +128,12 @@ def _advertised(endpoint: str, offer: probe.ProbeOffer) -> Finding | None:
 async def _reads(target: Target, offer: probe.ProbeOffer, told: Advertisement) -> AsyncIterator[Finding]:
     """Read in a child process, because NIXL and UCX may end the process that they run in."""
     encryption: Encryption = "tls" if told.tcp_encryption == "tls" else "off"
-
-    async def read(transport: TransportName) -> probe.ProbeFigures | FailureFigures | apart.ChildEnded | None:
-        work = partial(apart.read, target.endpoint, transport, target.device, target.key, encryption)
-        return await apart.run(work, limit_s=apart.READ_S)
-
-    figures, detail = await read(target.transport), ""
+    work = partial(apart.read, target.endpoint, target.transport, target.device, target.key, encryption)
+    figures = await apart.run(work, limit_s=apart.READ_S)
     if not isinstance(figures, probe.ProbeFigures):
         yield unread(figures, "reads")
         return
-    if figures.plane == "tcp" and "nixl" in told.planes and "nixl" not in figures.missing and not figures.failure:
-        # Only a worker that has no other plane says why NIXL does not reach its peer.
-        refused = await read("nixl")
-        if isinstance(refused, probe.ProbeFigures) and refused.failure is not None:
-            detail = refused.failure.message
-    for finding in judged(figures, offer, detail):
+    for finding in judged(figures, offer):
         yield finding
 
 
@@ -162,10 +153,10 @@ def _quoted(errors: str) -> str:
     return f": {' / '.join(lines[-3:])[-400:]}" if lines else ""
 
 
-def judged(figures: probe.ProbeFigures, offer: probe.ProbeOffer, detail: str = "") -> Iterator[Finding]:
-    """Yield what a reader's figures mean. ``detail``: what one over NIXL alone said, if the bytes went over TCP."""
+def judged(figures: probe.ProbeFigures, offer: probe.ProbeOffer) -> Iterator[Finding]:
+    """Yield what a reader's figures mean."""
     if figures.plane:
-        yield _carrier(figures, offer, detail)
+        yield _carrier(figures, offer)
     if figures.slow:
         cause, remedy = figures.slow
         yield found(
@@ -217,14 +208,14 @@ class Reason(NamedTuple):
     remedy: str
 
 
-def _carrier(figures: probe.ProbeFigures, offer: probe.ProbeOffer, detail: str) -> Finding:
+def _carrier(figures: probe.ProbeFigures, offer: probe.ProbeOffer) -> Finding:
     if figures.plane != "tcp":
         evidence = f"NIXL carries the bytes, over {figures.transport} (known by {figures.known_by})"
         return ok("data plane", evidence)
     together = one_host(figures.facts, offer.facts)
     reasons = list(why_tcp(figures, offer))
-    if detail and not reasons:
-        reasons.append(Reason(f"NIXL says: {detail}", "Follow what NIXL says."))
+    if figures.passed_over and not reasons:
+        reasons.append(Reason(figures.passed_over, "Follow this."))
     texts = "; ".join(each.text for each in reasons) or "no reason was found"
     remedies = " ".join(dict.fromkeys(each.remedy for each in reasons))
     where = "though both run on one host" if together else "between two hosts"

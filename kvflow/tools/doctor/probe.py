@@ -171,7 +171,7 @@ class ProbeFigures(Struct, frozen=True, kw_only=True):
     Attributes:
         reads: by size, the smallest first.
         failure: why the reads ended early; None if they did not.
-        plane: that was chosen; empty if no connection was made. ``transport`` and ``known_by`` as in ``PeerConnected``.
+        plane: that was chosen; empty if no connection was made. The next three as in ``PeerConnected``.
         missing: data planes that could not start here, and why.
         may_copy: whether the kernel lets us copy the other process's memory; None if that process is elsewhere.
         slow: what ``peer.slow`` said, and its remedy; empty if it did not come.
@@ -182,6 +182,7 @@ class ProbeFigures(Struct, frozen=True, kw_only=True):
     plane: str
     transport: str
     known_by: str
+    passed_over: str
     missing: dict[str, str]
     may_copy: bool | None
     slow: tuple[str, ...]
@@ -360,6 +361,7 @@ async def read_probe(endpoint: str, config: WorkerConfig, *, device: str = "cpu"
         plane="" if connected is None else connected.plane,
         transport="" if connected is None else connected.transport,
         known_by="" if connected is None else connected.transport_known_by,
+        passed_over="" if connected is None else connected.passed_over,
         missing=notes.missing,
         may_copy=may_copy_from(offer.facts.pid) if shares_pids(offer.facts, facts) else None,
         slow=notes.slow,

@@ -94,6 +94,8 @@ def test_every_event_is_one_record_with_identity_and_context(name, log, caplog):
         (LeaseEnded("r", "revoked", 1.0), INFO),
         (LeaseEnded("r", "expired", 1.0), WARNING),
         (PeerDropped(PEER, "peer_lost", ""), WARNING),
+        (msgspec.structs.replace(EVENTS["peer.connected"], passed_over="nixl: no RDMA device"), INFO),
+        (msgspec.structs.replace(EVENTS["peer.connected"], remedy="Check that both have RDMA devices."), WARNING),
         (msgspec.structs.replace(EVENTS["transfer.failed"], code="transfer_cancelled"), INFO),
         (PeerDropped(PEER, "closing", ""), DEBUG),
     ],

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvflow.errors import TransportUnavailable
+from kvflow.events import PlaneOmitted
 from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, Envelope, Portion, PostedWork, Share, seal
 from kvflow.reads.bounds import check_rows
@@ -138,8 +139,8 @@ def make():
                 backend.close()
 
 
-def refuses(code, detail):
-    return {"refusal": BackendError(code, detail)}
+def refuses(code, detail, remedy=""):
+    return {"refusal": BackendError(code, detail, remedy)}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,9 @@ def refuses(code, detail):
 def test_a_peer_is_read_over_the_best_plane_that_both_sides_have(make, theirs, chosen):
     world = make(a={}, b={})
     memory, planes = world.peer(*theirs)
-    assert world.backend.add(PeerAddress("p", planes, memory.table)) == Carrier("loopback", "kind", chosen)
+    carrier = world.backend.add(PeerAddress("p", planes, memory.table))
+    told = "a: the peer does not have this data plane" if chosen == "b" else ""
+    assert carrier == Carrier("loopback", "kind", chosen, told)
     world.reads("p", memory)
     assert world.used() == {chosen}
     assert ("check", 3, 5, READS, True) in world.backends[chosen].calls
@@ -166,12 +169,21 @@ def test_peers_of_different_planes_are_read_side_by_side(make):
     assert (world.backends["a"].calls.count("post"), world.backends["b"].calls.count("post")) == (2, 1)
 
 
-def test_a_plane_that_does_not_fit_is_passed_over_in_silence(make, caplog):
-    world = make(a=refuses("plane_unfit", "no one-sided path"), b={})
+def test_a_plane_that_does_not_fit_is_passed_over_and_no_failure(make, caplog):
+    world = make(a=refuses("plane_unfit", "no one-sided path", "Buy cards."), b={})
     memory, planes = world.peer("a", "b")
-    assert world.backend.add(PeerAddress("p", planes, memory.table)).plane == "b"
+    carrier = world.backend.add(PeerAddress("p", planes, memory.table))
+    assert carrier == Carrier("loopback", "kind", "b", "a: no one-sided path", "Buy cards.")
     world.reads("p", memory)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(("order", "told"), [("ab", "a: it did not start here: no library"), ("ba", "")])
+def test_a_plane_that_did_not_start_is_told_if_it_is_preferred(make, order, told):
+    world = make(b={})
+    planes = PlaneBackends(world.backends, [PlaneOmitted("a", "transport_unavailable", "no library", "")], order)
+    memory, published = world.peer("a", "b")
+    assert planes.add(PeerAddress("p", published, memory.table)) == Carrier("loopback", "kind", "b", told)
 
 
 def test_a_plane_that_fails_is_passed_over_and_told(make, caplog):

@@ -10,6 +10,8 @@ FACTS = HostFacts(
 )
 FAR = {"host": "b", "boot_id": "another", "pid_namespace": "pid:[9]"}
 CARDS = {"network_cards": ("mlx5_0",)}
+GPU = {"on_device": True}
+WITHOUT_CUDA = {"variables": {"UCX_TLS": "rc,sm"}}
 
 
 def facts(**changes):
@@ -26,6 +28,7 @@ def facts(**changes):
         ({}, {"pid_namespace": "pid:[2]"}, "tcp", ["the PID namespaces differ: pid:[2] there, pid:[1] here"]),
         ({}, {"ptrace_scope": "3"}, "tcp", ["ptrace_scope is 3"]),
         ({"variables": {"UCX_TLS": "tcp"}}, {}, "tcp", ["UCX_TLS is 'tcp' here, which leaves out cma"]),
+        (GPU, {**GPU, **WITHOUT_CUDA}, "tcp", ["UCX_TLS is 'rc,sm' there, which leaves out cuda_ipc"]),
         (CARDS, {**CARDS, **FAR}, "rdma", []),
         (CARDS, FAR, "tcp", ["no RDMA device there"]),
         ({}, FAR, "tcp", ["no RDMA device here", "no RDMA device there"]),
@@ -41,10 +44,30 @@ def test_facts_promise_the_nearest_carrier_and_say_why_none_is_nearer(ours, thei
 
 
 def test_what_the_addresses_refuse_is_explained_by_the_facts():
-    assert unreached(FACTS, None) == "neither shared memory nor RDMA reaches the peer's memory"
-    assert unreached(FACTS, facts(**FAR)).endswith("no RDMA device here; no RDMA device there")
-    promised = unreached(facts(**CARDS), facts(**CARDS, **FAR))
-    assert promised.endswith("rdma is expected, but the addresses of UCX do not allow it; is a port down?")
+    assert unreached(FACTS, None) == ("neither shared memory nor RDMA reaches the peer's memory", "")
+    text, remedy = unreached(FACTS, facts(**FAR))
+    assert text.endswith("no RDMA device here; no RDMA device there")
+    assert not remedy, "TCP is as good as it gets"
+    text, remedy = unreached(facts(**CARDS), facts(**CARDS, **FAR))
+    assert text.endswith("rdma is expected, but the addresses of UCX do not allow it; is a port down?")
+    assert "both have RDMA devices" in remedy
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        ({**GPU, **WITHOUT_CUDA}, GPU, "Unset UCX_TLS"),
+        (GPU, {**GPU, "pid_namespace": "pid:[2]"}, "one PID namespace"),
+        (GPU, {**GPU, **FAR}, "Both hosts need RDMA devices"),
+        ({**CARDS, **GPU}, {**CARDS, **FAR}, "both have RDMA devices"),
+        (GPU, FAR, ""),
+        ({}, {"pid_namespace": "pid:[2]"}, ""),
+    ],
+)
+def test_tcp_between_gpus_or_hosts_with_rdma_has_a_remedy(ours, theirs, words):
+    remedy = unreached(facts(**ours), facts(**theirs)).remedy
+    assert words in remedy
+    assert bool(words) == bool(remedy)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_nvlink_between_hosts_and_pods_follows_from_flags(ours, theirs, carrier)
     assert found == Carrier(carrier, "candidates" if "|" in carrier else "addresses")
 
 
-def test_a_gpu_that_is_reached_alone_does_not_do_because_epochs_are_in_host_memory():
+def test_a_gpu_that_is_reached_alone_does_not_do_for_its_epochs():
     gpus = [exported("cuda_ipc", on_device=True, flags=MNNVL, device=host) for host in (b"the host", b"elsewher")]
     assert carrier_between(*gpus, lambda _: True) is None
 
