@@ -172,9 +172,11 @@ class TorchStage:
         self._targets = list(targets)
         self._stream: torch.cuda.Stream | None = None
         self._order: TorchDeviceOrder | None = None
+        self._rows: dict[int, torch.Tensor] = {}  # address of a buffer -> pinned unit numbers of its one chunk
         if memory.is_cuda:
             self._stream = torch.cuda.Stream(memory.device, priority=-1)  # type: ignore[no-untyped-call]
             self._order = TorchDeviceOrder(memory.device.index)
+            self._order.enter()
         kind, device = ("VRAM", memory.device.index) if memory.is_cuda else ("DRAM", 0)
         self.region = Region(memory.data_ptr(), memory.nbytes, kind, device)  # type: ignore[arg-type]
 
@@ -184,9 +186,19 @@ class TorchStage:
 
     def scatterer(self, copies: Sequence[Copy], units: tuple[int, int, int]) -> "TorchScatterer":
         """Return what runs checked copies."""
-        return TorchScatterer(
-            [_TensorCopy(copy, units, self._targets) for copy in copies], units, self._stream, self._order
-        )
+        boxes = [_TensorCopy(copy, units, self._targets) for copy in copies]
+        return TorchScatterer(boxes, units, self._place, self._stream, self._order)
+
+    def _place(self, content: torch.Tensor, numbers: npt.NDArray[np.int32]) -> torch.Tensor:
+        """Return the numbers of a buffer's chunk on the device. From memory that is not pinned, copies would wait."""
+        if self._stream is None:
+            return torch.from_numpy(numbers.astype(np.int64))
+        row = self._rows.get(content.data_ptr())
+        if row is None or len(row) < len(numbers):
+            row = self._rows[content.data_ptr()] = _pinned(numbers.nbytes).view(torch.int32)
+        row = row[: len(numbers)]
+        row.numpy()[:] = numbers
+        return row.to(self._memory.device, non_blocking=True).to(torch.int64)
 
     def settle(self) -> None:
         """Return when every copy that was started has ended."""
@@ -201,19 +213,22 @@ class TorchScatterer:
         self,
         boxes: Sequence["_TensorCopy"],
         units: tuple[int, int, int],
+        place: Callable[[torch.Tensor, npt.NDArray[np.int32]], torch.Tensor],
         stream: "torch.cuda.Stream | None",
         order: TorchDeviceOrder | None,
     ) -> None:
-        self._boxes, self._units, self._stream, self._order = boxes, units, stream, order
+        self._boxes, self._place, self._stream, self._order = boxes, place, stream, order
+        self._per_block, self._per_kernel_block = units[1] * units[2], units[2]
 
     def start(self, content: torch.Tensor, numbers: npt.NDArray[np.int32]) -> "TorchScattering | None":
         """Start to copy the places of one buffer to units of the target."""
         if self._order is not None:
             self._order.make_visible()  # the stream reads what a network card may just have written
-        places = np.unravel_index(numbers.astype(np.int64), self._units)
         try:
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                index = tuple(torch.from_numpy(axis).to(content.device) for axis in places)
+                unit = self._place(content, numbers)
+                rest = unit % self._per_block
+                index = (unit // self._per_block, rest // self._per_kernel_block, rest % self._per_kernel_block)
                 for box in self._boxes:
                     box.copy(content, index, len(numbers))
                 if self._stream is None:

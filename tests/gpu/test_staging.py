@@ -15,7 +15,7 @@ from kvflow.reads.staging import StagingMemory
 from kvflow.worker.environment import PRODUCTION
 from tests.fakes.staging import STAGE_ALL, PlansAt
 
-from .memory import build, pattern
+from .memory import SPIN_CYCLES, build, pattern
 from .reading import PATIENCE_S, reading
 from .test_pulls import LAYOUTS, SOURCES, TARGETS
 
@@ -44,11 +44,16 @@ def test_torch_scatters_many_buffers_without_a_wait_between_them(device):
     expected = np.zeros((UNITS, PIECES, PIECE), np.uint8)
     scatterer = staging.scatterer(one_copy(target.data_ptr()))
     started = []
+    if device == "cuda":
+        with torch.cuda.stream(staging._stage._stream):
+            torch.cuda._sleep(SPIN_CYCLES)  # copies end behind it
     for buffer in range(8):
         units = draw.permutation(UNITS)[:SLOTS].astype(np.int32)
         places = arrived.reshape(8, PIECES, SLOTS, PIECE)[buffer].transpose(1, 0, 2)
         expected[units] = places
         started.append(scatterer.start(staging.content(buffer), units))
+    if device == "cuda":
+        assert not any(scattering.poll() for scattering in started), "a start has waited for the stream of copies"
     for scattering in started:
         while scattering is not None and not scattering.poll():
             pass
