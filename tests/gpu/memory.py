@@ -30,9 +30,21 @@ def settle(cache):
         torch.cuda.synchronize(cache.backing.device)
 
 
+def placed(cache, blocks):
+    """Return the numbers of blocks on the device of a cache. The copy waits for the current stream."""
+    index = torch.tensor(blocks, device=cache.backing.device)
+    settle(cache)
+    return index
+
+
+def write(cache, index, value):
+    """Queue a write of blocks, without a copy that would wait for what is queued before it."""
+    rows(cache).index_fill_(0, index, value)
+
+
 def fill(cache, blocks, value):
     """Write blocks, and wait until they are written."""
-    rows(cache)[blocks] = value
+    write(cache, placed(cache, blocks), value)
     settle(cache)
 
 
@@ -55,9 +67,10 @@ class LateWrite:
         self._written = threading.Event()
         self._event = None
         if cache.backing.is_cuda:
+            index = placed(cache, blocks)
             with torch.cuda.stream(torch.cuda.Stream(cache.backing.device)):
                 torch.cuda._sleep(SPIN_CYCLES)
-                rows(cache)[blocks] = value
+                write(cache, index, value)
                 self._event = torch.cuda.Event()
                 self._event.record()
 

@@ -14,7 +14,7 @@ from kvflow.leases.epochs import EPOCH_BITS
 from kvflow.rendezvous.issuer import TicketMint
 from kvflow.tools.doctor.probe import Geometry
 
-from .memory import SECRET, LateWrite, build, fill, pattern, rows, settle
+from .memory import SECRET, LateWrite, build, fill, pattern, placed, settle, write
 
 REWRITES = 20
 """Kernels that write blocks again and again once their lease has ended."""
@@ -66,12 +66,12 @@ class Source:
 
     def recycle(self, request, blocks, value, delay_s):
         """Revoke a lease after a time, and have kernels write its blocks at once."""
+        index = placed(self._cache, blocks)
         time.sleep(delay_s)
         self._worker.revoke(request)
-        memory = rows(self._cache)
         for number in range(REWRITES):
-            memory[blocks] = 0x80 + number
-        memory[blocks] = value
+            write(self._cache, index, 0x80 + number)
+        write(self._cache, index, value)
         settle(self._cache)
 
 
