@@ -84,7 +84,7 @@ async def test_engines_understand_what_a_proxy_makes_of_a_request(executor):
     body = msgspec.json.encode({"prompt": list(PROMPTS[1]), "max_tokens": MAX_TOKENS})
     completion = read_completion(body)
     async with open_pair(executor) as (prefill, decode):
-        prefilled = await answer_completion(prefill, "r", prefill_body(completion))
+        prefilled = await answer_completion(prefill, "r", prefill_body(completion, "/v1/completions"))
         params = read_params(prefilled.body)
         assert params is not None
         answered = await answer_completion(decode, "r", decode_body(completion, params))

@@ -34,6 +34,7 @@ WIRE = {
     "kvflow/tools/proxy/completions.py": [
         completions._LongFields,
         completions._PrefillAnswer,
+        completions._ErrorAnswer,
         completions._TransferParams,
     ],
     "kvflow/tools/demo/engine.py": [

@@ -7,10 +7,13 @@ import msgspec
 import pytest
 
 from kvflow.tools.proxy.completions import (
+    ONE_TOKEN,
     OTHERS_BYTES_MAX,
     PARAMS,
     RequestMalformed,
+    StreamErrors,
     decode_body,
+    error_message,
     prefill_body,
     read_completion,
     read_params,
@@ -20,8 +23,8 @@ from kvflow.tools.proxy.completions import (
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def prefilled(**fields):
-    return json.loads(prefill_body(read_completion(json.dumps(fields).encode())))
+def prefilled(path="/v1/completions", **fields):
+    return json.loads(prefill_body(read_completion(json.dumps(fields).encode()), path))
 
 
 @pytest.mark.parametrize(
@@ -30,7 +33,7 @@ def prefilled(**fields):
         ({}, {"max_tokens": 1}),
         ({"max_tokens": None}, {"max_tokens": 1}),
         ({"max_tokens": 1}, {"max_tokens": 1}),
-        ({"max_tokens": 64, "min_tokens": 8, "n": 4}, {"max_tokens": 1, "min_tokens": 1, "n": 1}),
+        ({"max_tokens": 64, "min_tokens": 8, "n": 4}, {"max_tokens": 1, "n": 1}),
         ({"max_completion_tokens": 64}, {"max_completion_tokens": 1, "max_tokens": 1}),
         ({"stream": True, "stream_options": {"include_usage": True}}, {"stream": False, "max_tokens": 1}),
         ({"stream": False}, {"stream": False, "max_tokens": 1}),
@@ -43,23 +46,75 @@ def test_a_prefill_server_is_asked_for_one_token_and_its_cache(asked, sent):
     assert prefilled(prompt="a", **asked) == {"prompt": "a", **sent, PARAMS: OFFER}
 
 
+@pytest.mark.parametrize("value", ["500", 5e2, 500, 3.0, "true", True, 1, 0, -1, None, [], {"a": 1}], ids=repr)
+@pytest.mark.parametrize("path", ONE_TOKEN)
+def test_no_type_of_json_makes_a_prefill_server_do_more(path, value):
+    """A server may take a text for a number: whatever the client sends is replaced, not read."""
+    trimmed = ("max_tokens", "max_output_tokens", "max_completion_tokens", "n", "stream", "background", "store")
+    sent = prefilled(path, **dict.fromkeys((*trimmed, "min_tokens", "stream_options"), value))
+    asked = dict.fromkeys(ONE_TOKEN[path], 1) | {
+        "max_completion_tokens": 1,
+        "n": 1,
+        "stream": False,
+        "background": False,
+    }
+    asked |= {"store": False} if path == "/v1/responses" else {}
+    assert {name: sent[name] for name in asked} == asked
+    assert all(type(sent[name]) is type(asked[name]) for name in asked)
+    assert not {"min_tokens", "stream_options"} & sent.keys()
+
+
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"max_tokens": "x"},
-        {"max_tokens": -1},
-        {"max_tokens": 0},
-        {"max_tokens": 2.5},
-        {"max_tokens": True},
-        {"max_tokens": 1, "n": 0},
-        {"max_tokens": 1, "min_tokens": []},
-        {"max_tokens": 1, "stream_options": {}},
-        {"max_tokens": 1, "stream": "yes"},
-    ],
-    ids=str,
+    ("path", "limit"),
+    [("/v1/responses", {"max_output_tokens": 1, "store": False}), ("/v1/messages", {"max_tokens": 1})],
 )
-def test_what_is_wrong_stays_wrong_for_the_prefill_server_to_refuse(wrong):
-    assert prefilled(prompt="a", **wrong) == {"prompt": "a", **wrong, PARAMS: OFFER}
+def test_each_api_names_its_limit_of_tokens(path, limit):
+    assert prefilled(path, input="a", system="b") == {"input": "a", "system": "b", **limit, PARAMS: OFFER}
+
+
+ERRORS = [
+    b'data: {"error": {"message": "no"}}\n\n',
+    b'data: {"error":{"message":"no"}}\r\n\r\n',
+    b'event: error\ndata: {"type": "error", "error": {"message": "no"}}\n\n',
+    b'event: response.failed\ndata: {"response": {"error": {"message": "no"}}}\n\n',
+]
+NO_ERRORS = [
+    b'data: {"error": null, "text": "x"}\n\n',
+    b'data: {"text": "data: {\\"error\\": {}}\\nevent: error"}\n\n',
+    b'event: message_delta\ndata: {"text": "event: error"}\n\n',
+]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_an_error_in_a_stream_is_found_however_it_is_cut(error, size):
+    found = StreamErrors()
+    text = b"".join(NO_ERRORS) + error + b"data: [DONE]\n\n"
+    pieces = [text[begin : begin + size] for begin in range(0, len(text), size)]
+    assert [each for each in map(found.find, pieces) if each]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_words_in_a_stream_are_no_error(size):
+    found = StreamErrors()
+    text = b"".join(NO_ERRORS) + b"data: " + b"x" * 5000 + b'"error": 1\n\n'
+    assert not any(found.find(text[begin : begin + size]) for begin in range(0, len(text), size))
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b'{"error": {"message": "out of memory", "code": 500}}', "out of memory"),
+        (b"<html>", "<html>"),
+        (b"\xff" * 2, "\ufffd\ufffd"),
+        (b'{"error": "x"}', '{"error": "x"}'),
+        (b"x" * 9000, "x" * 500),
+        (b'{"error": {"message": "kv_transfer_params: {mac: 5a}"}}', ""),
+    ],
+    ids=["vLLM", "HTML", "bytes", "text", "long", "a ticket"],
+)
+def test_what_a_server_says_of_its_failure_is_short_and_no_ticket(answer, message):
+    assert error_message(answer) == message
 
 
 def test_fields_and_ticket_reach_the_decode_server_byte_for_byte():
@@ -111,6 +166,9 @@ def test_an_answer_without_a_ticket_has_none(answer):
         ({"prompt": ["one", "two"]}, True),
         ({"prompt": [[1], [2]]}, True),
         ({"prompt": "one", "prompt_embeds": "AAAA"}, True),
+        ({"input": "one"}, False),
+        ({"input": [{"role": "user", "content": "a"}], "previous_response_id": None}, False),
+        ({"input": "one", "previous_response_id": "resp_1"}, True),
     ],
     ids=str,
 )
@@ -118,7 +176,7 @@ def test_only_one_prompt_can_have_a_ticket(fields, alone):
     assert bool(read_completion(json.dumps(fields).encode()).alone) is alone
 
 
-@pytest.mark.parametrize("name", ["prompt", "messages", "prompt_embeds"])
+@pytest.mark.parametrize("name", ["prompt", "messages", "prompt_embeds", "input", "instructions", "system"])
 def test_what_the_model_is_given_may_be_long(name):
     assert read_completion(json.dumps({name: "x" * (OTHERS_BYTES_MAX + 1)}).encode()).fields
 

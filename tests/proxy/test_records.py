@@ -118,10 +118,18 @@ async def test_a_client_that_hangs_up_is_recorded_with_phase_and_bytes(phase, lo
     assert REMEDIES[Outcome.CLIENT_LOST][:150] in lines
 
 
-async def test_a_client_that_hangs_up_after_the_last_event_has_its_answer(log):  # noqa: F811
-    async with open_rig(decode=[stream(b"data: 1\n\n", b"data: [DONE]\n\n", asyncio.Event())]) as rig:
+@pytest.mark.parametrize(
+    "last",
+    [
+        b"data: [DONE]\n\n",
+        b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+        b'event: response.completed\ndata: {"response":{}}\n\n',
+    ],
+)
+async def test_a_client_that_hangs_up_after_the_last_event_has_its_answer(last, log):  # noqa: F811
+    async with open_rig(decode=[stream(b"data: 1\n\n", last, asyncio.Event())]) as rig:
         async with rig.post(stream=True) as answer:
-            while not (await answer.content.readany()).endswith(b"data: [DONE]\n\n"):
+            while not (await answer.content.readany()).endswith(last):
                 pass
             answer.close()
         record = await only(log)
@@ -158,6 +166,25 @@ async def test_a_stream_that_breaks_off_is_recorded_with_server_and_bytes(log): 
     assert request.total_s == pytest.approx(record["elapsed_s"])
     assert f"{record['sent_bytes']} B of the answer, stream_broken in answer" in request.title
     assert f"stream_broken in answer at {rig.decode[0].url}" in lines
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("/v1/completions", b'data: {"error": {"message": "load failed", "code": 500}}\n\n'),
+        ("/v1/chat/completions", b'data: {"error": {"message": "load failed", "code": 500}}\n\n'),
+        ("/v1/messages", b'event: error\ndata: {"type":"error","error":{"message":"load failed"}}\n\n'),
+        ("/v1/responses", b'event: response.failed\ndata: {"response":{"error":{"message":"load failed"}}}\n\n'),
+    ],
+)
+async def test_a_stream_with_an_error_has_failed(path, error, log):  # noqa: F811
+    async with open_rig(decode=[stream(b"data: 1\n\n", error, b"data: [DONE]\n\n")]) as rig:
+        status, body = await rig.send(path, stream=True)
+        record = await only(log)
+    assert (status, body) == (200, b"data: 1\n\n" + error + b"data: [DONE]\n\n")
+    assert (record["event"], record["level"], record["code"]) == ("request.failed", "warning", "decode_failed")
+    assert "load failed" in record["detail"]
+    assert record["decode_server"] == rig.decode[0].url
 
 
 @pytest.mark.parametrize(

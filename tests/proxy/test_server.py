@@ -6,10 +6,12 @@ import json
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
+import msgspec
 import pytest
 
 from kvflow.tools.proxy import ProxyConfig
-from kvflow.tools.proxy.server import open_proxy
+from kvflow.tools.proxy.completions import ONE_TOKEN
+from kvflow.tools.proxy.server import ASKED_OF_ONE, TOLD_BY_ONE, open_proxy
 from tests.ports import free_port
 
 from .upstream import DECODED, PREFILLED, TICKET, hang, hang_up, open_upstream, stream, text
@@ -63,14 +65,14 @@ async def open_rig(*, prefill=(PREFILLED,), decode=(DECODED,), **settings):
         yield Rig(*sides, f"http://{address}", session)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ONE_TOKEN)
 async def test_a_ticket_goes_from_server_to_server_unchanged_and_no_further(path):
     async with open_rig() as rig:
         status, body = await rig.send(path)
         assert (status, body) == (200, b'{"id":"cmpl-1","choices":[{"text":"b"}]}')
         [prefill], [decode] = rig.prefill, rig.decode
         [asked] = map(json.loads, prefill.bodies)
-        assert asked["max_tokens"] == 1
+        assert {name: asked[name] for name in ONE_TOKEN[path]} == json.loads(msgspec.json.encode(ONE_TOKEN[path]))
         assert asked["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
         [sent] = decode.bodies
         assert b'"kv_transfer_params":' + TICKET.encode() in sent
@@ -160,12 +162,32 @@ async def test_what_a_prefill_server_refuses_nobody_else_is_asked(status):
         assert not rig.decode[0].bodies
 
 
-@pytest.mark.parametrize("status", [400, 404, 429, 500, 503])
+@pytest.mark.parametrize("status", [400, 404, 429])
 async def test_what_a_decode_server_refuses_is_passed_on(status):
     refusal = '{"error": {"message": "no"}}'
     async with open_rig(decode=[text(refusal, status), DECODED]) as rig:
         assert await rig.send() == (status, refusal.encode())
         assert not rig.decode[1].bodies
+
+
+@pytest.mark.parametrize("status", [500, 503])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_client_learns_which_decode_server_failed_and_what_it_said(status, streamed):
+    async with open_rig(decode=[text('{"error": {"message": "no room"}}', status), DECODED]) as rig:
+        found, body = await rig.send(stream=streamed)
+        error = json.loads(body)["error"]
+        assert (found, error["code"], error["type"]) == (status, "decode_failed", "server_error")
+        assert error["message"].startswith(f"the decode server {rig.decode[0].url} failed: ")
+        assert "no room" in error["message"]
+        assert not rig.decode[1].bodies
+
+
+@pytest.mark.parametrize("path", ASKED_OF_ONE)
+async def test_what_needs_no_cache_is_asked_of_one_server(path):
+    async with open_rig() as rig:
+        assert (await rig.send(path))[0] == 200
+        assert not rig.prefill[0].bodies
+        assert [json.loads(body) for body in rig.decode[0].bodies] == [ASKED]
 
 
 async def test_an_error_that_quotes_the_ticket_does_not_reach_the_client():
@@ -278,11 +300,12 @@ async def test_health_tells_who_lives_and_whether_a_request_would_be_answered(pr
         assert sorted(found["decode"].values()) == sorted(each is not None for each in decode)
 
 
-async def test_models_are_those_of_a_decode_server_that_lives():
+@pytest.mark.parametrize("path", TOLD_BY_ONE)
+async def test_models_are_those_of_a_decode_server_that_lives(path):
     async with open_rig(decode=[None, DECODED]) as rig:
-        assert json.loads((await rig.get("/v1/models"))[1])["data"] == [{"id": "tiny"}]
+        assert json.loads((await rig.get(path))[1])["data"] == [{"id": "tiny"}]
     async with open_rig(decode=[None]) as rig:
-        assert (await rig.get("/v1/models"))[0] == 502
+        assert (await rig.get(path))[0] == 502
 
 
 @pytest.mark.parametrize(("path", "status"), [("/metrics", 404), ("/v1/completions", 405)])

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from kvflow.tools.proxy.completions import ONE_TOKEN
+from kvflow.tools.proxy.server import ASKED_OF_ONE, TOLD_BY_ONE
+
 TICKET = '{"do_remote_prefill" : true, "do_remote_decode":false, "kvflow": {"epoch":"18446744073709551615","mac":"5a"}}'
 """Spaced as no encoder would: who reads and writes it again changes it."""
 
@@ -101,10 +104,9 @@ async def open_upstream(behavior: Behavior, routes: Sequence[web.RouteDef] = ())
         return web.Response()
 
     app = web.Application()
-    app.add_routes(
-        [web.post("/v1/completions", upstream.complete), web.post("/v1/chat/completions", upstream.complete)]
-    )
-    app.add_routes([web.get("/v1/models", models), web.get("/health", health)])
+    app.add_routes([web.post(path, upstream.complete) for path in (*ONE_TOKEN, *ASKED_OF_ONE)])
+    app.add_routes([web.get(path, models) for path in TOLD_BY_ONE])
+    app.add_routes([web.get("/health", health)])
     app.add_routes(routes)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0)
     await runner.setup()

@@ -2,6 +2,7 @@
 
 import io
 import json
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 
@@ -23,10 +24,13 @@ from .clients import (
     completed,
     hang_up,
     moved,
+    text_of,
     tokens_of,
 )
+from .engines import ANSWER_S
 from .howto import PROXY_PORT, blocks, log_line
 from .prompts import prompt_of
+from .servers import fetch
 from .tiny_models import VOCABULARY
 
 LENGTHS = (3, 128, 150, 333, 512, 700)
@@ -124,6 +128,67 @@ def test_concurrent_streams_match_one_server_and_transfers_are_counted(settled):
         assert pull["event"] == "transfer.completed"
         assert pull["request_id"].startswith(f"cmpl-{name}-0-")
         assert leases[pull["request_id"]]["outcome"] == "released"
+
+
+APIS = {
+    "/v1/responses": ("input", "max_output_tokens", {"include": ["message.output_text.logprobs"], "top_logprobs": 1}),
+    "/v1/messages": ("messages", "max_tokens", {}),
+}
+"""Path -> the fields of the prompt and of the limit, and further ones that show each token."""
+
+
+def talked(deployment, server, path, prompt, **fields):
+    """Return the text of an answer of another API, its tokens if it names them, and how many there were."""
+    asking, limit, extra = APIS[path]
+    said = [{"role": "user", "content": prompt}] if asking == "messages" else prompt
+    asked = {"model": deployment.model, asking: said, limit: TOKENS, "temperature": 0, **extra, **fields}
+    request = urllib.request.Request(
+        server.url + path, json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        content = answer.read()
+    if not asked.get("stream"):
+        answer = json.loads(content)
+        parts = answer["content"] if asking == "messages" else answer["output"][0]["content"]
+        tokens = [each["bytes"] for part in parts for each in part.get("logprobs") or ()]
+        assert answer.get("kv_transfer_params") is None
+        return "".join(part["text"] for part in parts), tokens, answer["usage"]["output_tokens"]
+    events = [json.loads(line[5:]) for line in content.splitlines() if line.startswith(b"data: {")]
+    deltas = [event["delta"] for event in events if "delta" in event]
+    return "".join(each if isinstance(each, str) else each.get("text", "") for each in deltas)
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_the_other_apis_say_through_the_proxy_what_one_server_says(settled, path):
+    prompt = text_of(300, f"api {path}")
+    before = moved(settled)
+    alone = talked(settled, settled.alone, path, prompt)
+    _, tokens, number = alone
+    assert number == TOKENS
+    assert len(tokens) == (TOKENS if path == "/v1/responses" else 0)
+    assert talked(settled, settled.proxy, path, prompt) == alone
+    assert talked(settled, settled.proxy, path, text_of(300, f"api {path}, again"), stream=True) == talked(
+        settled, settled.alone, path, text_of(300, f"api {path}, again"), stream=True
+    )
+    settled.decode.wait_metric(before[0] + 2, TRANSFERS)
+    settled.prefill.wait_metric(before[3] + 2, LEASES, **RELEASED)
+
+
+def test_what_needs_no_cache_is_answered_by_the_decode_server(settled):
+    transfers = settled.decode.metric(TRANSFERS)
+    assert fetch(f"{settled.proxy.url}/version") == fetch(f"{settled.decode.url}/version")
+    counted = []
+    for server in (settled.decode, settled.proxy):
+        for path, fields in (
+            ("/tokenize", {"prompt": "a cache that travels"}),
+            ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a cache"}]}),
+        ):
+            body = json.dumps({"model": settled.model, **fields}).encode()
+            request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+                counted.append(json.loads(answer.read()))
+    assert counted[:2] == counted[2:]
+    assert settled.decode.metric(TRANSFERS) == transfers
 
 
 def test_several_prompts_in_one_request_are_continued_as_by_one_server(settled):

@@ -347,8 +347,8 @@ def add_proxy(commands: Subparsers) -> None:
         commands,
         "proxy",
         summary="send completions to a prefill server, then to a decode server",
-        description="Serve the completions API of OpenAI. Send each request to a prefill server first, and then, with "
-        "the transfer parameters of its answer, to a decode server. Servers of one kind take turns.",
+        description="Serve the APIs of OpenAI and Anthropic. Send each request to a prefill server first, and then, "
+        "with the transfer parameters of its answer, to a decode server. Servers of one kind take turns.",
         examples="kvflow proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --listen 127.0.0.1:8000",
     )
     for role in ("prefill", "decode"):

@@ -18,17 +18,39 @@ PARAMS = "kv_transfer_params"
 # Asks a prefill server to keep the cache of this prompt, and to answer where it is.
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 
-ONE_AT_MOST = ("max_tokens", "max_completion_tokens", "min_tokens", "n")
-
 NULL, FALSE, ONE, OFFERED = (Raw(msgspec.json.encode(value)) for value in (None, False, 1, OFFER))
 
-LONG: Final = ("prompt", "messages", "prompt_embeds")  # fields of any length, whose values are not read here
+# What a prefill server is always asked for, by path. The Responses API would keep the answer for later questions.
+ONE_TOKEN: Final = {
+    "/v1/completions": {"max_tokens": ONE},
+    "/v1/chat/completions": {"max_tokens": ONE},
+    "/v1/responses": {"max_output_tokens": ONE, "store": FALSE},
+    "/v1/messages": {"max_tokens": ONE},
+}
+# Likewise if the client sends them. Their values are not read: a server may understand more types of JSON than we do.
+REPLACED: Final = {"stream": FALSE, "n": ONE, "max_completion_tokens": ONE, "background": FALSE}
+DROPPED: Final = ("stream_options", "min_tokens")  # refused without a stream, and above one token
+
+# Fields of any length, whose values are not read here.
+LONG: Final = ("prompt", "messages", "prompt_embeds", "input", "instructions", "system")
 # All other fields together, with their names: tools and schemas have some hundred KiB. Reading each takes a microsecond
 # or more of the event loop.
 OTHERS_BYTES_MAX: Final = 1 << 20
 
 # Matches a list of anything but token ids; a list of token ids is one prompt.
 LIST_OF_PROMPTS: Final = re.compile(rb"\s*\[\s*[^\s\d\]-]")
+
+# Fields for which no prefill server is asked, and why.
+ALONE: Final = {
+    "prompt_embeds": "prompt_embeds may be a second prompt",
+    "previous_response_id": "only the decode server has the previous response",
+}
+
+# An error in a stream of each API: ``data: {"error": ...}``, ``event: error``, ``event: response.failed``.
+STREAM_ERROR: Final = re.compile(
+    rb"""^(?:data: ?\{\s*"error"\s*:\s*[^\sn]|event: ?(?:error|response\.failed)\r?\n).{0,500}""", re.MULTILINE
+)
+LINE_BYTES: Final = 64  # of a line, in which an error shows
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -48,10 +70,21 @@ class _LongFields(Struct, frozen=True):
     prompt: Raw = NULL
     messages: Raw = NULL
     prompt_embeds: Raw = NULL
+    input: Raw = NULL
+    instructions: Raw = NULL
+    system: Raw = NULL
 
 
 class _PrefillAnswer(Struct, frozen=True):
     kv_transfer_params: Raw = NULL
+
+
+class _Error(Struct, frozen=True):
+    message: str
+
+
+class _ErrorAnswer(Struct, frozen=True):
+    error: _Error
 
 
 class _TransferParams(Struct, frozen=True):
@@ -79,19 +112,10 @@ def read_completion(body: bytes) -> Completion:
         raise RequestMalformed(f"the body is not a JSON object that can be read: {error}") from error
 
 
-def prefill_body(completion: Completion) -> bytes:
-    """Return the body for a prefill server: the same prompt, one token, and ``OFFER``.
-
-    Invalid values stay, so that the prefill server refuses them: if only the decode server did, the cache would be
-    kept for nothing.
-    """
-    fields = {name: _one_at_most(name, value) for name, value in completion.fields.items()}
-    if _value(fields, "max_tokens") is None:
-        fields["max_tokens"] = ONE
-    if _value(fields, "stream") is True:
-        fields.pop("stream_options", None)  # refused without a stream
-        fields["stream"] = FALSE
-    return msgspec.json.encode({**fields, PARAMS: OFFERED})
+def prefill_body(completion: Completion, path: str) -> bytes:
+    """Return the body for a prefill server: the same prompt, one token, and ``OFFER``."""
+    fields = {name: REPLACED.get(name, value) for name, value in completion.fields.items() if name not in DROPPED}
+    return msgspec.json.encode({**fields, **ONE_TOKEN[path], PARAMS: OFFERED})
 
 
 def decode_body(completion: Completion, params: Raw | None) -> bytes:
@@ -124,9 +148,34 @@ def without_params(answer: bytes, *, failed: bool) -> bytes:
     return error_body("the decode server refused the request") if failed and name in kept else kept
 
 
-def error_body(message: str, kind: str = "server_error") -> bytes:
+def error_body(message: str, kind: str = "server_error", code: str | None = None) -> bytes:
     """Return an error as OpenAI's clients expect it."""
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": None}})
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+def error_message(answer: bytes) -> str:
+    """Return the message of a server's error, or the beginning of what it says; empty if that may have a ticket."""
+    if PARAMS.encode() in answer:
+        return ""
+    try:
+        message = msgspec.json.decode(answer, type=_ErrorAnswer).error.message
+    except UNREADABLE:
+        message = answer[:ERROR_CHARACTERS_MAX].decode(errors="replace")
+    return shown_error(message)
+
+
+class StreamErrors:
+    """Finds the first error among the events of a stream, however they are cut into pieces."""
+
+    def __init__(self) -> None:
+        self._line = b""  # the beginning of the last line
+
+    def find(self, piece: bytes) -> str:
+        """Take one piece; return the event of an error that begins in it, or an empty text."""
+        text = self._line + piece
+        self._line = text[text.rfind(b"\n") + 1 :][:LINE_BYTES]
+        found = STREAM_ERROR.search(text)
+        return found[0].decode(errors="replace") if found else ""
 
 
 def _why_alone(fields: dict[str, Raw]) -> str:
@@ -134,8 +183,9 @@ def _why_alone(fields: dict[str, Raw]) -> str:
 
     A server answers one ticket for all prompts of a request: that of the first.
     """
-    if bytes(fields.get("prompt_embeds", NULL)) != bytes(NULL):
-        return "prompt_embeds may be a second prompt"
+    for name, reason in ALONE.items():
+        if bytes(fields.get(name, NULL)) != bytes(NULL):
+            return reason
     prompt = fields.get("prompt", NULL)
     if LIST_OF_PROMPTS.match(prompt):
         try:
@@ -143,13 +193,6 @@ def _why_alone(fields: dict[str, Raw]) -> str:
         except msgspec.ValidationError:
             return "there are several prompts, and one ticket"
     return ""
-
-
-def _one_at_most(name: str, value: Raw) -> Raw:
-    if name not in ONE_AT_MOST:
-        return value
-    number = msgspec.json.decode(value)
-    return ONE if type(number) is int and number > 1 else value
 
 
 def _value(fields: dict[str, Raw], name: str) -> Any:

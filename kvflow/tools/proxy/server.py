@@ -1,12 +1,13 @@
 """A proxy for disaggregated prefill: each request goes to a prefill server, then with its ticket to a decode server.
 
-Clients see one OpenAI-compatible server. If a prefill server fails, the proxy asks the next one; if all fail, the
-decode server computes the prompt. The proxy forwards a server's error message for a wrong request unchanged. If a
-client hangs up, the proxy ends its request on the servers. A slow client holds one of ``--requests-max`` places until
-its time is up.
+Clients see one server with the APIs of OpenAI and Anthropic. If a prefill server fails, the proxy asks the next one; if
+all fail, the decode server computes the prompt. The proxy forwards a server's error message for a wrong request
+unchanged. If a client hangs up, the proxy ends its request on the servers. A slow client holds one of
+``--requests-max`` places until its time is up.
 """
 
 import asyncio
+import re
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Iterator
@@ -23,19 +24,23 @@ from msgspec import Raw, Struct
 from kvflow.observability.logs import record_logger
 from kvflow.tools.proxy import ProxyConfig
 from kvflow.tools.proxy.completions import (
+    ONE_TOKEN,
     Completion,
     Outcome,
     RequestMalformed,
     RequestRecord,
+    StreamErrors,
     decode_body,
     error_body,
+    error_message,
     prefill_body,
     read_completion,
     read_params,
     without_params,
 )
 
-PATHS: Final = ("/v1/completions", "/v1/chat/completions")
+ASKED_OF_ONE: Final = ("/v1/embeddings", "/v1/messages/count_tokens", "/tokenize")  # a decode server answers alone
+TOLD_BY_ONE: Final = ("/v1/models", "/version")
 
 CONNECT_S: Final = 10.0
 HEALTH_S: Final = 5.0
@@ -45,7 +50,9 @@ GRACE_S: Final = 10.0  # for requests in flight when the proxy stops
 LINGER_S: Final = 1.0
 PIECE_BYTES: Final = 64 << 10  # part of an answer that a client must take within ``write_timeout_s``
 
-LAST_EVENT: Final = b"data: [DONE]\n\n"
+LAST_EVENT: Final = re.compile(
+    rb"""(?:data: \[DONE\]|event: (?:message_stop|response\.completed)\r?\ndata: .*)\r?\n\r?\n\Z"""
+)
 
 REQUEST_ID: Final = "X-Request-Id"  # vLLM derives its own name of a request from it: the logs of both servers have it
 REQUEST_ID_CHARACTERS_MAX: Final = 128
@@ -162,10 +169,12 @@ class Proxy:
     ) -> Raw | _PrefillRefusal | None:
         """Have a prompt computed; return its ticket, or None if the decode server must compute the prompt."""
         log = _log.bind(request_id=record.request_id)
+        if path not in ONE_TOKEN:
+            return None
         if completion.alone:
             log.info("prefill.left_out", reason=completion.alone)
             return None
-        body = prefill_body(completion)
+        body = prefill_body(completion, path)
         for server in _in_turn(self._prefill):
             record.prefill_server = server
             try:
@@ -204,9 +213,10 @@ class Proxy:
                 log.warning("decode.unreachable", server=server, error=record.attempt_failed("decode", error))
             except UPSTREAM_ERRORS as error:
                 log.warning("decode.failed", server=server, error=record.fail(Outcome.DECODE_FAILED, error))
-                return _failure(502, "the decode server failed")
-        record.fail(Outcome.DECODE_UNREACHABLE, "no decode server can be reached")
-        return _failure(502, "no decode server can be reached")
+                return _failure(502, f"the decode server {server} failed", code=Outcome.DECODE_FAILED)
+        unreachable = "no decode server can be reached"
+        record.fail(Outcome.DECODE_UNREACHABLE, unreachable)
+        return _failure(502, unreachable, code=Outcome.DECODE_UNREACHABLE)
 
     async def _pass_on(
         self, request: web.Request, answer: aiohttp.ClientResponse, record: RequestRecord
@@ -215,20 +225,27 @@ class Proxy:
 
         Raises ``UPSTREAM_ERRORS`` if the server fails before anything was given.
         """
-        response = web.StreamResponse(status=answer.status, headers={REQUEST_ID: record.request_id})
-        if answer.status >= 500:
-            record.fail(Outcome.DECODE_FAILED, f"it answered HTTP {answer.status}")
+        redirected = 300 <= answer.status < 400  # which is not followed
+        status = 502 if redirected else answer.status
+        response = web.StreamResponse(status=status, headers={REQUEST_ID: record.request_id})
+        if status >= 500:
+            said = error_message(await self._read(answer))
+            shown = record.fail(Outcome.DECODE_FAILED, f"it answered HTTP {answer.status}: {said}")
+            message = f"the decode server {record.decode_server} failed: {shown}"
+            return await self._give(request, response, error_body(message, code=Outcome.DECODE_FAILED), record)
         if answer.content_type == JSON:
             content = without_params(await self._read(answer), failed=answer.status >= 400)
             return await self._give(request, response, content, record)
         response.headers["Content-Type"] = answer.headers.get("Content-Type", "application/octet-stream")
-        record.status = answer.status
+        record.status, errors = answer.status, StreamErrors()
         with _ending_with_client(request, record):
             try:
                 await self._write(response.prepare(request))
                 async for chunk in answer.content.iter_any():
                     record.on_bytes()
-                    record.ended = chunk.endswith(LAST_EVENT)
+                    record.ended = LAST_EVENT.search(chunk) is not None
+                    if error := errors.find(chunk):
+                        record.fail(Outcome.DECODE_FAILED, error)
                     await self._write_pieces(response, chunk, record)
                 await self._write(response.write_eof())
             except UPSTREAM_ERRORS as error:
@@ -274,8 +291,8 @@ class Proxy:
                 raise _AnswerTooLong(f"more than {self._config.body_bytes_max} bytes")
         return bytes(content)
 
-    async def models(self, request: web.Request) -> web.StreamResponse:
-        """Answer the models of a decode server."""
+    async def ask_one(self, request: web.Request) -> web.StreamResponse:
+        """Answer what a decode server says of itself."""
         headers, timeout = _headers(request), aiohttp.ClientTimeout(total=HEALTH_S)
         with self._admitted():
             for server in list(self._decode):
@@ -323,8 +340,9 @@ async def open_proxy(config: ProxyConfig, host: str, port: int) -> AsyncIterator
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
         proxy = Proxy(config, session)
         app = web.Application(middlewares=[proxy.admit], client_max_size=config.body_bytes_max)
-        app.add_routes([web.post(path, proxy.complete) for path in PATHS])
-        app.add_routes([web.get("/v1/models", proxy.models), web.get("/health", proxy.health)])
+        app.add_routes([web.post(path, proxy.complete) for path in (*ONE_TOKEN, *ASKED_OF_ONE)])
+        app.add_routes([web.get(path, proxy.ask_one) for path in TOLD_BY_ONE])
+        app.add_routes([web.get("/health", proxy.health)])
         runner = web.AppRunner(
             app,
             handler_cancellation=True,
@@ -380,5 +398,5 @@ def _headers(request: web.Request) -> dict[str, str]:
     return {**given, REQUEST_ID: own, "Content-Type": JSON, "Accept-Encoding": "identity"}
 
 
-def _failure(status: int, message: str, kind: str = "server_error") -> web.Response:
-    return web.Response(status=status, body=error_body(message, kind), content_type=JSON)
+def _failure(status: int, message: str, kind: str = "server_error", code: str | None = None) -> web.Response:
+    return web.Response(status=status, body=error_body(message, kind, code), content_type=JSON)
