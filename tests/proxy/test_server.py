@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 
 from kvflow.tools.proxy import ProxyConfig
 from kvflow.tools.proxy.completions import ONE_TOKEN
@@ -180,6 +181,30 @@ async def test_a_client_learns_which_decode_server_failed_and_what_it_said(statu
         assert error["message"].startswith(f"the decode server {rig.decode[0].url} failed: ")
         assert "no room" in error["message"]
         assert not rig.decode[1].bodies
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+async def test_no_server_sends_a_prompt_elsewhere(status):
+    """A server that answers with a redirect has failed: nobody follows it."""
+    elsewhere = []
+
+    async def secret(request):
+        elsewhere.append(request.path)
+        return web.json_response({"kv_transfer_params": json.loads(TICKET)})
+
+    async with open_upstream(secret) as other:
+        redirecting = type("Redirecting", (web.HTTPException,), {"status_code": status})
+
+        async def redirect(request):
+            raise redirecting(headers={"Location": other.url + request.path})
+
+        async with open_rig(prefill=[redirect, PREFILLED]) as rig:
+            assert (await rig.send())[0] == 200
+            assert len(rig.prefill[1].bodies) == 1
+        async with open_rig(decode=[redirect]) as rig:
+            found, body = await rig.send()
+            assert (found, json.loads(body)["error"]["code"]) == (502, "decode_failed")
+    assert not elsewhere
 
 
 @pytest.mark.parametrize("path", ASKED_OF_ONE)

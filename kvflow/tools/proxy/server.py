@@ -179,20 +179,20 @@ class Proxy:
             record.prefill_server = server
             try:
                 async with self._session.post(
-                    server + path, data=body, headers=headers, timeout=self._prefill_timeout
+                    server + path, data=body, headers=headers, timeout=self._prefill_timeout, allow_redirects=False
                 ) as answer:
                     content = await self._read(answer)
             except UPSTREAM_ERRORS as error:
                 log.warning("prefill.failed", server=server, error=record.attempt_failed("prefill", error))
                 continue
-            if answer.status < 400:
+            if answer.status < 300:
                 params = read_params(content)
                 if params is None:
                     record.attempt_failed("prefill", "it answered no ticket")
                     log.warning("prefill.no_ticket", server=server)
                 return params
             record.attempt_failed("prefill", f"HTTP {answer.status}")
-            if answer.status < 500:
+            if 400 <= answer.status < 500:
                 return _PrefillRefusal(answer.status, content)
             log.warning("prefill.failed", server=server, status=answer.status)
         return None
@@ -206,7 +206,11 @@ class Proxy:
             record.decode_server = server
             try:
                 async with self._session.post(
-                    server + request.path, data=body, headers=headers, timeout=self._decode_timeout
+                    server + request.path,
+                    data=body,
+                    headers=headers,
+                    timeout=self._decode_timeout,
+                    allow_redirects=False,
                 ) as answer:
                     return await self._pass_on(request, answer, record)
             except NOT_CONNECTED as error:  # so it has not used the ticket
@@ -297,7 +301,9 @@ class Proxy:
         with self._admitted():
             for server in list(self._decode):
                 try:
-                    async with self._session.get(server + request.path, headers=headers, timeout=timeout) as answer:
+                    async with self._session.get(
+                        server + request.path, headers=headers, timeout=timeout, allow_redirects=False
+                    ) as answer:
                         content = await self._read(answer)
                 except UPSTREAM_ERRORS as error:
                     _log.warning("decode.failed", server=server, error=repr(error))
@@ -322,8 +328,9 @@ class Proxy:
 
     async def _lives(self, server: str) -> bool:
         try:
-            async with self._session.get(f"{server}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_S)) as answer:
-                return answer.status < 400
+            timeout = aiohttp.ClientTimeout(total=HEALTH_S)
+            async with self._session.get(f"{server}/health", timeout=timeout, allow_redirects=False) as answer:
+                return answer.status < 300
         except UPSTREAM_ERRORS:
             return False
 
