@@ -111,6 +111,8 @@ class FailureCode(StrEnum):
 class KvflowError(Exception):
     """Any error of kvflow.
 
+    What others said, and no terminal could print, is escaped: an error is one line.
+
     Attributes:
         message: what happened.
         remedy: one sentence that says what to do.
@@ -123,7 +125,7 @@ class KvflowError(Exception):
     default_remedy: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        self.remedy = self.remedy or self.default_remedy
+        self.message, self.remedy = escaped(self.message), escaped(self.remedy or self.default_remedy)
         super().__init__(self.message)
 
     def __repr__(self) -> str:
@@ -437,6 +439,13 @@ def quoted(text: str, length: int = 80) -> str:
         half = (length - 3) // 2
         text = f"{text[:half]}...{text[-half:]}"
     return repr(text)
+
+
+def escaped(text: str) -> str:
+    """Return text without what moves a cursor or ends a line: peers and clients choose parts of it."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def shown(value: object) -> str:

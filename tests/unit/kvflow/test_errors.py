@@ -114,6 +114,20 @@ def test_a_failed_transfer_says_whose_it_was_and_whether_blocks_must_wait(kind):
     assert not kind("what happened").quarantined
 
 
+HOSTILE = "\x1b]0;PWNED\x07\x1b[2J\nkvflow: all is well\u202e\u2028\ud800"
+
+
+@pytest.mark.parametrize("part", ["message", "remedy"])
+def test_what_a_peer_says_is_one_printable_line(part):
+    error = errors.PeerLost(**{"message": "m", "peer": "p", part: HOSTILE})
+    assert str(error).isprintable()
+    assert HOSTILE.encode("unicode_escape").decode() in str(error)
+
+
+def test_what_can_be_printed_stays_as_it_is():
+    assert str(errors.PeerLost("é 漢字 \\x1b", peer="p", remedy="r")) == "é 漢字 \\x1b [peer_lost] r"
+
+
 def test_typed_attributes():
     mismatch = errors.LayoutMismatch("a.k.head_size", 64, 128)
     assert (mismatch.field, mismatch.source, mismatch.target) == ("a.k.head_size", 64, 128)

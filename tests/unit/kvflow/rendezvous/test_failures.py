@@ -33,6 +33,15 @@ def test_each_kind(error, kind):
         assert mapped.peer == PEER
 
 
+def test_what_the_peer_said_moves_no_cursor_and_ends_no_line():
+    """``kvflow inspect`` prints it, and vLLM's log has it."""
+    said = "\x1b]0;PWNED\x07\x1b[2J\nkvflow inspect: all is well"
+    for error in (theirs.ConnectionRefused("busy", said, remedy=said), theirs.ConnectionLost(said, remedy=said)):
+        text = str(as_kvflow_error(error, peer=PEER))
+        assert text.isprintable()
+        assert text.count(r"\x1b[2J\nkvflow inspect") == 2
+
+
 def test_what_the_peer_said_is_kept_and_said_once():
     refused = as_kvflow_error(theirs.ConnectionRefused("busy", "later, please"), peer=PEER)
     assert refused.refusal == "busy"
