@@ -54,6 +54,9 @@ is DEBUG if the worker is closing."""
 # Events that take time for each chunk and block of a pull. A hook that takes all events does not get these.
 COSTLY = (events.TransferTraced,)
 
+REPEATS_S = 10.0  # a warning is repeated at INFO for as long
+REPEATS_MAX = 1024  # warnings that are remembered: peers may have any number of names
+
 LEVEL_NAMES = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning"}
 
 Record = tuple[Event, Mapping[str, Any]]  # an event, and further fields of its record
@@ -73,6 +76,7 @@ PLAIN = re.compile(r"[\w./:@+%-]+\Z", re.ASCII)  # needs no quotes; a peer may c
 FIRST = ("request_id", "local_request_id", "code", "phase", "peer", "endpoint", "detail")
 LAST = ("engine_id", "rank", "remedy")
 ORDER = {key: place for place, key in enumerate(FIRST, -len(FIRST))} | {key: place for place, key in enumerate(LAST, 1)}
+FAILURE = ("code", "outcome", "peer", "endpoint")  # fields that tell one failure of one peer from others
 OMITTED = ("event", "level", "timestamp", "incarnation")
 
 _encoder = msgspec.json.Encoder(enc_hook=repr)
@@ -131,6 +135,31 @@ def logger_of(kind: type[Event]) -> logging.Logger:
     return logging.getLogger(f"kvflow.{event_name(kind).partition('.')[0]}")
 
 
+class Repeats:
+    """Holds back warnings: of one failure of one peer there is one in ``REPEATS_S``. Thread: any.
+
+    Args:
+        now: returns seconds of a monotonic clock.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._told: dict[tuple[object, ...], tuple[float, int]] = {}  # when each was last told, and how many followed
+
+    def level_of(self, *failure: object) -> tuple[int, dict[str, int]]:
+        """Count a warning; return its level, and as ``repeats`` how many like it were at INFO before."""
+        now = self._now()
+        told_at, repeats = self._told.pop(failure, (-REPEATS_S, 0))
+        if again := now - told_at < REPEATS_S:
+            repeats += 1
+        self._told[failure] = (told_at, repeats) if again else (now, 0)
+        if len(self._told) > REPEATS_MAX:
+            self._told.pop(next(iter(self._told), ()), None)
+        if again:
+            return logging.INFO, {}
+        return logging.WARNING, {"repeats": repeats} if repeats else {}
+
+
 class EventLog:
     """Writes the events of one worker to loggers of the standard library, below ``kvflow``.
 
@@ -147,6 +176,7 @@ class EventLog:
         self.identity = identity
         self._wall = wall
         self._top = logging.getLogger("kvflow")
+        self._repeats = Repeats()
 
     def __call__(self, event: Event, **context: Any) -> None:
         """Write one record, with the fields of the context."""
@@ -156,9 +186,12 @@ class EventLog:
         """Write the records of one moment."""
         wanted = []
         for event, context in records:
-            level, logger = _level_of(event), logger_of(type(event))
+            level, logger, more = _level_of(event), logger_of(type(event)), context
+            if level == logging.WARNING:
+                level, repeats = self._repeats.level_of(type(event), *(getattr(event, name, "") for name in FAILURE))
+                more = {**context, **repeats}
             if logger.isEnabledFor(level):
-                wanted.append((level, logger, event, context))
+                wanted.append((level, logger, event, more))
         if not wanted:
             return
         now = self._wall()

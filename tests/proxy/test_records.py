@@ -255,6 +255,18 @@ async def test_the_command_lists_them_among_the_failures(log, tmp_path, capsys):
     assert (span["name"], span["args"]["code"]) == ("broken", "stream_broken")
 
 
+async def test_a_server_that_is_down_is_warned_of_once_and_in_every_record(log):  # noqa: F811
+    async with open_rig(prefill=[None], decode=[text('{"error": {"message": "no"}}', 500)]) as rig:
+        for _ in range(20):
+            await rig.send()
+        await several(log, 20)
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    for event, number in (("prefill.failed", 20), ("request.failed", 20)):
+        found = [record["level"] for record in records if record["event"] == event]
+        assert found == ["warning", *["info"] * (number - 1)]
+    assert all(record["failed_attempts"] for record in records if record["event"] == "request.failed")
+
+
 async def test_requests_in_parallel_have_their_own_records(log):  # noqa: F811
     async with open_rig(prefill=[None, PREFILLED]) as rig:
         await asyncio.gather(*(rig.send() for _ in range(10)))

@@ -17,7 +17,7 @@ from kvflow import Ticket
 from kvflow.errors import BlockRangeMismatch, KvflowError
 from kvflow.integrations.vllm.blocks import TransferGroup, loaded_blocks
 from kvflow.integrations.vllm.messages import Cancel, Command, Fail, GiveBack, Keep, Load
-from kvflow.integrations.vllm.settings import logger
+from kvflow.integrations.vllm.settings import warn
 
 SAMPLE = re.compile(r"\d+_(?P<prompt>.+)", re.DOTALL)
 """vLLM's name of a sample: its number, then the name of the request. Other requests have no number in front."""
@@ -81,7 +81,7 @@ class Loading:
         The request is handled as a failed load, because vLLM accepts no other failure of a single request. ``wanted``
         are the tokens of its prompt; a ticket is verified, but useless to it, and released.
         """
-        logger.warning("kvflow: request %s is refused: %s", request_id, error)
+        warn("request %s is refused", request_id, error=error)
         self._loads[request_id] = _Load(wanted, refusal=error)
         if ticket is not None:
             self.give_back(request_id, ticket)
@@ -131,7 +131,7 @@ class Loading:
             self._commands.append(Load(request_id, load.ticket, block_ids))
         except KvflowError as error:
             if load.refusal is None:
-                logger.warning("kvflow: request %s cannot be loaded: %s", request_id, error)
+                warn("request %s cannot be loaded", request_id, error=error)
             fail = Fail(request_id, error.code, error.message, error.remedy)
             self._commands += [fail, *_releases(request_id, load)]
         load.loading = True

@@ -22,7 +22,7 @@ from kvflow.integrations.vllm.blocks import NULL_BLOCK, Digests, TransferGroup, 
 from kvflow.integrations.vllm.loading import SAMPLE
 from kvflow.integrations.vllm.messages import Admit, BlockIds, Command
 from kvflow.integrations.vllm.params import no_ticket_params, ticket_params
-from kvflow.integrations.vllm.settings import logger
+from kvflow.integrations.vllm.settings import logger, warn
 
 MintTickets = Callable[[Sequence[RankAddress]], TicketMint]
 AdmitEarly = Callable[[Ticket, int], None]  # ``EarlyAdmission.admit``
@@ -200,7 +200,7 @@ class Offering:
                 traceparent=origin.traceparent,
             )
         except KvflowError as error:
-            logger.warning("kvflow: request %s is not offered: %s", request_id, error)
+            warn("request %s is not offered", request_id, error=error)
             return None
         try:
             params = ticket_params(ticket)

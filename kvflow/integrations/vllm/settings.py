@@ -13,9 +13,29 @@ from msgspec import Struct
 
 from kvflow import WorkerConfig
 from kvflow.addresses import PORT_MAX, host_and_port
-from kvflow.errors import ConfigInvalid, suggest
+from kvflow.errors import ConfigInvalid, escaped, suggest
+from kvflow.observability.logs import Repeats
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
+_repeats = Repeats()
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    """Escape a message: routers and clients choose names of requests."""
+    record.msg, record.args = escaped(record.getMessage()), ()
+    return True
+
+
+logger.addFilter(_escape)
+
+
+def warn(text: str, *args: object, error: Exception) -> None:
+    """Warn of a request that has failed; at DEBUG if another has failed likewise a moment ago."""
+    level, repeats = _repeats.level_of(text, getattr(error, "code", type(error)), getattr(error, "peer", ""))
+    more = f" ({repeats['repeats']} more like this since the last message)" if repeats else ""
+    level = level if level == logging.WARNING else logging.DEBUG
+    logger.log(level, "kvflow: %s: %s%s", text % args, error, more)
+
 
 OWN_KEYS = frozenset({"enable_cross_layers_blocks", "log_file", "log_level", "offer"})
 """Settings of the connector; all other keys are settings of the worker."""

@@ -42,7 +42,7 @@ from kvflow.integrations.vllm.messages import (
     count_ends,
     empty_counters,
 )
-from kvflow.integrations.vllm.settings import logger
+from kvflow.integrations.vllm.settings import logger, warn
 
 if TYPE_CHECKING:
     from kvflow import KVCache  # loads torch
@@ -288,7 +288,7 @@ class RankWorker:
             futures = self._worker.pull_many([(each.ticket, each.block_ids, each.request_id) for each in commands])
         except Exception as error:  # noqa: BLE001 - as above
             for command in commands:
-                logger.warning("kvflow: the load of request %s failed: %s", command.request_id, error)
+                warn("the load of request %s failed", command.request_id, error=error)
                 count(self._counted(), "failed", error.code if isinstance(error, KvflowError) else DefectFound.code)
                 self._fail(command.request_id)
         else:
@@ -326,7 +326,7 @@ class RankWorker:
         if error is not None:
             self._failed.add(request_id)
             named = request_id, end.request_id, ticket.engine_id
-            logger.warning("kvflow: the load of request %s (%s of engine %s) failed: %s", *named, error)
+            warn("the load of request %s (%s of engine %s) failed", *named, error=error)
             if not isinstance(error, NOT_RELEASED):
                 self._release(request_id, ticket)
         elif lost:

@@ -13,6 +13,8 @@ import msgspec
 import structlog
 from msgspec import Raw, Struct, field, to_builtins
 
+from kvflow.observability.logs import Repeats
+
 PARAMS = "kv_transfer_params"
 
 # Asks a prefill server to keep the cache of this prompt, and to answer where it is.
@@ -281,7 +283,7 @@ class RequestRecord(Struct, kw_only=True):
             self.outcome, self.detail = outcome, shown
         return shown
 
-    def write(self, log: structlog.stdlib.BoundLogger) -> None:
+    def write(self, log: structlog.stdlib.BoundLogger, repeats: Repeats) -> None:
         """Log the record: ``request.answered``, or ``request.failed`` with a code and a remedy."""
         fields: dict[str, Any] = {
             "request_id": self.request_id,
@@ -302,8 +304,11 @@ class RequestRecord(Struct, kw_only=True):
             log.info("request.answered", **fields)
             return
         fields |= {"code": self.outcome.value, "detail": self.detail, "remedy": REMEDIES[self.outcome]}
-        write = log.info if self.outcome is Outcome.CLIENT_LOST else log.warning
-        write("request.failed", **fields)
+        if self.outcome is Outcome.CLIENT_LOST:
+            log.info("request.failed", **fields)
+            return
+        level, further = repeats.level_of(self.outcome, self.decode_server)
+        log.log(level, "request.failed", **fields, **further)
 
 
 def shown_error(error: object) -> str:

@@ -20,8 +20,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from msgspec import Raw, Struct
+from structlog.stdlib import BoundLogger
 
-from kvflow.observability.logs import record_logger
+from kvflow.observability.logs import Repeats, record_logger
 from kvflow.tools.proxy import ProxyConfig
 from kvflow.tools.proxy.completions import (
     ONE_TOKEN,
@@ -97,6 +98,7 @@ class Proxy:
         self._checking = asyncio.Lock()
         self._checked_at = -HEALTH_PAUSE_S
         self._alive: dict[str, bool] = {}
+        self._repeats = Repeats()
 
     def stop(self) -> None:
         """Note that the proxy cancels requests from now on, and not their clients."""
@@ -161,7 +163,7 @@ class Proxy:
                 record.fail(Outcome.CLIENT_LOST, "the client hung up")
             raise
         finally:
-            record.write(_log)
+            record.write(_log, self._repeats)
         return response
 
     async def _prefill_at_one(
@@ -183,18 +185,19 @@ class Proxy:
                 ) as answer:
                     content = await self._read(answer)
             except UPSTREAM_ERRORS as error:
-                log.warning("prefill.failed", server=server, error=record.attempt_failed("prefill", error))
+                self._warn(log, "prefill.failed", server, record.attempt_failed("prefill", error))
                 continue
             if answer.status < 300:
                 params = read_params(content)
                 if params is None:
-                    record.attempt_failed("prefill", "it answered no ticket")
-                    log.warning("prefill.no_ticket", server=server)
+                    self._warn(
+                        log, "prefill.no_ticket", server, record.attempt_failed("prefill", "it answered no ticket")
+                    )
                 return params
-            record.attempt_failed("prefill", f"HTTP {answer.status}")
+            shown = record.attempt_failed("prefill", f"HTTP {answer.status}")
             if 400 <= answer.status < 500:
                 return _PrefillRefusal(answer.status, content)
-            log.warning("prefill.failed", server=server, status=answer.status)
+            self._warn(log, "prefill.failed", server, shown)
         return None
 
     async def _decode_at_one(
@@ -214,13 +217,17 @@ class Proxy:
                 ) as answer:
                     return await self._pass_on(request, answer, record)
             except NOT_CONNECTED as error:  # so it has not used the ticket
-                log.warning("decode.unreachable", server=server, error=record.attempt_failed("decode", error))
+                self._warn(log, "decode.unreachable", server, record.attempt_failed("decode", error))
             except UPSTREAM_ERRORS as error:
-                log.warning("decode.failed", server=server, error=record.fail(Outcome.DECODE_FAILED, error))
+                self._warn(log, "decode.failed", server, record.fail(Outcome.DECODE_FAILED, error))
                 return _failure(502, f"the decode server {server} failed", code=Outcome.DECODE_FAILED)
         unreachable = "no decode server can be reached"
         record.fail(Outcome.DECODE_UNREACHABLE, unreachable)
         return _failure(502, unreachable, code=Outcome.DECODE_UNREACHABLE)
+
+    def _warn(self, log: BoundLogger, event: str, server: str, error: str) -> None:
+        level, further = self._repeats.level_of(event, server)
+        log.log(level, event, server=server, error=error, **further)
 
     async def _pass_on(
         self, request: web.Request, answer: aiohttp.ClientResponse, record: RequestRecord
@@ -306,7 +313,7 @@ class Proxy:
                     ) as answer:
                         content = await self._read(answer)
                 except UPSTREAM_ERRORS as error:
-                    _log.warning("decode.failed", server=server, error=repr(error))
+                    self._warn(_log, "decode.failed", server, repr(error))
                 else:
                     unwritten = RequestRecord(request_id=headers[REQUEST_ID])
                     return await self._give(request, web.StreamResponse(status=answer.status), content, unwritten)

@@ -1,13 +1,23 @@
 """A rank executes commands and reports ended transfers once."""
 
 import itertools
+import logging
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 
 from kvflow import Finished, FullAttention, TransferReport, WorkerConfig, allocate
-from kvflow.errors import CapacityExceeded, LayoutMismatch, StaleLease, TicketInvalid, WorkerClosed, WorkerSuspended
+from kvflow.errors import (
+    CapacityExceeded,
+    LayoutMismatch,
+    PeerLost,
+    StaleLease,
+    TicketInvalid,
+    WorkerClosed,
+    WorkerSuspended,
+)
+from kvflow.integrations.vllm import settings
 from kvflow.integrations.vllm.engine import BRIEF_WAIT, LOAD_WAIT, NO_WAIT, load_wait, writes_late
 from kvflow.integrations.vllm.messages import (
     Admit,
@@ -22,6 +32,7 @@ from kvflow.integrations.vllm.messages import (
     summary,
 )
 from kvflow.integrations.vllm.worker import RankRuntime, RankWorker
+from kvflow.observability.logs import REPEATS_S, Repeats
 
 from .vllm_like import SECRET, new_mint, new_ticket
 
@@ -261,6 +272,26 @@ def test_a_failed_pull_is_reported_as_failed_and_releases_its_ticket():
     results = rank.collect()
     assert results.received == results.failed == {"r"}
     assert fake.released == [TICKET]
+
+
+def test_loads_that_fail_alike_are_told_once_and_in_one_line_each(caplog, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(settings, "_repeats", Repeats(lambda: now[0]))
+    names = [f"\x1b[2J{number}\n" for number in range(200)]
+    fake, rank = told(*[Load(name, TICKET, ((1, 2, 3),)) for name in names])
+    with caplog.at_level(logging.DEBUG, "vllm.kvflow"):
+        for name in names:
+            fake.end(name, error=PeerLost("it is gone", peer="prefill-0/0/ab"))
+        assert rank.collect().failed == set(names)
+        now[0] += REPEATS_S
+        rank.execute([PULL])
+        fake.end(error=PeerLost("it is gone", peer="prefill-0/0/ab"))
+        rank.collect()
+    lines = [(each.levelname, each.getMessage()) for each in caplog.records if "failed" in each.getMessage()]
+    assert [level for level, _ in lines] == ["WARNING", *["DEBUG"] * 199, "WARNING"]
+    assert lines[-1][1].endswith("(199 more like this since the last message)")
+    assert all(text.isprintable() for _, text in lines)
+    assert r"\x1b[2J7\n" in lines[7][1]
 
 
 @pytest.mark.parametrize(("rank", "kept"), [(0, [TICKET]), (1, [])])

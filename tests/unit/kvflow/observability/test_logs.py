@@ -26,7 +26,10 @@ from kvflow.events import (
 )
 from kvflow.observability.logs import (
     LEVELS,
+    REPEATS_MAX,
+    REPEATS_S,
     EventLog,
+    Repeats,
     Reporter,
     configure_logging,
     event_fields,
@@ -103,6 +106,45 @@ def test_every_event_is_one_record_with_identity_and_context(name, log, caplog):
 def test_levels_that_depend_on_what_happened(event, level, log, caplog):
     log(event)
     assert caplog.records[0].msg["level"] == level
+
+
+def failure(code="peer_lost", peer=PEER, request_id="r"):
+    return PullFailed(
+        pull_id=1, request_id=request_id, code=code, phase="wire", peer=peer, detail="gone", quarantined=False
+    )
+
+
+def levels(caplog):
+    """Return level, request and number of repeats of the records so far, and forget them."""
+    found = [(each.msg["level"], each.msg["request_id"], each.msg.get("repeats")) for each in caplog.records]
+    caplog.clear()
+    return found
+
+
+def test_a_failure_warns_once_in_a_while_and_every_record_is_there(log, caplog, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(log, "_repeats", Repeats(lambda: now[0]))
+    for number in range(200):
+        log(failure(request_id=str(number)))
+    assert levels(caplog) == [(WARNING, "0", None), *((INFO, str(number), None) for number in range(1, 200))]
+    log(failure(code="stale_lease", request_id="other code"))
+    log(failure(peer="prefill-1/0/" + "0" * 32, request_id="other peer"))
+    assert levels(caplog) == [(WARNING, "other code", None), (WARNING, "other peer", None)]
+    now[0] += REPEATS_S
+    for number in range(2):
+        log(failure(request_id=f"later {number}"))
+    assert levels(caplog) == [(WARNING, "later 0", 199), (INFO, "later 1", None)]
+    now[0] += REPEATS_S
+    log(failure(request_id="again"))
+    assert levels(caplog) == [(WARNING, "again", 1)]
+
+
+def test_failures_that_are_remembered_are_bounded():
+    repeats = Repeats(lambda: 0.0)
+    for number in range(3 * REPEATS_MAX):
+        assert repeats.level_of("peer_lost", str(number)) == (logging.WARNING, {})
+    assert repeats.level_of("peer_lost", str(3 * REPEATS_MAX - 1)) == (logging.INFO, {})
+    assert len(repeats._told) == REPEATS_MAX
 
 
 def test_the_record_of_a_transfer_answers_where_the_time_went(log, caplog):

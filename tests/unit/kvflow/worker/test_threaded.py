@@ -290,10 +290,11 @@ def test_a_batch_that_its_worker_cannot_take_leaves_a_record_for_each_pull(caplo
         with run_worker(config("decode-0"), cache_of()) as consumer:
             pass
     caplog.clear()
-    with pytest.raises(WorkerClosed), caplog.at_level(logging.WARNING, "kvflow"):
+    with pytest.raises(WorkerClosed), caplog.at_level(logging.INFO, "kvflow"):
         consumer.pull_many(items)
     refused = [record.msg for record in caplog.records if "worker_closed" in str(record.msg)]
     assert [record["request_id"] for record in refused] == ["a", "b"]
+    assert [record["level"] for record in refused] == ["warning", "info"]  # one failure, told once
 
 
 def test_every_pull_is_reported_however_early_it_is_canceled_or_closed():
