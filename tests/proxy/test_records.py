@@ -18,6 +18,7 @@ from .test_server import ASKED, open_rig
 from .upstream import DECODED, PREFILLED, hang, hang_up, stream, text
 
 CLI_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
+HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
 ENDS = ("request.answered", "request.failed")
 WHOLE = b'{"id":"cmpl-1","choices":[{"text":"b"}]}'
 PATIENCE_S = 60.0
@@ -265,6 +266,21 @@ async def test_a_server_that_is_down_is_warned_of_once_and_in_every_record(log):
         found = [record["level"] for record in records if record["event"] == event]
         assert found == ["warning", *["info"] * (number - 1)]
     assert all(record["failed_attempts"] for record in records if record["event"] == "request.failed")
+
+
+async def test_what_is_no_http_is_refused_without_a_traceback(log, caplog):  # noqa: F811
+    async with open_rig() as rig:
+        host, port = rig.url.removeprefix("http://").split(":")
+        for sent in (HEAD + b"a\x1b: b\r\n\r\n", b"GET / HTTP/9\r\n\r\n"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent)
+            assert b" 400 Bad Request" in await reader.read()
+            writer.close()
+            await writer.wait_closed()
+        assert (await rig.send())[0] == 200
+        await only(log)
+    assert "Traceback" not in caplog.text + log.read_text()
+    assert "Error handling" not in caplog.text + log.read_text()
 
 
 async def test_requests_in_parallel_have_their_own_records(log):  # noqa: F811

@@ -7,6 +7,7 @@ unchanged. If a client hangs up, the proxy ends its request on the servers. A sl
 """
 
 import asyncio
+import logging
 import re
 import secrets
 from collections import deque
@@ -18,6 +19,7 @@ from typing import Final
 import aiohttp
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from msgspec import Raw, Struct
 from structlog.stdlib import BoundLogger
@@ -62,6 +64,13 @@ JSON: Final = "application/json"
 INVALID: Final = "invalid_request_error"
 
 _log = record_logger("kvflow.proxy")
+_http_log = logging.getLogger("kvflow.proxy.http")
+
+
+@_http_log.addFilter
+def _tell_defects_only(record: logging.LogRecord) -> bool:
+    """Leave out what clients said that is no HTTP: aiohttp logs a traceback of it, and answers 400."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 class _PrefillRefusal(Struct, frozen=True):
@@ -365,6 +374,7 @@ async def open_proxy(config: ProxyConfig, host: str, port: int) -> AsyncIterator
             auto_decompress=False,
             lingering_time=LINGER_S,
             keepalive_timeout=config.headers_timeout_s,
+            logger=_http_log,
         )
         await runner.setup()
         try:
