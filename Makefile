@@ -10,7 +10,7 @@ SOURCES := kvflow handshake tests docker
 TEXTS := $(SOURCES) docs *.md Makefile pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full lint docs bench simulate chaos fuzz soak compose-demo test-compose test-exhaustive test-fence clean
+.PHONY: help demo test test-full lint docs wheel bench simulate chaos fuzz soak compose-demo test-compose test-exhaustive test-fence clean
 .SILENT:
 
 help:
@@ -19,6 +19,7 @@ help:
 	echo 'make test-full   run every test, and print the branch coverage (about fifteen minutes)'
 	echo 'make lint    check style, types, import layers, spelling and texts'
 	echo 'make docs    write the reference pages from docstrings'
+	echo 'make wheel   build the wheel and the sdist into dist/'
 	echo 'make bench   run every benchmark'
 	echo 'make simulate   run 20,000 scenarios on virtual time, with faults (an hour); SEEDS=N sets the number'
 	echo 'make fuzz    send a million invalid messages and 40,000 invalid inputs to real workers (ten minutes or more); FRAMES=N, LIES=N'
@@ -103,6 +104,14 @@ lint: $(INSTALLED)
 # Pages and tables that are generated from docstrings. Tests fail if they are out of date.
 docs: $(INSTALLED)
 	for page in api_page reference_tables running; do $(BIN)/python -m tests.docs.$$page || exit 1; done
+
+# The wheel is built from the sdist, as an index would have it. Nothing is downloaded.
+DIST := dist
+wheel: $(INSTALLED)
+	rm -rf $(DIST)/kvflow-*
+	$(BIN)/python -P -m hatchling build --target sdist --directory $(DIST) >/dev/null
+	$(BIN)/python -P -m pip wheel -qq --no-index --no-deps --no-build-isolation --wheel-dir $(DIST) $(DIST)/kvflow-*.tar.gz
+	ls $(DIST)/kvflow-*
 
 bench: $(INSTALLED)
 	for script in tests/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done

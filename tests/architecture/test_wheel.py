@@ -1,6 +1,7 @@
 """What a release contains, and that it works without a checkout: built from an sdist, installed in a bare folder."""
 
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -37,7 +38,8 @@ print(*(f"{module} {missing}" for module, missing in failed.items()), sep="\\n")
 
 def run(*command: object, **options: object) -> "subprocess.CompletedProcess[str]":
     """Run a program as a user does who has no checkout: nothing of this repository is on its path."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COV", "PIP_"))}
+    ours = ("PYTHON", "COV", "PIP_", "MAKE")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     arguments = [str(part) for part in command]
     return subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=300, env=inherited, **options)
 
@@ -49,12 +51,14 @@ def build(*command: object) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel that users get from an index: pip builds it from the sdist. Nothing is downloaded."""
+    """The wheel that users get from an index: ``make wheel`` builds it from the sdist."""
     folder = tmp_path_factory.mktemp("dist")
-    build("hatchling", "build", "--target", "sdist", "--directory", folder)
-    (sdist,) = folder.glob("kvflow-*.tar.gz")
-    build("pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, sdist)
-    (built,) = folder.glob("kvflow-*.whl")
+    # The environment is there, and must not change under the tests that run beside this one.
+    environment = ("--old-file=.venv/.installed", f"BIN={Path(sys.executable).parent}")
+    made = run("make", *environment, "wheel", f"DIST={folder}", cwd=ROOT)
+    assert made.returncode == 0, made.stdout + made.stderr
+    sdist, built = sorted(folder.iterdir(), key=lambda path: path.name.endswith(".whl"))
+    assert (sdist.name, built.suffix) == (f"kvflow-{kvflow.__version__}.tar.gz", ".whl")
     return built
 
 
@@ -144,6 +148,17 @@ def test_the_installed_program_runs_without_a_checkout(programs, tmp_path, argum
     done = run(programs / "kvflow", *arguments.split(), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert printed in done.stdout
+
+
+@pytest.mark.nixl
+@pytest.mark.processes
+def test_the_demo_runs_without_a_checkout(programs, tmp_path):
+    done = run(programs / "python", "-m", "kvflow", "demo", "--prompts", "2", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert done.stdout.count("64 of 64") == 2  # tokens, in each of two layouts
+    (command,) = re.findall("where the time went: (.*)\n", done.stdout)
+    shown = run("bash", "-c", command, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
 
 
 @pytest.mark.parametrize("command", ["bench loop", "bench idle"])

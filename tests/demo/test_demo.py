@@ -69,4 +69,4 @@ def test_one_prompt_is_refused(capsys):
 
 def test_a_folder_without_text_is_refused(tmp_path, capsys):
     assert run_and_show(texts=tmp_path, num_prompts=2, logs=tmp_path) == 1
-    assert "run it in a checkout" in capsys.readouterr().out
+    assert "leave --texts out" in capsys.readouterr().out

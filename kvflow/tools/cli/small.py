@@ -286,7 +286,7 @@ def add_demo(commands: Subparsers) -> None:
         examples="kvflow demo --prompts 8",
     )
     with_default(parser, "--prompts", NUM_PROMPTS, "number of prompts, 2 or more", type=_prompt_count)
-    with_default(parser, "--texts", Path(), "folder with README.md and docs/, from which the prompts come", type=Path)
+    parser.add_argument("--texts", type=Path, help="folder with README.md and docs/ for prompts; default: own code")
     with_default(parser, "--out", Path("out/demo"), "folder for logs", type=Path)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables, and no progress")
     for role, variable in ENGINES.items():

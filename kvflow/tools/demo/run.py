@@ -16,6 +16,7 @@ import uvloop
 from msgspec import Struct
 from rich.console import Console
 
+import kvflow
 from kvflow.config import SECRET_VARIABLE
 from kvflow.observability.logs import record_logger
 from kvflow.tools.demo.messages import (
@@ -58,14 +59,15 @@ ERROR_CHARACTERS_MAX = 500
 _log = record_logger("kvflow.demo")
 
 
-def read_texts(folder: Path) -> bytes:
-    """Return the README and the documentation of a repository; ``FileNotFoundError`` if they are too short."""
-    paths = [folder / "README.md", *sorted((folder / "docs").rglob("*.md"))]
+def read_texts(folder: Path | None) -> bytes:
+    """Return README.md and docs/ of a folder, or kvflow's own source; ``FileNotFoundError`` if it is too short."""
+    if folder is None:
+        paths = sorted(Path(kvflow.__file__).parent.rglob("*.py"))
+    else:
+        paths = [folder / "README.md", *sorted((folder / "docs").rglob("*.md"))]
     text = b"\n".join(path.read_bytes() for path in paths if path.is_file())
     if len(text) < PROMPT_BYTES_MAX:
-        raise FileNotFoundError(
-            f"README.md and docs/ of {folder.resolve()} have {len(text)} bytes: run it in a checkout"
-        )
+        raise FileNotFoundError(f"README.md and docs/ of {folder} have {len(text)} bytes: leave --texts out")
     return text
 
 
@@ -314,12 +316,12 @@ def _program() -> str:
 
 
 def run_and_show(
-    texts: Path, num_prompts: int, logs: Path, engines: Engines | None = None, *, as_json: bool = False
+    texts: Path | None, num_prompts: int, logs: Path, engines: Engines | None = None, *, as_json: bool = False
 ) -> int:
     """Run the demo on a terminal or off it, and return its exit status.
 
     Args:
-        texts: folder with README.md and docs/, where prompts are taken from.
+        texts: folder with README.md and docs/, where prompts are taken from; None: kvflow's own source.
         num_prompts: at least 2.
         logs: existing folder for the logs of all processes that are started.
         engines: that run already; None starts some.
