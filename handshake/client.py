@@ -282,17 +282,21 @@ async def _connect(dialing: _Dialing, stack: AsyncExitStack) -> HandshakeClient:
             addresses = await _resolve(dialing, until_s)
         except TimedOut as late:
             raise error or late from late.__cause__
-        # A server may listen at only one of the addresses that its name has.
-        address = addresses[attempts % len(addresses)]
+        # A server may listen at only one of the addresses that its name has. Each has a share of the time left.
+        turn = attempts % len(addresses)
+        address, share_s = addresses[turn], (until_s - network.now()) / (len(addresses) - turn)
         attempts += 1
         async with AsyncExitStack() as trial:
             attempt = await trial.enter_async_context(_dialed(dialing, address))
-            outcome = await attempt.wait_outcome(until_s)
+            outcome = await attempt.wait_outcome(network.now() + share_s)
             if isinstance(outcome, PeerReady):
                 await stack.enter_async_context(trial.pop_all())
                 return HandshakeClient(attempt, outcome)
         if outcome is None:
-            raise error or TimedOut(f"{dialing.endpoint} did not answer in time", phase="connect")
+            error = error or TimedOut(f"{dialing.endpoint} did not answer in time", phase="connect")
+            if turn + 1 < len(addresses):
+                continue
+            raise error
         cuts = cuts + 1 if outcome is LinkEvent.CUT else 0
         error = _explain(outcome, dialing.endpoint, denied=cuts >= CUTS_MAX)
         rest_s = pause_s(attempts - 1, BACKOFF_S_MIN, BACKOFF_S_MAX, network.draw())

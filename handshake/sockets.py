@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from enum import Enum, auto
 from functools import partial
@@ -317,6 +317,21 @@ async def resolve(endpoint: str) -> tuple[str, ...]:
     return tuple(f"tcp://[{each}]:{port}" if ":" in each else f"tcp://{each}:{port}" for each in addresses)
 
 
+async def first_open(endpoints: Sequence[str], within_s: float) -> str:
+    """Return the first of these addresses that accepts a TCP connection; the first of all if none does.
+
+    Cancellation: safe.
+    """
+    for endpoint in endpoints:
+        host, port = host_and_port(endpoint)
+        with suppress(OSError):  # a timeout is one
+            async with asyncio.timeout(within_s / len(endpoints)):
+                _, trial = await asyncio.open_connection(host.strip("[]"), int(port))
+            trial.close()
+            return endpoint
+    return endpoints[0]
+
+
 def _require_descriptors(count: int) -> None:
     """Raise ``SocketsExhausted`` if too few descriptors are left: ZeroMQ ends a process that has none for threads."""
     opened: list[int] = []
@@ -464,6 +479,9 @@ class Network(Protocol):
     async def resolve(self, endpoint: str) -> tuple[str, ...]:
         """Look a name up, which may have several addresses."""
 
+    async def first_open(self, endpoints: Sequence[str], within_s: float) -> str:
+        """Return the first address that accepts a connection."""
+
 
 class ZeroMqNetwork:
     """ZeroMQ over TCP, and this machine's clock."""
@@ -474,6 +492,7 @@ class ZeroMqNetwork:
     open_listener = staticmethod(open_listener)
     open_dialer = staticmethod(open_dialer)
     resolve = staticmethod(resolve)
+    first_open = staticmethod(first_open)
 
 
 ZEROMQ: Network = ZeroMqNetwork()

@@ -240,6 +240,8 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
             )
         _check_advertised("advertise", self.advertise)
         _check_advertised("tcp_advertise", self.tuning.tcp_advertise)
+        _check_families("", self.bind, self.advertise)
+        _check_families("tcp_", self.tcp.bind, self.tcp.advertise)
         _check_nixl_params(self.tuning.nixl_backend_params)
         self._check_http()
         _ = self.security
@@ -438,6 +440,24 @@ def _check_advertised(name: str, endpoint: str | None) -> None:
             f"{name} is {endpoint!r}, which no peer can dial",
             remedy="Give the host name or address of this worker, and its port, as peers reach it.",
         )
+
+
+def _check_families(prefix: str, bound: str, advertised: str | None) -> None:
+    """Raise ``ConfigInvalid`` if an address to listen on and that for peers are of different families."""
+    families = {_family(each) for each in (bound, advertised) if each is not None} - {""}
+    if len(families) > 1:
+        raise ConfigInvalid(
+            f"{prefix}bind is {bound!r} and {prefix}advertise is {advertised!r}: one is IPv4, the other IPv6",
+            remedy=f"Set {prefix}bind to tcp://[::] with its port, which listens at the addresses of both families.",
+        )
+
+
+def _family(endpoint: str) -> str:
+    """Return ``IPv4`` or ``IPv6``; empty for a name, and for the wildcard of both."""
+    host = host_and_port(endpoint)[0]
+    if host.startswith("["):
+        return "" if host == "[::]" else "IPv6"
+    return "IPv4" if host == "*" or re.fullmatch(r"[0-9.]+", host) else ""
 
 
 def _check_filled_in(name: str, endpoint: str) -> None:

@@ -383,7 +383,7 @@ class PeerLost(TransferFailed):
     """The peer died, closed the connection, or cannot be reached."""
 
     code = FailureCode.PEER_LOST
-    default_remedy = "Check that the producer runs and that its advertised endpoint is reachable from here."
+    default_remedy = "Check that the producer runs, and that its advertise and tcp_advertise lead to it from here."
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -54,6 +54,10 @@ SLOW = {
     "integration/test_combinations.py": ["test_every_byte_that_is_asked_for_and_no_other[TP 8 to 4]"],
     "integration/test_doctor.py": ["test_a_reader_that_is_refused_names_the_error"],
     "integration/test_doctor_between.py": ["test_each_ticket_is_replaced_when_it_was_used"],
+    "integration/test_families.py": [
+        "test_the_manifests_serve_pods_of_each_family[IPv6]",
+        "test_a_data_port_that_is_closed_is_named[6]",
+    ],
     "integration/test_fenced_reads.py": ["test_no_wrong_byte_is_delivered[0]"],
     "integration/test_floods.py": [
         "test_honest_peers_are_served_throughout_and_memory_is_flat[members that send rubbish]"

@@ -117,6 +117,7 @@ class Connection:
     link: Link | None = None
     linked_at: float | None = None  # when the control connection was ready
     carrier: Carrier | None = None
+    data_endpoint: str = ""  # of the peer's TCP plane, with the address that our transport dials
     peer: Source | None = None
     error: KvflowError | None = None  # why the peer cannot be read from
     unusable: str = ""  # why our transport cannot read from it over any data plane of both sides; empty if it can
@@ -134,6 +135,13 @@ class Connection:
         if self._changed is not None:
             self._changed.set_result(None)
             self._changed = None
+
+    def located(self, code: str, detail: str) -> str:
+        """Return why the transport lost the peer, with the address of the data plane if that is TCP."""
+        over_tcp = self.carrier is None or self.carrier.plane == "tcp"
+        if code != PeerLost.code or not (self.data_endpoint and over_tcp) or self.data_endpoint in detail:
+            return detail
+        return f"{detail} (its data port is {self.data_endpoint}, by tcp_advertise)"
 
     async def change(self) -> None:
         """Wait for the next change. Cancellation: safe."""
@@ -231,13 +239,14 @@ class PlaneNegotiation(Struct, frozen=True):
         try:
             async with asyncio.timeout(self.within_s):
                 found = await self.network.resolve(theirs.data_endpoint)
+                # A wildcard listens at IPv4 addresses, and a name may have addresses of both kinds.
+                ordered = sorted(found, key=lambda endpoint: "[" in endpoint)
+                return ordered[0] if len(ordered) == 1 else await self.network.first_open(ordered, self.within_s / 2)
         except (TimeoutError, OSError, ValueError) as error:  # a name that cannot be written is a ValueError
             if required:
                 reason = f"its TCP plane is at {theirs.data_endpoint}, which cannot be resolved: {error!r}"
                 raise PeerLost(f"{peer} cannot be read from: {reason}", peer=str(peer)) from error
             return ""
-        # A wildcard listens at IPv4 addresses, and a name may have addresses of both kinds.
-        return min(found, key=lambda endpoint: "[" in endpoint)
 
     def refuse(self, theirs: Advertisement, detail: str) -> NoReturn:
         """Refuse a peer that our transport cannot read from: raise ``LayoutMismatch``."""

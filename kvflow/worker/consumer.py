@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from itertools import islice
 from typing import Any, cast
 
+from msgspec.structs import replace
+
 from kvflow.errors import (
     ArgumentInvalid,
     ContentMismatch,
@@ -361,6 +363,9 @@ class Consumer:
     def _on_failed(self, event: PullFailed) -> None:
         """Fail a pull that the scheduler has failed, and quarantine its blocks until nothing writes into them."""
         pull = self.pulls.by_id[event.pull_id]
+        member = pull.member(event.peer)
+        if member is not None:
+            event = replace(event, detail=self.peers.located(member.peer, event.code, event.detail))
         pull.failure = event
         self._destinations.quarantine(event.pull_id, event.code, self._clock())
         error = transfer_error(event)
@@ -368,11 +373,9 @@ class Consumer:
             self._spawn(self._explain(pull, error), pull, error)
         else:
             self._fail(pull, error)
-        if event.code == DeadlineExceeded.code and event.phase == "wire":
+        if event.code == DeadlineExceeded.code and event.phase == "wire" and member is not None:
             # The peer or its host hangs. Drop it, which ends its other reads; it is connected again when it is needed.
-            member = pull.member(event.peer)
-            if member is not None:
-                self.peers.drop(member.peer, event.code, event.detail)
+            self.peers.drop(member.peer, event.code, event.detail)
 
     async def _explain(self, pull: OpenPull, error: StaleLease) -> None:
         self._fail(pull, await self.pulls.explain(pull, error))

@@ -221,7 +221,12 @@ class PeerPool:
             connection.unusable = detail
             connection.wake()
         else:
-            self.drop(peer, code, detail)
+            self.drop(peer, code, self.located(peer, code, detail))
+
+    def located(self, peer: PeerId, code: str, detail: str) -> str:
+        """Return why a peer was lost, with the address of its data plane if that is TCP."""
+        connection = self._connections.get(peer)
+        return detail if connection is None else connection.located(code, detail)
 
     def drop(self, peer: PeerId, code: str, detail: str) -> None:
         """End the connection to a peer; the next pull that needs the peer connects it again."""
@@ -291,6 +296,7 @@ class PeerPool:
         """Plan, and connect the transport."""
         theirs = link.advertisement
         address = await self._planes.address(link)
+        connection.data_endpoint = address.data_endpoint
         await self._prepared.require_readable(theirs.manifest)
         self._transport.add_peer(address)
         budget_s = self._local.limits.handshake_s

@@ -89,16 +89,17 @@ def commands():
     return [shlex.split(line) for line in text.splitlines() if line.startswith(("kubectl", "kvflow"))]
 
 
+@pytest.mark.parametrize(("address", "host"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
 @pytest.mark.parametrize(("name", "role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
-def test_the_settings_of_the_engines_are_those_of_kvflow(name, role, monkeypatch):
+def test_the_settings_of_the_engines_are_those_of_kvflow(name, role, address, host, monkeypatch):
     config = transfer_config(name)
     assert (config["kv_connector"], config["kv_role"]) == ("KVFlowConnector", role)
-    monkeypatch.setenv(HOST_VARIABLE, "10.1.2.3")
+    monkeypatch.setenv(HOST_VARIABLE, address)
     monkeypatch.setenv(SECRET_VARIABLE, "x" * 32)
     facts = EngineFacts(engine_id="engine", kv_role=role)
     worker = read_settings(config["kv_connector_extra_config"], facts).worker
-    assert worker.advertise == f"tcp://10.1.2.3:{ports(name)['control']}"
-    assert worker.tcp.advertise == f"tcp://10.1.2.3:{ports(name)['tcp-plane']}"
+    assert (worker.bind, worker.advertise) == (f"tcp://{host}:{ports(name)['control']}", None)
+    assert worker.tcp.bind == worker.tcp.advertise == f"tcp://{host}:{ports(name)['tcp-plane']}"
 
 
 def test_both_kinds_of_engines_differ_in_name_and_role_alone():

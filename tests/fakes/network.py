@@ -8,7 +8,7 @@ a stopped one still accepts connections, and says nothing.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal
 
@@ -433,6 +433,10 @@ class SimulatedNetwork:
     async def resolve(self, endpoint: str) -> tuple[str, ...]:
         """See ``Network.resolve``."""
         return (endpoint,)
+
+    async def first_open(self, endpoints: Sequence[str], within_s: float) -> str:
+        """See ``Network.first_open``."""
+        raise AssertionError(f"names have one address here, not {endpoints} within {within_s} s")
 
 
 def _wake(waiting: asyncio.Future[None] | None) -> None:

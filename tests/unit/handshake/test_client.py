@@ -2,6 +2,7 @@ import asyncio
 import gc
 import socket
 import time
+from contextlib import ExitStack, contextmanager
 
 import msgspec
 import pytest
@@ -35,7 +36,7 @@ from handshake.messages import (
     ReleaseReceived,
     Welcome,
 )
-from handshake.sockets import DialedChannel, open_listener, resolve, running
+from handshake.sockets import DialedChannel, first_open, open_listener, resolve, running
 from tests.ports import free_port
 
 from .helpers import (
@@ -494,6 +495,37 @@ async def test_every_address_of_a_name_is_tried(monkeypatch):
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", two)
         async with connected(f"tcp://dual.invalid:{port}") as client:
             assert client.identity == PRODUCER
+
+
+async def test_an_address_that_is_silent_leaves_time_for_the_next(monkeypatch):
+    async def two(*_args, **_kwargs):
+        return [(0, 0, 0, "", (address, port)) for address in ("127.0.0.2", "127.0.0.1")]
+
+    async with serving() as server:
+        port = int(server.endpoint.rpartition(":")[2])
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", two)
+        with silent("127.0.0.2", port):
+            async with connected(
+                f"tcp://dual.invalid:{port}", limits=msgspec.structs.replace(PATIENT, connect_s=2)
+            ) as client:
+                assert client.identity == PRODUCER
+            addresses = [f"tcp://127.0.0.{last}:{port}" for last in (2, 3, 1)]
+            assert await first_open(addresses, 3.0) == addresses[-1]
+            assert await first_open(addresses[:2], 0.1) == addresses[0]
+
+
+@contextmanager
+def silent(host, port):
+    """Let connections to an address get no answer, as a firewall does: what listens there has no place for them."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind((host, port))
+        listener.listen(0)
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex((host, port))
+        yield
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 64 + ".b"])

@@ -163,6 +163,30 @@ def test_the_tcp_plane_listens_beside_the_control_endpoint_by_default(settings, 
     assert told.tcp == TcpSettings(bind=bind, advertise=advertise, connections=3, encryption="tls")
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"bind": "tcp://0.0.0.0:5600", "advertise": "tcp://[fd00::1]:5600"}, "bind"),
+        ({"bind": "tcp://*:5600", "advertise": "tcp://[::1]:5600"}, "bind"),
+        ({"bind": "tcp://[fd00::1]:5600", "advertise": "tcp://10.0.0.7:5600"}, "bind"),
+        ({"tcp_bind": "tcp://0.0.0.0:5700", "tcp_advertise": "tcp://[fd00::1]:5700"}, "tcp_bind"),
+        ({"bind": "tcp://[::1]:5600", "tcp_bind": "tcp://0.0.0.0:5700"}, "tcp_bind"),
+        ({"bind": "tcp://[::]:5600", "advertise": "tcp://10.0.0.7:5600"}, None),
+        ({"bind": "tcp://0.0.0.0:5600", "advertise": "tcp://node-7:5600"}, None),
+        ({"bind": "tcp://node-7:5600", "advertise": "tcp://[fd00::1]:5600"}, None),
+        ({"tcp_bind": "tcp://[::]:5700", "tcp_advertise": "tcp://10.0.0.7:5700"}, None),
+    ],
+    ids=repr,
+)
+def test_addresses_to_listen_at_and_for_peers_are_of_one_family(settings, named):
+    if named is None:
+        return config(**settings).check()
+    with pytest.raises(ConfigInvalid, match=f"^{named} is .* one is IPv4, the other IPv6") as caught:
+        config(**settings).check()
+    assert caught.value.remedy.startswith(f"Set {named} to tcp://[::] with its port")
+    return None
+
+
 def test_parameters_of_nixl_may_be_given():
     config(nixl_backend_params={"engine_config": "IB_GID_INDEX=3, RC_TIMEOUT=1s,", "ucx_devices": "mlx5_0"}).check()
 

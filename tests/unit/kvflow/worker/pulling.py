@@ -193,6 +193,7 @@ class FaultyNetwork(ZeroMqNetwork):
     Attributes:
         at: address -> where its dials lead, one after the other, and the last for good; otherwise to itself.
         names: address -> what it is resolved to, or the error.
+        open_at: the address of several that accepts connections; None: the first.
         ahead_s: seconds that the wall clock is ahead.
         listening: address of each listener.
         dialed: each address that was dialed.
@@ -202,7 +203,7 @@ class FaultyNetwork(ZeroMqNetwork):
     """
 
     def __init__(self, ahead_s=0.0):
-        self.at, self.names, self.ahead_s = {}, {}, ahead_s
+        self.at, self.names, self.open_at, self.ahead_s = {}, {}, None, ahead_s
         self.listening, self.dialed, self.held, self.channels = [], [], {}, {}
         self.leaving = asyncio.Event()
         self.leaving.set()
@@ -216,6 +217,11 @@ class FaultyNetwork(ZeroMqNetwork):
         if isinstance(found, Exception):
             raise found
         return found
+
+    async def first_open(self, endpoints, within_s):
+        assert len(endpoints) > 1
+        assert within_s > 0
+        return self.open_at or endpoints[0]
 
     @asynccontextmanager
     async def open_listener(self, bind, security, limits):

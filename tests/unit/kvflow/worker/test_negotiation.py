@@ -11,10 +11,13 @@ BOTH = ("nixl", "tcp")
 NUMERIC = "tcp://127.0.0.1:5700"
 
 
-def negotiating(ours, theirs, names=("tcp://[fd00::7]:5700", NUMERIC), encryption="off"):
+SIXTH = "tcp://[fd00::7]:5700"
+
+
+def negotiating(ours, theirs, names=(SIXTH, NUMERIC), encryption="off", open_at=None):
     """Open a consumer with our planes and a producer with its planes."""
     network = FaultyNetwork()
-    network.names[DATA_ENDPOINT] = names
+    network.names[DATA_ENDPOINT], network.open_at = names, open_at
     settings = {"transport": "auto", "tcp_encryption": encryption}
     return opened(network=network, planes=(ours, theirs), theirs=settings, transport="auto")
 
@@ -42,6 +45,24 @@ async def test_the_first_of_our_planes_that_both_sides_have_is_taken(ours, their
         (address,) = world.faults.called("add")
         assert address.planes.keys() == both
         assert address.data_endpoint == (NUMERIC if "tcp" in both else "")
+
+
+@pytest.mark.parametrize(("names", "open_at"), [((SIXTH, NUMERIC), SIXTH), ((SIXTH,), None)])
+async def test_the_address_of_a_name_that_accepts_connections_is_taken(names, open_at):
+    async with negotiating(("tcp",), BOTH, names, open_at=open_at) as world:
+        await world.pull()
+        (address,) = world.faults.called("add")
+        assert address.data_endpoint == SIXTH
+
+
+@pytest.mark.parametrize("planes", [("tcp",), ("nixl",)])
+async def test_a_lost_peer_is_named_with_its_data_port_where_it_is_read_over_tcp(planes):
+    async with negotiating(planes, BOTH) as world:
+        world.faults.refused = FailureCode.PEER_LOST
+        lost = await failure(world.start())
+        assert isinstance(lost, PeerLost)
+        assert (f"(its data port is {NUMERIC}, by tcp_advertise)" in lost.message) == (planes == ("tcp",))
+        assert "tcp_advertise" in lost.remedy
 
 
 @pytest.mark.parametrize("error", [OSError("no such name"), UnicodeError("no name"), ValueError("embedded null")])
