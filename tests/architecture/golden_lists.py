@@ -135,7 +135,7 @@ STRUCTS = {
     "data plane's metadata": backend.Envelope,
     "report of a worker, in a pong": Inspection,
     "vLLM: commands of a step": messages.Command,
-    "vLLM: early admission": admission._TicketNotice,
+    "vLLM: messages of the scheduler to its ranks": admission._TicketNotice | admission._ResetNotice,
     "vLLM: contact of a rank": admission.Contact,
 }
 
@@ -174,6 +174,8 @@ def _fields(info: StructType) -> Iterator[str]:
     types = (
         schema["prefixItems"] if info.array_like else [schema["properties"][each.encode_name] for each in info.fields]
     )
+    if info.array_like and info.tag is not None:
+        types = types[1:]
     for field, kind in zip(info.fields, types, strict=True):
         yield f"    {field.encode_name}{'' if field.required else '?'}: {json.dumps(kind)}"
 

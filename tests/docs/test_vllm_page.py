@@ -55,6 +55,7 @@ TESTS = [
         "kvflow: the load",
         "tests/vllm/test_failures.py::test_a_ticket_that_is_used_up_fails_or_is_computed_again",
     ),
+    ("sh", "curl", "tests/vllm/test_serve.py::test_the_resets_of_the_page_succeed_while_a_ticket_is_out"),
     ("json", '{"kv_connector"', "tests/vllm/test_plugin.py::test_the_alias_is_the_same_class_and_not_a_subclass"),
 ]
 """Language and start of each block of the page, in its order, and the test that runs or reads it."""

@@ -155,7 +155,11 @@ class Served:
         )
 
     def reset(self, command: dict[str, Any]) -> None:
-        self.answer(id=command["id"], reset=self.engine.reset_prefix_cache())
+        """Answer whether the prefix cache was reset; an exception of vLLM is the field ``error``."""
+        reset = []
+        flags = command["running"], command["external"]
+        error = outcome(lambda: reset.append(self.engine.reset_prefix_cache(*flags)))
+        self.answer(id=command["id"], reset=reset == [True], **error)
 
     def sleep(self, command: dict[str, Any]) -> None:
         """Sleep as vLLM does, or have only its workers sleep, whatever its scheduler knows of."""

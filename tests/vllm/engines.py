@@ -279,8 +279,12 @@ class Engine:
         """Have the next call of a method of kvflow's scheduler side raise an exception of Python's."""
         self._await(self._command("sabotage", f"sabotage-{next(self._ids)}", method=method, error=error), ANSWER_S)
 
-    def reset_prefix_cache(self) -> bool:
-        answer = self._await(self._command("reset", f"reset-{next(self._ids)}"), ANSWER_S)
+    def reset_prefix_cache(self, *, running: bool = False, external: bool = False) -> bool:
+        """Return whether vLLM has reset its cache; with ``external`` also the connector, with ``running`` by force."""
+        answer = self._await(
+            self._command("reset", f"reset-{next(self._ids)}", running=running, external=external), ANSWER_S
+        )
+        assert "error" not in answer, answer["error"]
         return bool(answer["reset"])
 
     def forget(self) -> None:

@@ -251,7 +251,7 @@ class Deployment(Together):
             (programs / name).chmod(0o755)
         paths = {"PATH": f"{programs}:{os.environ['PATH']}"}
         servers = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-        return {**os.environ, **servers, **paths}
+        return {**os.environ, **servers, **paths, "VLLM_SERVER_DEV_MODE": "1"}
 
 
 class PagePair(Deployment):

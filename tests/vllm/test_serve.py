@@ -79,7 +79,7 @@ def said_by(program, port):
 
 def test_the_commands_of_the_page_work_in_its_order(settled):
     """It installs (only read, in tests/docs/test_vllm_page.py), starts servers, asks them, and reads the records."""
-    _install, *started, asking, records = blocks("sh")
+    _install, *started, asking, records, _resets = blocks("sh")
     assert settled.ran == started
     for server in (settled.prefill, settled.decode):
         assert log_line("is at tcp://").search(server.log.read_text())
@@ -306,3 +306,13 @@ def test_a_refused_request_has_the_same_message_and_keeps_no_blocks(settled, fie
 
 def test_nothing_failed_and_no_lease_ran_out(deployment, before):
     assert wrong(deployment) == before
+
+
+def test_the_resets_of_the_page_succeed_while_a_ticket_is_out(settled):
+    ask = {"prompt": prompt_of(300, "before an update")}
+    old = params_of(asked(settled, settled.prefill, OFFER, **ask | {"max_tokens": 1}))
+    assert settled.run(blocks("sh")[-1]) == '{"success":true}' * 2
+    with pytest.raises(openai.InternalServerError):
+        asked(settled, settled.decode, old, **ask)
+    assert "[stale_lease]" in settled.decode.log.read_text()
+    assert tokens_of(settled, settled.proxy, ask["prompt"]) == tokens_of(settled, settled.alone, ask["prompt"])

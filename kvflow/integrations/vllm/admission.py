@@ -1,11 +1,13 @@
 """A channel from the scheduler's side to its ranks, so that they hold a lease as soon as its ticket is signed.
 
+A reset takes the same way, and waits for the answers of the ranks.
+
 The command to hold a lease also arrives with the next step of the engine, which may be late or never happen. So the
 scheduler's side calls a rank in its own process directly, and sends to a rank in another process of the same host over
 a socket. A rank on another host waits for the step.
 
-The socket is in a folder that only this user can enter. A message is a MAC, the number of the last step that wrote into
-the blocks, and the text of a ticket. Only the rank and its own scheduler know the key of the MAC: the rank generates it
+The socket is in a folder that only this user can enter. A message is a MAC and a notice; the answer to a reset is the
+MAC of its MAC. Only the rank and its own scheduler know the key of the MAC: the rank generates it
 and sends it inside the engine.
 """
 
@@ -16,7 +18,8 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
@@ -37,14 +40,20 @@ QUEUE_MAX = 128
 """Messages in the queue on either side of a socket. Further messages are dropped: the command of the step follows."""
 
 
-class _TicketNotice(Struct, frozen=True, array_like=True):
-    """A message after its MAC, with the text of the ticket."""
+RESET_WAIT_S = 10.0  # longest time to wait for the answers to a reset: twice that of one rank
 
-    step: int
+
+class _TicketNotice(Struct, frozen=True, array_like=True, tag="ticket"):
+    step: int  # the last one that wrote into the blocks
     ticket: str
 
 
-_early = msgspec.msgpack.Decoder(_TicketNotice)
+class _ResetNotice(Struct, frozen=True, array_like=True, tag="reset"):
+    number: int  # of this reset, so that no answer to an earlier one counts
+    request_ids: tuple[str, ...]
+
+
+_notices = msgspec.msgpack.Decoder(_TicketNotice | _ResetNotice)
 
 
 class Admits(Protocol):
@@ -52,6 +61,10 @@ class Admits(Protocol):
 
     def admit_early(self, grant: Grant, step: int) -> None:
         """Hold the lease of a grant before its command arrives, if that step has written into its blocks."""
+        ...
+
+    def reset(self, request_ids: Sequence[str]) -> bool:
+        """End the leases and pulls of requests; return whether nothing reads or writes their blocks."""
         ...
 
 
@@ -108,7 +121,7 @@ class GrantReceiver:
         self.endpoint = f"ipc://{self._folder}/admissions"
         self._context = zmq.Context()
         try:
-            socket = self._context.socket(zmq.PULL)
+            socket = self._context.socket(zmq.ROUTER)
             socket.set(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
             socket.set(zmq.RCVHWM, QUEUE_MAX)
             socket.bind(self.endpoint)
@@ -130,26 +143,33 @@ class GrantReceiver:
     def _run(self, socket: "zmq.Socket[bytes]") -> None:
         with socket, suppress(zmq.ContextTerminated):
             while True:
-                message = socket.recv()
-                try:
-                    self.take(message)
-                except Exception:  # the command of the step repeats a lost message
-                    logger.exception("kvflow: a message to hold a lease failed")
+                sender, *messages = socket.recv_multipart()
+                for message in messages:
+                    try:
+                        answer = self.take(message)
+                    except Exception:  # the command of the step repeats a lost message
+                        logger.exception("kvflow: a message to hold a lease failed")
+                    else:
+                        if answer is not None:
+                            socket.send_multipart([sender, answer])
 
-    def take(self, message: bytes) -> None:
-        """Hold the lease of a message; drop a message that the engine's own scheduler has not signed."""
+    def take(self, message: bytes) -> bytes | None:
+        """Obey a message and return the answer to a reset; drop what the engine's own scheduler has not signed."""
         if not hmac.compare_digest(message[:MAC_BYTES], _mac(self._key, message[MAC_BYTES:])):
             if not self._told:
                 self._told = True
                 logger.warning("kvflow: dropped a message to hold a lease, because its signature is wrong")
-            return
+            return None
         try:
-            early = _early.decode(message[MAC_BYTES:])
-            ticket = Ticket.from_params({"kvflow": early.ticket})
+            notice = _notices.decode(message[MAC_BYTES:])
+            if isinstance(notice, _ResetNotice):
+                return _mac(self._key, message[:MAC_BYTES]) if self._rank.reset(notice.request_ids) else b""
+            ticket = Ticket.from_params({"kvflow": notice.ticket})
         except (msgspec.DecodeError, TicketInvalid) as error:
             logger.warning("kvflow: dropped a message to hold a lease: %s", error)
-            return
-        self._rank.admit_early(ticket.grants[0], early.step)
+            return None
+        self._rank.admit_early(ticket.grants[0], notice.step)
+        return None
 
 
 class EarlyAdmission:
@@ -158,17 +178,21 @@ class EarlyAdmission:
     def __init__(self) -> None:
         self._near: list[str] = []
         self._far: list[tuple[bytes, zmq.Socket[bytes]]] = []
+        self._reaches_all = False
+        self._resets = 0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     def meet(self, contacts: Iterable[Contact]) -> None:
         """Connect to the ranks; their contacts replace earlier ones."""
         self.close()
+        self._reaches_all = True
         for contact in contacts:
             if contact.name in _ranks:
                 self._near.append(contact.name)
             elif contact.endpoint and Path(contact.endpoint.removeprefix("ipc://")).exists():
                 self._far.append((contact.key, self._connect(contact.endpoint)))
             else:
+                self._reaches_all = False
                 logger.info("kvflow: a rank on another host, or without a socket, holds each lease a step later")
 
     def admit(self, ticket: Ticket, step: int) -> None:
@@ -186,6 +210,18 @@ class EarlyAdmission:
             with suppress(zmq.Again):
                 socket.send(_mac(key, text) + text, zmq.NOBLOCK)
 
+    def reset(self, request_ids: Sequence[str]) -> bool:
+        """Have every rank end the leases and pulls of requests; wait, and return whether all have done so."""
+        deadline = time.monotonic() + RESET_WAIT_S
+        self._resets += 1
+        text = msgspec.msgpack.encode(_ResetNotice(self._resets, tuple(request_ids)))
+        for key, socket in self._far:
+            if socket.poll(_left_ms(deadline), zmq.POLLOUT):  # a connection may take a moment
+                socket.send(_mac(key, text) + text, zmq.NOBLOCK)
+        near = [rank.reset(request_ids) for name in self._near if (rank := _ranks.get(name)) is not None]
+        far = [_answered(socket, _mac(key, _mac(key, text)), deadline) for key, socket in self._far]
+        return self._reaches_all and len(near) == len(self._near) and all([*near, *far])
+
     def close(self) -> None:
         """Close the channels to all ranks."""
         if self._context is not None:
@@ -196,11 +232,23 @@ class EarlyAdmission:
 
     def _connect(self, endpoint: str) -> "zmq.Socket[bytes]":
         self._context = self._context or zmq.Context()
-        socket = self._context.socket(zmq.PUSH)
+        socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.IMMEDIATE, 1)  # queues nothing for a rank that has ended
         socket.set(zmq.SNDHWM, QUEUE_MAX)
         socket.connect(endpoint)
         return socket
+
+
+def _answered(socket: "zmq.Socket[bytes]", expected: bytes, deadline: float) -> bool:
+    """Wait for the answer of a rank to a reset; return whether it is as expected."""
+    while socket.poll(_left_ms(deadline)):
+        if (answer := socket.recv()) in (expected, b""):  # another one is late, of an earlier reset
+            return answer == expected
+    return False
+
+
+def _left_ms(deadline: float) -> int:
+    return max(0, int((deadline - time.monotonic()) * 1e3))
 
 
 def _mac(key: bytes, text: bytes) -> bytes:

@@ -103,6 +103,7 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         self._runtime: RankRuntime | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(self._settings, vllm_config, kv_cache_config, versions.extra_keys())
+            versions.reset_connectors_first(vllm_config.scheduler_config.get_scheduler_cls(), KVFlowConnector)
             printed = sorted(SECRET_KEYS & set(extra))
             if printed:
                 logger.warning(
@@ -173,6 +174,14 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
                 "kvflow: this engine offers nothing, because another connector comes before kvflow in connectors of "
                 "MultiConnector. Put KVFlowConnector first."
             )
+
+    def reset_before(self, scheduler: Any) -> None:
+        """End all offers and loads, before vLLM's scheduler resets its own cache, which needs their blocks."""
+        self._scheduler_side.reset(scheduler)
+
+    def reset_cache(self) -> bool:
+        """Return whether every rank has ended its offers and loads."""
+        return self._scheduler_side.reset()
 
     def on_new_request(self, request: "Request") -> None:
         """Take a new request and read its ``kv_transfer_params``."""

@@ -152,6 +152,18 @@ class Loading:
         self._forget(request_id)
         self._commands += _releases(request_id, load)
 
+    def reset(self) -> list[str]:
+        """Drop every load that the ranks do not know, so that its request is computed, and return those they know."""
+        for request_id, load in list(self._loads.items()):
+            if not load.loading and load.refusal is None:
+                self._forget(request_id)
+                self._commands += _releases(request_id, load)
+        return self.begun()
+
+    def begun(self) -> list[str]:
+        """Return the requests whose loads the ranks have not reported yet."""
+        return [request_id for request_id, load in self._loads.items() if load.loading]
+
     def take_commands(self) -> list[Command]:
         """Return the commands for the ranks since the last call.
 

@@ -58,7 +58,14 @@ class Fail(Struct, frozen=True, tag=True):
     remedy: str = ""
 
 
-Command = Admit | Load | Keep | Cancel | GiveBack | Fail
+class Reset(Struct, frozen=True, tag=True):
+    """End the leases and pulls of these requests, if ``admission`` has not done so: their blocks are void."""
+
+    void: tuple[str, ...]
+    request_id: str = "of a reset"
+
+
+Command = Admit | Load | Keep | Cancel | GiveBack | Fail | Reset
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Command])

@@ -158,6 +158,11 @@ class Offering:
             self._answered.pop(origin.prompt, None)
             self._end(request_id, origin)
 
+    def reset(self) -> list[str]:
+        """Answer no offer again, and return the requests whose offers the ranks have not reported as sent."""
+        self._answered.clear()
+        return list(self._held)
+
     def take_commands(self) -> list[Command]:
         """Return the commands for the ranks since the last call."""
         commands, self._commands = self._commands, []

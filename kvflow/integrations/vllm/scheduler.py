@@ -12,7 +12,7 @@ from kvflow.integrations.vllm.admission import Contact, EarlyAdmission
 from kvflow.integrations.vllm.blocks import NULL_BLOCK, Contents, Digests, ExtraKeys, TransferGroup
 from kvflow.integrations.vllm.caches import read_groups, retained_tokens
 from kvflow.integrations.vllm.loading import Loading
-from kvflow.integrations.vllm.messages import BlockIds, Command, Counters, empty_counters
+from kvflow.integrations.vllm.messages import BlockIds, Command, Counters, Reset, empty_counters
 from kvflow.integrations.vllm.offering import Offering, is_further_prompt
 from kvflow.integrations.vllm.params import (
     LoadWanted,
@@ -136,6 +136,8 @@ class SchedulerSide:
         self._early = EarlyAdmission()
         self.offering = Offering(groups, mint, kv_cache_config.num_blocks, self._early.admit)
         self.untagged = Untagged(settings)
+        self._ended: set[str] = set()  # requests that a reset has ended on all ranks, which have not reported them yet
+        self._resets: list[Command] = []
 
     def meet_ranks(self, ranks: Sequence[RankAddress], contacts: Iterable[Contact] = ()) -> None:
         """Take the addresses of the ranks, and their contacts between steps."""
@@ -238,9 +240,32 @@ class SchedulerSide:
         """Take the requests that a step computes, and its number."""
         self.offering.scheduled(request_ids, step)
 
+    @guarded(False)
+    def reset(self, scheduler: Any = None) -> bool:
+        """End every offer, and drop every load; return whether all ranks have done so. Waits for them.
+
+        With vLLM's ``scheduler``, which resets its own cache next, the blocks are free at once, and requests whose
+        loads are dropped are computed, whatever ``kv_load_failure_policy`` says. Without it loads go on.
+        """
+        loads = self.loading.begun() if scheduler is None else _dropped(scheduler, self.loading.reset())
+        offers = self.offering.reset()
+        void = tuple([name for name in (*(loads if scheduler else ()), *offers) if name not in self._ended])
+        if void:
+            self._resets.append(Reset(void))
+            if self._early.reset(void):
+                self._ended.update(void)
+                logger.info("kvflow: a reset has ended %d loads and %d offers", len(loads), len(offers))
+        done = self._ended.issuperset([*loads, *offers])
+        if done and scheduler is not None:
+            # Beside kvflow another connector may use the blocks of an offer.
+            alone = getattr(scheduler.connector, "_scheduler", None) is self
+            _free(scheduler, [*loads, *(offers if alone else ())])
+        return done
+
     def take_commands(self) -> list[Command]:
         """Return the commands for the ranks since the last call."""
-        return [*self._take_commands(self.loading), *self._take_commands(self.offering)]
+        resets, self._resets = self._resets, []
+        return [*self._take_commands(self.loading), *self._take_commands(self.offering), *resets]
 
     def take_counters(self) -> Counters | None:
         """Return the counters since the last call, or None if nothing was counted."""
@@ -254,10 +279,12 @@ class SchedulerSide:
 
     @guarded(None)
     def _received(self, request_id: str) -> None:
+        self._ended.discard(request_id)
         self.loading.received(request_id)
 
     @guarded(None)
     def _sent(self, request_id: str) -> None:
+        self._ended.discard(request_id)
         self.offering.sent(request_id)
 
     def _digests(self, request: "Request", block_ids: BlockIds, num_tokens: int) -> Digests:
@@ -296,6 +323,23 @@ class SchedulerSide:
         del request._all_token_ids[-backoff:]  # noqa: SLF001 - vLLM offers no other way to shorten a request
         request.num_prompt_tokens -= backoff
         request.max_tokens = 1
+
+
+def _dropped(scheduler: Any, loads: list[str]) -> list[str]:
+    """Have vLLM's scheduler compute requests instead of using what is loaded or has been loaded; return those loads."""
+    loaded = list(scheduler.finished_recving_kv_req_ids)
+    for name in [*loads, *loaded]:
+        request = scheduler.requests.get(name)
+        if request is not None and not request.is_finished():
+            request.num_computed_tokens = 0  # with the next line, what vLLM does for the policy ``recompute``
+            scheduler.failed_recving_kv_req_ids.add(name)
+    _free(scheduler, loaded)
+    return loads
+
+
+def _free(scheduler: Any, request_ids: Iterable[str]) -> None:
+    for request in filter(None, map(scheduler.requests.get, request_ids)):
+        scheduler._free_request_blocks(request)  # noqa: SLF001 - the only way that waits for a step in flight
 
 
 def writable(blocks: Sequence[Any]) -> list[int]:

@@ -5,7 +5,7 @@ tests with it, as far as it runs on CPUs.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, wraps
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +106,26 @@ def hit_source() -> Any:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415 - not there before
 
     return CacheHitSource.P2P
+
+
+def reset_connectors_first(scheduler_class: Any, connector_class: Any) -> None:
+    """Have vLLM's scheduler reset connectors of a class before its prefix cache, once for each class of scheduler.
+
+    vLLM resets a connector last. Before that it fails, because of blocks that the connector holds.
+    """
+    whole = scheduler_class.reset_prefix_cache
+    if hasattr(whole, "__wrapped__"):
+        return
+
+    @wraps(whole)
+    def reset_prefix_cache(scheduler: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
+        if reset_running_requests or reset_connector:
+            for each in getattr(scheduler.connector, "_connectors", (scheduler.connector,)):
+                if isinstance(each, connector_class):
+                    each.reset_before(scheduler)
+        return whole(scheduler, reset_running_requests, reset_connector)
+
+    scheduler_class.reset_prefix_cache = reset_prefix_cache
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:

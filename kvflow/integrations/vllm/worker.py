@@ -38,6 +38,7 @@ from kvflow.integrations.vllm.messages import (
     GiveBack,
     Keep,
     Load,
+    Reset,
     count,
     count_ends,
     empty_counters,
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
 
 WRITTEN_PAUSE_S = 0.001
 """Pause before an early admission asks again if the blocks are written: a draft model takes some milliseconds."""
+
+RESET_WAIT_S = 5.0  # longest time that a reset waits for the last write of the pulls that it cancels
+RESET_PAUSE_S = 0.05  # the engine's thread may take the end for which a reset waits, so it looks again
 
 MARKS_MAX = 8  # ends of steps that are watched. vLLM gives a device at most a few steps ahead
 
@@ -100,10 +104,11 @@ class RankWorker:
         self._failed: set[str] = set()
         self._counters: Counters | None = None
         # Each grant arrives twice, over ``admission`` and with a step. Only the first one is executed.
-        self._admitting = threading.Lock()
+        self._lock = threading.RLock()
         self._early: dict[str, _EarlyLease] = {}
         self._ordered: dict[str, int] = {}
         self._unwritten: list[Admit] = []
+        self._void: set[str] = set()  # requests that a reset has ended, while commands may still name them
         self._mark = mark
         self._marks: deque[tuple[int, Passed]] = deque(maxlen=MARKS_MAX)  # a device does its work in order
         self._written = -1
@@ -136,7 +141,7 @@ class RankWorker:
         if commands:
             self._held_back.append((step, commands))
         while self._held_back:
-            with self._admitting:
+            with self._lock:
                 is_written = self._has_written(self._held_back[0][0])
             if not is_written:
                 return
@@ -152,17 +157,44 @@ class RankWorker:
                 self._cancel(request_id)
             case GiveBack(request_id=request_id, ticket=ticket):
                 self._release(request_id, ticket)
+            case Reset(void=request_ids):  # behind all commands that name them
+                self._end_all(request_ids)
+                self._void.intersection_update([*self._pulls, *[each.request_id for each in self._unwritten]])
             case Fail(request_id=request_id, code=code, reason=reason, remedy=remedy):
                 count(self._counted(), "failed", code)
-                self._fail(request_id)
+                self._end(request_id, failed=True)
                 self._worker.record_refusal(code, reason, remedy=remedy, local_request_id=request_id)
 
     def end_step(self, step: int) -> None:
         """Take the number of a step whose work the device has been given, all of it."""
         if self._mark is not None:
             passed = self._mark()
-            with self._admitting:
+            with self._lock:
                 self._marks.append((step, passed))
+
+    def reset(self, request_ids: Sequence[str]) -> bool:
+        """End the leases and pulls of requests, in spite of commands that are on their way.
+
+        Return whether nothing reads or writes their blocks. Their pulls do not count as failed.
+
+        Thread: any.
+        """
+        deadline = time.monotonic() + RESET_WAIT_S
+        self._end_all(request_ids)
+        while not self._void.isdisjoint(list(self._pulls)):
+            if time.monotonic() > deadline:
+                return False
+            self._worker.wait_finished(RESET_PAUSE_S)
+            self._take_ends()
+        return True
+
+    def _end_all(self, request_ids: Iterable[str]) -> None:
+        with self._lock:
+            self._void.update(request_ids)
+            self._failed -= self._void
+            for request_id in request_ids:
+                self._worker.revoke(request_id)
+                self._cancel(request_id)
 
     def suspend(self) -> None:
         """Withdraw the cache. Loads that have ended but are not collected yet count as failed: their bytes are lost."""
@@ -181,8 +213,9 @@ class RankWorker:
         self._take_ends()
         if idle and self._load_wait.all_s and self._pulls and not (self._failed or self._sent):
             self._wait()
-        results = Results(self._sent, self._received, self._failed)
-        self._sent, self._received, self._failed = set(), set(), set()
+        with self._lock:
+            results = Results(self._sent, self._received, self._failed)
+            self._sent, self._received, self._failed = set(), set(), set()
         return results
 
     def _wait(self) -> None:
@@ -215,7 +248,7 @@ class RankWorker:
 
         Thread: any.
         """
-        with self._admitting:
+        with self._lock:
             known = self._early.get(grant.request_id)
             # Epochs of an issuer increase, and commands arrive in the order of their tickets.
             if grant.epoch_value <= self._ordered.get(_incarnation(grant), -1) or (known and known.key == _key(grant)):
@@ -232,12 +265,12 @@ class RankWorker:
 
     def stop(self) -> None:
         """Try no early admission again."""
-        with self._admitting:
+        with self._lock:
             self._is_stopped = True
 
     def _admit(self, command: Admit) -> None:
         grant = command.grant
-        with self._admitting:
+        with self._lock:
             self._ordered[_incarnation(grant)] = grant.epoch_value
             early = self._early.pop(grant.request_id, None)
             if early is None or early.key != _key(grant):
@@ -251,7 +284,7 @@ class RankWorker:
         """Hold the leases whose blocks have been written since the last call."""
         waiting, self._unwritten = self._unwritten, []
         for command in waiting:
-            with self._admitting:
+            with self._lock:
                 is_written = self._has_written(command.step)
             if is_written:
                 self._admitted(command, held=self._hold(command.grant))
@@ -259,7 +292,7 @@ class RankWorker:
                 self._unwritten.append(command)
 
     def _has_written(self, step: int) -> bool:
-        """Return whether a step has written its blocks, without waiting. The caller holds ``_admitting``."""
+        """Return whether a step has written its blocks, without waiting. The caller holds ``_lock``."""
         # The scheduler's side ends a request when its tokens have arrived. With vLLM's second model runner the device
         # may then still write the draft model's keys and values, and states.
         while self._marks and step > self._written and self._marks[0][1]():
@@ -275,6 +308,8 @@ class RankWorker:
             self._sent.add(command.request_id)
 
     def _hold(self, grant: Grant) -> bool:
+        if grant.request_id in self._void:
+            return False
         try:
             self._worker.admit(grant)
         except Exception as error:  # noqa: BLE001 - an exception must fail this request, not the engine
@@ -284,36 +319,41 @@ class RankWorker:
 
     def _pull(self, commands: Sequence[Load]) -> None:
         """Start the loads of a step as one batch. Each load fails alone, unless the worker refuses the batch."""
-        try:
-            futures = self._worker.pull_many([(each.ticket, each.block_ids, each.request_id) for each in commands])
-        except Exception as error:  # noqa: BLE001 - as above
-            for command in commands:
-                warn("the load of request %s failed", command.request_id, error=error)
-                count(self._counted(), "failed", error.code if isinstance(error, KvflowError) else DefectFound.code)
-                self._fail(command.request_id)
-        else:
-            for command, future in zip(commands, futures, strict=True):
-                self._pulls[command.request_id] = command.ticket, future
+        with self._lock:
+            for command in [each for each in commands if each.request_id in self._void]:
+                self._end(command.request_id)
+                self._release(command.request_id, command.ticket)
+            commands = [each for each in commands if each.request_id not in self._void]
+            try:
+                futures = self._worker.pull_many([(each.ticket, each.block_ids, each.request_id) for each in commands])
+            except Exception as error:  # noqa: BLE001 - as above
+                for command in commands:
+                    warn("the load of request %s failed", command.request_id, error=error)
+                    count(self._counted(), "failed", error.code if isinstance(error, KvflowError) else DefectFound.code)
+                    self._end(command.request_id, failed=True)
+            else:
+                for command, future in zip(commands, futures, strict=True):
+                    self._pulls[command.request_id] = command.ticket, future
 
     def _cancel(self, request_id: str) -> None:
         if request_id in self._pulls:
             self._pulls[request_id][1].cancel()
 
     def _take_ends(self, *, lost: bool = False) -> None:
-        ends = self._worker.finished()
-        if ends:
-            count_ends(self._counted(), ends)
-        for end in ends:
-            if end.side == "producer":
-                self._end_lease(end.request_id)
-            else:
-                self._end_pull(end, lost=lost)
+        with self._lock:
+            ends = self._worker.finished()
+            if ends:
+                count_ends(self._counted(), ends)
+            for end in ends:
+                if end.side == "producer":
+                    self._end_lease(end.request_id)
+                else:
+                    self._end_pull(end, lost=lost)
 
     def _end_lease(self, request_id: str) -> None:
-        with self._admitting:
-            early = self._early.get(request_id)
-            if early is not None:
-                early.ended = True
+        early = self._early.get(request_id)
+        if early is not None:
+            early.ended = True
         if early is None:
             self._sent.add(request_id)
 
@@ -322,23 +362,23 @@ class RankWorker:
         if request_id not in self._pulls:
             return
         ticket, _ = self._pulls.pop(request_id)
-        self._received.add(request_id)
+        self._end(request_id, failed=error is not None or lost)
         if error is not None:
-            self._failed.add(request_id)
-            named = request_id, end.request_id, ticket.engine_id
-            warn("the load of request %s (%s of engine %s) failed", *named, error=error)
+            if request_id not in self._void:
+                named = request_id, end.request_id, ticket.engine_id
+                warn("the load of request %s (%s of engine %s) failed", *named, error=error)
             if not isinstance(error, NOT_RELEASED):
                 self._release(request_id, ticket)
         elif lost:
-            self._failed.add(request_id)
             logger.warning(
                 "kvflow: the load of request %s is lost, because the engine went to sleep before it was used",
                 request_id,
             )
 
-    def _fail(self, request_id: str) -> None:
+    def _end(self, request_id: str, *, failed: bool = False) -> None:
         self._received.add(request_id)
-        self._failed.add(request_id)
+        if failed and request_id not in self._void:
+            self._failed.add(request_id)
 
     def _keep(self, request_id: str, ticket: Ticket) -> None:
         """Renew the leases of a ticket while its request waits. Rank 0 renews those of all ranks of the ticket."""

@@ -5,6 +5,7 @@ import hmac
 import itertools
 import os
 import stat
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from kvflow import FullAttention, TicketMint, WorkerConfig, allocate, run_worker
 from kvflow.integrations.vllm import admission
 from kvflow.integrations.vllm import worker as rank_side
 from kvflow.integrations.vllm.admission import MESSAGE_BYTES_MAX, Contact, EarlyAdmission, GrantReceiver, reachable
-from kvflow.integrations.vllm.messages import Admit
+from kvflow.integrations.vllm.messages import Admit, Reset
 from kvflow.integrations.vllm.worker import MARKS_MAX, RankRuntime
 from tests.helpers.settings import flat_config
 
@@ -37,6 +38,12 @@ class Rank:
         self.steps = []
         self.event = threading.Event()
         self.error = None
+        self.void = []
+        self.ends = True
+
+    def reset(self, request_ids):
+        self.void.append(request_ids)
+        return self.ends
 
     def admit_early(self, grant, step):
         self.told.append(grant)
@@ -52,7 +59,7 @@ class Rank:
 
 
 def packed(step, ticket):
-    return msgspec.msgpack.encode([step, ticket])
+    return msgspec.msgpack.encode(["ticket", step, ticket])
 
 
 def message(ticket, key, step=STEP):
@@ -214,6 +221,39 @@ def test_a_late_message_leaves_the_slot_to_the_next_lease(world):
     world.collect()
     assert world.sent == ["r"]
     assert world.runtime.rank.take_counters()["leases"] == {"revoked": 1}
+
+
+# A reset.
+
+
+@pytest.mark.parametrize("ways", BOTH_WAYS, ids="-".join)
+@pytest.mark.parametrize("before", range(4))
+def test_a_reset_ends_a_lease_in_spite_of_what_is_on_its_way(world, ways, before):
+    for way in ways[:before]:
+        getattr(world, way)()
+    assert world.runtime.rank.reset(("r", "unknown"))
+    assert world.held() == 0
+    for way in ways[before:]:
+        getattr(world, way)()
+        assert world.held() == 0
+    world.runtime.rank.execute([Reset(("r", "unknown"))])
+    world.early()
+    world.collect()
+    world.collect()
+    assert (world.held(), world.sent) == (0, ["r"])
+    world.runtime.rank.execute([Admit("next", world.next)])
+    assert world.held() == 1, "of later offers it knows nothing"
+
+
+def test_a_lease_that_waits_for_its_device_is_not_held_after_a_reset(late, device):
+    end_steps(late, STEP)
+    late.command()
+    assert late.runtime.rank.reset(("r",))
+    late.runtime.rank.execute([Reset(("r",))])
+    device.done = 1
+    late.collect()
+    late.collect()
+    assert (late.held(), late.sent) == (0, ["r"])
 
 
 # A device that still writes when its step has ended.
@@ -506,6 +546,8 @@ def hostile(key):
         "no MessagePack": b"\xc1",
         "a step of nonsense": packed("soon", ticket),
         "nothing behind the step": text[:2],
+        "a notice of another kind": msgspec.msgpack.encode(["another", STEP, ticket]),
+        "a reset of nonsense": msgspec.msgpack.encode(["reset", 1, STEP]),
         "a ticket that is cut": packed(STEP, ticket[:-40]),
         "a grant of nonsense": packed(STEP, "kvf2." + "A" * 4000),
         "too long a ticket": packed(STEP, "kvf2." + "A" * (8 << 20)),
@@ -524,7 +566,7 @@ def hostile(key):
 @pytest.mark.parametrize("name", hostile(b""))
 def test_what_the_scheduler_has_not_signed_is_dropped_and_the_rank_goes_on(socket, name):
     rank, contact, early = socket
-    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
         stranger.connect(contact.endpoint)
         for _ in range(3):
@@ -537,6 +579,46 @@ def test_what_the_scheduler_has_not_signed_is_dropped_and_the_rank_goes_on(socke
         else:
             rank.await_told()
     assert {grant.request_id for grant in rank.told} == {honest.request_id}
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_rank_of_another_process_answers_a_reset(socket, ends, monkeypatch):
+    rank, _, early = socket
+    rank.ends = ends
+    monkeypatch.setattr(admission, "RESET_WAIT_S", PATIENCE_S)
+    assert early.reset(["r", "s"]) is ends
+    assert early.reset(["t"]) is ends
+    assert rank.void == [("r", "s"), ("t",)]
+
+
+def test_an_answer_that_is_not_the_rank_s_own_ends_no_reset(monkeypatch):
+    early = EarlyAdmission()
+    monkeypatch.setattr(admission, "RESET_WAIT_S", 0.2)
+    with tempfile.TemporaryDirectory() as folder, zmq.Context() as context, context.socket(zmq.ROUTER) as stranger:
+        stranger.linger = 0
+        stranger.bind(f"ipc://{folder}/admissions")
+        early.meet([Contact("another", f"ipc://{folder}/admissions", b"k" * 32)])
+        done = []
+        asked = threading.Thread(target=lambda: done.append(early.reset(["r"])))
+        asked.start()
+        sender, message = stranger.recv_multipart()
+        stranger.send_multipart([sender, message[:32]])
+        asked.join(PATIENCE_S)
+        assert done == [False]
+        early.close()
+
+
+def test_a_reset_is_complete_only_if_every_rank_can_be_reached():
+    rank, early = Rank(), EarlyAdmission()
+    assert not early.reset(["r"]), "no rank is known"
+    with reachable(rank, apart=False) as contact:
+        early.meet([contact])
+        assert early.reset(["r"])
+        early.meet([contact, Contact("elsewhere", "", b"k" * 32)])
+        assert not early.reset(["r"])
+        early.meet([contact])
+    assert not early.reset(["r"]), "it has ended"
+    assert len(rank.void) == 2
 
 
 def test_a_rank_that_fails_at_one_message_takes_the_next(socket, caplog):

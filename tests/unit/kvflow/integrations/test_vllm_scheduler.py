@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from kvflow.integrations.vllm.messages import Admit, Cancel, Fail, GiveBack, Load
+from kvflow.integrations.vllm.messages import Admit, Cancel, Fail, GiveBack, Load, Reset
 
 from .vllm_like import (
     FullAttentionSpec,
@@ -20,6 +20,7 @@ from .vllm_like import (
 )
 
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
+LOAD = {"do_remote_prefill": True}
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -415,3 +416,123 @@ def test_reports_go_on_behind_one_that_cannot_be_noted(broken, monkeypatch):
     assert engine.guard.take() == {"_sent": 1}
     assert [type(command) for command in engine.take_commands()] == [Fail]
     assert engine.guard.take() == {"_take_commands": 1}
+
+
+# A reset.
+
+
+class Scheduler:
+    """What of vLLM's scheduler a reset changes."""
+
+    def __init__(self, found, *requests, loaded=(), multi=False):
+        self.connector = SimpleNamespace(_connectors=[]) if multi else SimpleNamespace(_scheduler=found)
+        self.requests = {request.request_id: request for request in requests}
+        self.finished_recving_kv_req_ids = set(loaded)
+        self.failed_recving_kv_req_ids = set()
+        self.freed = []
+
+    def _free_request_blocks(self, request):
+        self.freed.append(request.request_id)
+
+
+class Ranks:
+    """Ranks that end what they are told to end, or cannot."""
+
+    def __init__(self, found, done=True):
+        self.told, self.done = [], done
+        found._early.reset = self.reset
+
+    def reset(self, request_ids):
+        self.told.append(request_ids)
+        return self.done
+
+
+def loading(found, name, ticket=None):
+    """A request whose load the ranks have begun."""
+    request = new_request(LOAD | (ticket or new_ticket(request_id=name)).to_params(), request_id=name)
+    request.is_finished = lambda: False
+    found.on_new_request(request)
+    assert found.matched(request, 0) == (48, True)
+    found.allocated(request, blocks_of([1, 2, 3]), 48)
+    return request
+
+
+def offered(found, name):
+    request = new_request(OFFER, request_id=name)
+    request.is_finished = lambda: True
+    found.on_new_request(request)
+    assert finished(found, request, ([1, 2, 3],))[0]
+    return request
+
+
+def test_a_reset_ends_offers_and_loads_once_and_frees_their_blocks():
+    found = side(FullAttentionSpec())
+    ranks, load, offer = Ranks(found), loading(found, "load"), offered(found, "offer")
+    scheduler = Scheduler(found, load, offer)
+    found.take_commands()
+    assert found.reset(scheduler)
+    assert ranks.told == [("load", "offer")]
+    assert sorted(scheduler.freed) == ["load", "offer"]
+    assert (load.num_computed_tokens, scheduler.failed_recving_kv_req_ids) == (0, {"load"})
+    assert found.take_commands() == [Reset(("load", "offer"))]
+    assert found.reset(), "vLLM asks again"
+    assert len(ranks.told) == 1
+    found.on_reported({"load"}, {"offer"})
+    assert (found._ended, found.take_commands()) == (set(), [])
+    assert found.matched(load, 0) == (0, False), "it is computed"
+
+
+@pytest.mark.parametrize("multi", [False, True])
+def test_blocks_that_a_rank_or_another_connector_may_use_are_not_freed(multi):
+    found = side(FullAttentionSpec())
+    ranks, load, offer = Ranks(found, done=multi), loading(found, "load"), offered(found, "offer")
+    scheduler = Scheduler(found, load, offer, multi=multi)
+    assert found.reset(scheduler) is found.reset() is multi
+    assert scheduler.freed == (["load"] if multi else [])
+    assert (load.num_computed_tokens, scheduler.failed_recving_kv_req_ids) == (0, {"load"}), "never used in any case"
+    ranks.done = True
+    assert found.reset(scheduler)
+
+
+def test_a_reset_without_a_scheduler_ends_offers_and_lets_loads_go_on():
+    found = side(FullAttentionSpec())
+    ranks, load = Ranks(found), loading(found, "load")
+    assert not found.reset()
+    assert ranks.told == []
+    offered(found, "offer")
+    assert not found.reset()
+    assert ranks.told == [("offer",)]
+    found.on_reported({"load"}, ())
+    assert found.reset()
+    assert load.num_computed_tokens == 48
+
+
+def test_what_was_loaded_before_a_reset_is_computed():
+    found = side(FullAttentionSpec())
+    ranks, load = Ranks(found), loading(found, "load")
+    found.on_reported({"load"}, ())
+    scheduler = Scheduler(found, load, loaded=["load", "gone"])
+    assert found.reset(scheduler)
+    assert (ranks.told, scheduler.freed, load.num_computed_tokens) == ([], ["load"], 0)
+
+
+def test_a_load_that_has_not_begun_is_dropped_and_its_ticket_given_back():
+    found = side(FullAttentionSpec())
+    ticket = new_ticket(request_id="waits")
+    request = new_request(LOAD | ticket.to_params(), request_id="waits")
+    found.on_new_request(request)
+    assert found.reset(Scheduler(found, request))
+    assert found.take_commands() == [GiveBack("waits", ticket)]
+    assert found.matched(request, 0) == (0, False)
+
+
+def test_a_ticket_of_before_a_reset_answers_no_later_sample():
+    found = side(FullAttentionSpec())
+    Ranks(found)
+    first = offered(found, "0_r")
+    assert found.reset(Scheduler(found, first))
+    second = new_request(OFFER, request_id="1_r")
+    found.on_new_request(second)
+    keep, params = finished(found, second, ([4, 5, 6],))
+    assert keep
+    assert params["remote_block_ids"] == [[4, 5, 6]]

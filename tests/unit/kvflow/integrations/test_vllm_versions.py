@@ -138,3 +138,29 @@ def test_blocks_are_not_noted_where_requests_are_reported(release):
     scheduler = LoadedBlocks()
     scheduler.note("a", blocks((8, False)))
     assert scheduler.take() == {}
+
+
+def test_connectors_are_reset_before_the_cache_that_needs_their_blocks():
+    told = []
+
+    class Scheduler:
+        def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+            told.append((reset_running_requests, reset_connector))
+            return True
+
+    class Connector:
+        def reset_before(self, scheduler):
+            told.append(scheduler)
+
+    for _ in range(2):
+        versions.reset_connectors_first(Scheduler, Connector)
+    scheduler = Scheduler()
+    for connector in (Connector(), SimpleNamespace(_connectors=[object(), Connector()])):
+        scheduler.connector = connector
+        told.clear()
+        assert scheduler.reset_prefix_cache()
+        assert scheduler.reset_prefix_cache(reset_connector=True)
+        assert scheduler.reset_prefix_cache(True)
+        assert told == [(False, False), scheduler, (False, True), scheduler, (True, False)]
+    scheduler.connector = None
+    assert scheduler.reset_prefix_cache(True, True)

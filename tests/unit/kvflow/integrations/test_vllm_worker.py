@@ -14,10 +14,12 @@ from kvflow.errors import (
     PeerLost,
     StaleLease,
     TicketInvalid,
+    TransferCancelled,
     WorkerClosed,
     WorkerSuspended,
 )
 from kvflow.integrations.vllm import settings
+from kvflow.integrations.vllm import worker as worker_module
 from kvflow.integrations.vllm.engine import BRIEF_WAIT, LOAD_WAIT, NO_WAIT, load_wait, writes_late
 from kvflow.integrations.vllm.messages import (
     Admit,
@@ -26,6 +28,7 @@ from kvflow.integrations.vllm.messages import (
     GiveBack,
     Keep,
     Load,
+    Reset,
     add_counters,
     empty_counters,
     is_empty,
@@ -439,3 +442,41 @@ def test_what_was_counted_is_added_up_and_told_in_a_line():
     assert rank.take_counters() is None
     assert is_empty(empty_counters())
     assert summary(empty_counters())["Num successful transfers"] == 0
+
+
+def test_a_load_that_a_reset_ends_does_not_count_as_failed(monkeypatch):
+    fake, rank = told(PULL)
+    monkeypatch.setattr(fake, "wait_finished", lambda *_, **__: fake.end(error=TransferCancelled("reset")))
+    assert rank.reset(("r",))
+    assert fake.futures["r"].cancelled()
+    assert fake.released == [TICKET]
+    rank.execute([Reset(("r",))])
+    assert rank.collect() == (set(), {"r"}, set())
+    fake.end()
+    assert rank.collect() == (set(), set(), set())
+
+
+def test_a_load_that_is_on_its_way_to_a_rank_at_a_reset_is_not_begun():
+    fake, rank = told()
+    assert rank.reset(("r",))
+    rank.execute([PULL, Load("s", TICKET, ((4, 5, 6),)), Fail("t", "code", "why"), Reset(("r",))])
+    assert fake.batches == [["s"]]
+    assert fake.released == [TICKET]
+    assert rank.collect() == (set(), {"r", "t"}, {"t"})
+    rank.execute([PULL])
+    assert fake.batches == [["s"], ["r"]], "the name is free again"
+
+
+def test_a_failure_before_a_reset_is_not_reported_after_it():
+    _, rank = told(PULL, refusal=WorkerClosed("closed"))
+    rank.execute([Reset(("r",))])
+    assert rank.collect() == (set(), {"r"}, set())
+
+
+def test_a_reset_does_not_end_before_the_last_write(monkeypatch):
+    monkeypatch.setattr(worker_module, "RESET_WAIT_S", 0.0)
+    fake, rank = told(PULL)
+    assert not rank.reset(("r",))
+    fake.end(error=TransferCancelled("reset"))
+    rank.collect()
+    assert rank.reset(("r",))

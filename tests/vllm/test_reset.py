@@ -1,0 +1,89 @@
+"""Caches are reset while tickets are out and loads are under way, as after an update of the weights."""
+
+import pytest
+
+from .asking import LENGTH, ticket
+from .pairs import FULL, chosen, model_folder
+from .prompts import prompt_of
+from .test_hostile import failed, reason_of, serves
+from .test_parallel import stopped
+from .victims import Cluster
+
+TOKENS = 8
+PAIRS = chosen("llama", "gptoss", "granite", "llama-cached", "llama-ranks-2-to-1", "gptoss-ranks-1-to-2")
+FORCED = {"external": {"external": True}, "running": {"running": True}, "both": {"running": True, "external": True}}
+
+
+@pytest.mark.parametrize("flags", FORCED.values(), ids=FORCED)
+@pytest.mark.parametrize("pair", PAIRS, indirect=True)
+def test_a_reset_succeeds_while_tickets_are_out_and_ends_them(pair, flags):
+    prompts = [prompt_of(LENGTH, f"reset {number}") for number in range(3)]
+    tickets = [pair.ticket(prompt) for prompt in prompts]
+    assert pair.prefill.reset_prefix_cache(**flags)
+    assert pair.prefill.state()["free_blocks"] == pair.free_blocks[pair.prefill]
+    alone = pair.alone(pair.decode, prompts[0], max_tokens=TOKENS)
+    for prompt, old in zip(prompts, tickets, strict=True):
+        answer = pair.decode.generate(prompt, old, max_tokens=TOKENS)
+        assert reason_of(pair, answer) == "stale_lease"
+        assert failed(answer) or pair.decode.options.failure_policy == "recompute"
+    pair.settle()
+    assert pair.disaggregated(prompts[0], max_tokens=TOKENS) == alone
+    serves(pair)
+
+
+@pytest.mark.parametrize("pair", chosen("llama"), indirect=True)
+def test_a_reset_of_the_prefix_cache_alone_leaves_tickets(pair):
+    prompt = prompt_of(LENGTH)
+    alone = pair.monolithic(prompt)
+    kept = pair.ticket(prompt)
+    assert not pair.prefill.reset_prefix_cache()
+    assert pair.decode.generate(prompt, kept)["tokens"] == alone
+
+
+@pytest.mark.parametrize("pair", chosen("gptoss-ranks-1-to-2", "llama-ranks-2-to-2"), indirect=True)
+def test_loads_of_several_ranks_are_dropped_and_computed(pair):
+    prompt = prompt_of(LENGTH)
+    alone = pair.alone(pair.decode, prompt, max_tokens=TOKENS)
+    given = pair.ticket(prompt)
+    free = pair.free_blocks[pair.decode]
+    with stopped(pair.prefill.ranks()[0]["pid"]):
+        request = pair.decode.submit(prompt, given, max_tokens=TOKENS)
+        pair.decode.wait_state(lambda state: state["free_blocks"] < free)
+        assert pair.decode.reset_prefix_cache(running=True, external=True)
+        assert request.wait()["tokens"] == alone
+    pair.settle()
+    serves(pair)
+
+
+@pytest.fixture(scope="module", params=["llama", "gptoss"] if FULL else ["llama"])
+def cluster(request, pairs):
+    pairs.stop()
+    with Cluster(model_folder(request.param), request.param, pairs.nursery) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("ended", ["loading", "aborted", "waiting"])
+def test_a_load_in_flight_is_dropped_and_its_prompt_computed(cluster, ended):
+    """Whatever ``kv_load_failure_policy`` says."""
+    for decode in cluster.decodes:
+        prompt = prompt_of(LENGTH, f"reset during {ended}")
+        alone = cluster.second.generate(prompt)["tokens"]
+        given = ticket(cluster.first, prompt)
+        free = cluster.free_blocks[decode.name.removeprefix(f"{cluster.prefix}-")]
+        with decode.held("data") as read:
+            request = decode.submit(prompt, given)
+            read.reached()
+            with decode.paused():
+                if ended == "aborted":
+                    request.abort()
+                if ended == "waiting":
+                    read.let_go()
+                reset = decode._command("reset", f"reset-{ended}", running=True, external=True)
+                read.let_go()
+                assert decode._await(reset, 60.0)["reset"]
+                assert decode.state()["free_blocks"] == free
+            answer = request.wait()
+        assert answer["tokens"] == ([] if ended == "aborted" else alone)
+        later = ticket(cluster.first, prompt)
+        assert decode.generate(prompt, later)["tokens"] == alone
+        cluster.settle()
