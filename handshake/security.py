@@ -141,6 +141,8 @@ class ClusterSecurity(Struct, frozen=True):
         server: the key pair of our listener.
         client: the key pair that we dial with.
         ticket_key: 32 bytes for ``sign`` and ``verify``.
+        content_key: 32 bytes that key the digests of what blocks hold.
+        fingerprint: 8 bytes that name the secret and do not help to guess it: of the public key that it derives.
         other: what a second secret derives, while a cluster changes from one to the other.
         allowed: the keys of all workers that we talk to; None if they are those that the secrets derive.
     """
@@ -148,6 +150,8 @@ class ClusterSecurity(Struct, frozen=True):
     server: CurveKeys
     client: CurveKeys
     ticket_key: bytes
+    content_key: bytes
+    fingerprint: bytes
     other: Self | None = None
     allowed: AllowedKeys | None = None
 
@@ -165,10 +169,13 @@ class ClusterSecurity(Struct, frozen=True):
         def derive(label: bytes) -> bytes:
             return hkdf(material, salt=_SALT, info=label, nbytes=32)
 
+        server = CurveKeys.from_private(derive(b"curve server"))
         return cls(
-            server=CurveKeys.from_private(derive(b"curve server")),
+            server=server,
             client=CurveKeys.from_private(derive(b"curve client")),
             ticket_key=derive(b"ticket"),
+            content_key=derive(b"content"),
+            fingerprint=z85.decode(server.public)[:8],
         )
 
     def accepting(self, secret: str) -> Self:
@@ -205,6 +212,10 @@ class ClusterSecurity(Struct, frozen=True):
             if each is not None and server_key in ("", each.server.public_key):
                 return each
         raise Unauthenticated(f"the server's key {server_key} does not follow from our cluster secret", local=True)
+
+    def accepted(self) -> tuple[Self, ...]:
+        """Return what each secret derives whose tickets are valid, our own first."""
+        return (self,) if self.other is None else (self, self.other)
 
     def verifies(self, data: bytes, signature: bytes) -> bool:
         """Return whether a holder of an accepted secret signed ``data``."""

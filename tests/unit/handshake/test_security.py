@@ -61,11 +61,12 @@ def test_hkdf_gives_the_vectors_of_rfc_5869(secret, salt, info, output):
     assert derived == expected
 
 
-def test_one_secret_gives_three_keys_that_are_always_the_same():
+def test_one_secret_gives_four_keys_that_are_always_the_same():
     again = ClusterSecurity.from_secret("a secret of the tests")
     assert again == SECURITY
-    assert len({SECURITY.server.private, SECURITY.client.private, z85.encode(SECURITY.ticket_key)}) == 3
-    assert len(SECURITY.ticket_key) == 32
+    derived = (SECURITY.ticket_key, SECURITY.content_key)
+    assert len({SECURITY.server.private, SECURITY.client.private, *map(z85.encode, derived)}) == 4
+    assert {len(key) for key in derived} == {32}
     for keys in (SECURITY.server, SECURITY.client):
         assert keys.public == zmq.curve_public(keys.private)
 
@@ -76,6 +77,10 @@ def test_the_derivation_never_changes():
     assert derived.server.public == b"UB3Z%hfUQ2-$*z5bGsAkrxH]4:[3Tl1?$.-wnKIC"
     assert derived.client.public == b"dWiF]o]>nq7k]&+kUtB+0dmZa@<Q&G!lZW(FB8q:"
     assert derived.ticket_key.hex() == "0746f0d77ba406c5825fa0df3cab4fd19c0c3eb2007eb65df7cb1bf1d2e4ea30"
+    assert derived.content_key == hkdf(
+        b"0123456789abcdef", salt=b"handshake cluster secret v1", info=b"content", nbytes=32
+    )
+    assert derived.fingerprint == z85.decode(derived.server.public)[:8]
 
 
 @given(st.text(min_size=16))
@@ -100,8 +105,9 @@ def test_no_repr_shows_a_secret():
     assert SECURITY.server.public.decode() in shown
     for secret in (SECURITY.server.private, SECURITY.client.private):
         assert secret.decode() not in shown
-    assert SECURITY.ticket_key.hex() not in shown
-    assert repr(SECURITY.ticket_key) not in shown
+    for key in (SECURITY.ticket_key, SECURITY.content_key):
+        assert key.hex() not in shown
+        assert repr(key) not in shown
 
 
 def test_a_signature_holds_for_its_data_and_key_only():
