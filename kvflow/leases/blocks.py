@@ -203,6 +203,50 @@ def block_lists(block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ..
     return tuple([ids if isinstance(ids, tuple) else tuple(ids.tolist()) for ids in checked])
 
 
+def runs_of(ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Return ids with each run as its first id and, below ``ABSENT``, the negative number of its ids; if that pays."""
+    if len(ids) <= FEW:
+        return ids
+    numbers = np.frombuffer(array("q", ids), np.int64)
+    starts = np.flatnonzero(np.diff(numbers, prepend=numbers[:1]) != 1)
+    if 2 * len(starts) > len(ids):
+        return ids
+    runs = np.stack([numbers[starts], -np.diff(starts, append=len(ids))], axis=1)
+    return tuple(runs[np.stack([np.ones(len(starts), bool), runs[:, 1] < ABSENT], axis=1)].tolist())
+
+
+def count_runs(runs: tuple[int, ...]) -> int:
+    """Return how many ids these runs are."""
+    if min(runs, default=0) >= ABSENT:
+        return len(runs)
+    return len(runs) - sum([each + 2 for each in runs if each < ABSENT])
+
+
+def expand_runs(runs: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ids of these runs; raise ``ValueError`` if they are none."""
+    if min(runs, default=0) >= ABSENT:
+        return runs
+    ids: list[int] = []
+    for each in runs:
+        if each >= ABSENT:
+            ids.append(each)
+        elif not ids or ids[-1] - each > NUM_BLOCKS_MAX:
+            raise ValueError("a run has no first block, or ends behind the last block id")
+        else:
+            ids.extend(range(ids[-1] + 1, ids[-1] - each))
+    return tuple(ids)
+
+
+def block_ends(num_blocks: int, block_size: int, num_tokens: int) -> list[int]:
+    """Return the ends (one past the last token) of the last blocks of a request; ``block_size`` 0: of a state."""
+    if not num_blocks:
+        return []
+    if not block_size:
+        return [num_tokens] * num_blocks
+    last = -(-num_tokens // block_size)
+    return [*(index * block_size for index in range(last - num_blocks + 1, last)), num_tokens]
+
+
 def check_block_ids(
     block_ids: Sequence[Sequence[int]],
     *,

@@ -8,7 +8,6 @@ from operator import index
 from typing import Any
 
 import numpy as np
-from msgspec import UNSET
 
 from kvflow.errors import (
     ArgumentInvalid,
@@ -20,7 +19,7 @@ from kvflow.errors import (
     shown,
 )
 from kvflow.leases.blocks import block_lists
-from kvflow.leases.tickets import Content, Grant, RankAddress, Sign, Ticket, is_traceparent
+from kvflow.leases.tickets import FINGERPRINT_BYTES, Content, Grant, RankAddress, Sign, Ticket, is_traceparent
 from kvflow.validation import find_fault
 
 EPOCH_STEP = 2  # one while the lease is held, and the next one when it has ended
@@ -44,6 +43,7 @@ class Issuer:
         wall_clock: Callable[[], float] | None = None,
         block_sizes: Sequence[int] = (),
         draw_trace: Callable[[int], int] | None = None,
+        fingerprint: bytes = bytes(FINGERPRINT_BYTES),
     ) -> None:
         """Start with an epoch above all that the ranks have held.
 
@@ -57,6 +57,7 @@ class Issuer:
             wall_clock: seconds since 1970, for ``Grant.issued_ms``; None leaves it out.
             block_sizes: tokens in one block, group by group, 0 for states. Only offers with digests need them.
             draw_trace: draws bits for a trace context of each offer without one; None leaves it out.
+            fingerprint: 8 bytes that name the secret behind ``sign``.
 
         Raises:
             ArgumentInvalid: a rank is something else than a ``RankAddress``.
@@ -76,6 +77,7 @@ class Issuer:
         self._admitted = admitted
         self._wall_clock = wall_clock
         self._draw_trace = draw_trace
+        self._fingerprint = fingerprint
         self.slots = min(address.slots for address in ranks)
         self._free = list(range(self.slots - 1, -1, -1))
         self._slots: dict[str, int | None] = {}
@@ -89,8 +91,11 @@ class Issuer:
         num_tokens: int | Sequence[int],
         digests: Sequence[Sequence[bytes]] | None = None,
         traceparent: str = "",
+        chained: bool = False,
     ) -> tuple[Ticket, Grant]:
-        """Sign a ticket. The arguments are those of ``Worker.offer``.
+        """Sign a ticket. The arguments are those of ``Worker.offer``, and ``chained``.
+
+        ``chained``: each digest covers the one before it, so the ticket has only the last one of each group.
 
         Returns:
             The ticket for the consumer, and the grant that every rank must admit.
@@ -113,7 +118,7 @@ class Issuer:
             raise ArgumentInvalid("traceparent", "a W3C trace context of version 00", traceparent, remedy=remedy)
         lists = block_lists(block_ids)
         tokens = _as_tokens(num_tokens, len(lists))
-        contents = UNSET if digests is None else self._contents(digests, lists)
+        contents = None if digests is None else self._contents(digests, lists, chained=chained)
         if not self._free:
             raise CapacityExceeded("leases", self.slots, remedy="Wait for a lease to end, or raise lease_slots.")
         slot = self._free[-1]
@@ -127,12 +132,12 @@ class Issuer:
             num_tokens=tokens,
             lease_ms=self._lease_ms,
             admitted=self._admitted,
-            issued_ms=UNSET if self._wall_clock is None else int(self._wall_clock() * 1000),
+            issued_ms=None if self._wall_clock is None else int(self._wall_clock() * 1000),
             contents=contents,
-            traceparent=traceparent or (UNSET if self._draw_trace is None else _drawn_trace(self._draw_trace)),
+            traceparent=traceparent or (None if self._draw_trace is None else _drawn_trace(self._draw_trace)),
         )
         try:
-            sealed = grant.seal(self._sign)
+            sealed = grant.seal(self._sign, self._fingerprint)
         except TicketInvalid as error:
             raise _unfit(error.message) from error
         except (UnicodeEncodeError, OverflowError) as error:
@@ -145,7 +150,7 @@ class Issuer:
         return Ticket(grants=(grant,), sealed=(sealed,)), grant
 
     def _contents(
-        self, digests: Sequence[Sequence[bytes]], block_ids: tuple[tuple[int, ...], ...]
+        self, digests: Sequence[Sequence[bytes]], block_ids: tuple[tuple[int, ...], ...], *, chained: bool
     ) -> tuple[Content, ...]:
         if len(self._block_sizes) != len(block_ids):
             raise ConfigInvalid(
@@ -160,7 +165,8 @@ class Issuer:
                 if not digest and block_id >= 0:
                     remedy = "Pass empty bytes for absent blocks (-1) only."
                     raise ArgumentInvalid(f"digests[{group}][{at}]", "1 to 64 bytes", digest, remedy=remedy)
-        return tuple(Content(size, found) for size, found in zip(self._block_sizes, lists, strict=True))
+        contents = zip(self._block_sizes, lists, strict=True)
+        return tuple(Content(size, _from_last(found) if chained else found) for size, found in contents)
 
     def vacate(self, request_ids: Iterable[str]) -> None:
         """Free the slots of leases that have ended on every rank. Their request ids stay taken until ``retire``."""
@@ -177,6 +183,11 @@ class Issuer:
         if slot is not None and slot >= 0:
             self._free.append(slot)
         return slot != -1
+
+
+def _from_last(digests: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """Return the digests from the last one that is not empty."""
+    return next((digests[at:] for at in range(len(digests) - 1, -1, -1) if digests[at]), ())
 
 
 def _drawn_trace(draw_bits: Callable[[int], int]) -> str:

@@ -5,7 +5,8 @@ free. A lease is released when all ranks of one consumer engine have released it
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from hmac import compare_digest
 from itertools import islice, takewhile
 from typing import Annotated, Literal, NamedTuple
 
@@ -87,6 +88,7 @@ class Lease(Struct, eq=False):
     ends_at: float
     read: bool = False
     released_by: dict[tuple[str, int], set[int]] = {}
+    macs: Sequence[bytes] = ()
 
     @property
     def released(self) -> bool:
@@ -124,7 +126,7 @@ class _EarlyRelease(NamedTuple):
 
 
 class LeaseTable:
-    """The leases of one worker, which holds a lock around every call but ``blocks_of`` and ``grant_of``."""
+    """The leases of one worker, which holds a lock around every call but ``blocks_of`` and ``has_mac``."""
 
     def __init__(self, epochs: EpochTable) -> None:
         self._epochs = epochs
@@ -247,10 +249,17 @@ class LeaseTable:
             for lease in islice(self._by_request.values(), limit)
         )
 
-    def grant_of(self, slot: int, epoch: int) -> Grant | None:
-        """Return the grant of a lease that is held. Thread: any, without a lock, as ``blocks_of``."""
+    def has_mac(self, slot: int, epoch: int, mac: bytes, macs_of: Callable[[Grant], Sequence[bytes]]) -> bool:
+        """Return whether a lease is held and its ticket has this MAC. Thread: any, without a lock, as ``blocks_of``.
+
+        ``macs_of`` signs the grant, once for each lease, whatever a peer presents.
+        """
         lease = self._find(slot, epoch)
-        return None if lease is None else lease.grant
+        if lease is None:
+            return False
+        if not lease.macs:
+            lease.macs = macs_of(lease.grant)
+        return any(compare_digest(mac, each) for each in lease.macs)
 
     def blocks_of(self, slot: int, epoch: int) -> Sequence[Sequence[int]] | None:
         """Return the block ids of each group while the lease is held; otherwise None.

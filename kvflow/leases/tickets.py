@@ -3,46 +3,61 @@
 A ticket is one or more *grants*. A grant is one signed promise of some ranks of one engine. A mint signs one grant for
 all ranks, and ``worker.offer`` signs one for its own rank. ``join_tickets`` joins several into one ticket.
 
-The text of a ticket is one ASCII string, which no router changes: ``kvf2``, then for each grant a dot and the base64url
-of its MAC and msgpack. A reader checks the MAC before it decodes anything.
+The text of a ticket is one ASCII string, which no router changes: ``kvf3``, then for each grant a dot and the base64url
+of its MAC, the fingerprint of the cluster secret, and the grant in msgpack. A reader checks the MAC before it decodes
+anything. This release also reads ``kvf2``, the format of the release before, but writes none.
 """
 
 import base64
 import binascii
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
-from typing import Annotated, TypeGuard
+from typing import Annotated, Any, Literal, TypeGuard
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
 from kvflow.errors import ReleaseMismatch, TicketInvalid, counted, quoted
-from kvflow.ids import PeerId
+from kvflow.ids import ABSENT, FEW, PeerId
+from kvflow.leases.blocks import NUM_BLOCKS_MAX, block_ends, count_runs, expand_runs, runs_of
 from kvflow.validation import find_fault
 
-FORMAT = "kvf2"  # changes when this release cannot read the tickets of an older one
+FORMAT = "kvf3"  # changes when an older release must not read a ticket
+FORMAT_BEFORE = "kvf2"  # read for one release
 
 ANOTHER_FORMAT = re.compile(r"kvf[0-9]{1,4}")
 """Other releases. The first ones used a JSON object with a list of grants instead."""
 
 TICKET_CHARS_MAX = 8 << 20
-"""One million tokens in blocks of 16, with a digest each, take 1.9 million characters per group. Decoding 8 Mi
-characters and checking their MAC takes about 33 ms. An engine that knows its longest prompt sets a lower limit."""
+"""One million tokens in blocks of 16 take at most 440,000 characters per group. Decoding 8 Mi characters and checking
+their MAC takes about 33 ms. An engine that knows its longest prompt sets a lower limit."""
 
+BLOCKS_MAX = 1 << 21
+"""Blocks of one ticket: as many as 8 Mi characters can list one by one. A run of them takes a few bytes."""
+
+UNSIGNED_BLOCKS_MAX = 1 << 19
+"""The same while nobody has checked the signature: decoding them takes no longer than decoding 8 Mi characters."""
+
+RUN_MAX = 1 << 20
 GRANTS_MAX = 1024
-RANKS_KEPT_BYTES_MAX = 4096  # encodings of ranks that are cached: about a dozen ranks
+RANKS_KEPT_BYTES_MAX = 4096  # encodings of ranks that are cached: about two dozen ranks
 
 MAC_BYTES = 32  # HMAC-SHA256
+MARK = b"\x03"  # first byte after the MAC; a grant of kvf2 begins otherwise
+FINGERPRINT_BYTES = 8
+HEAD_BYTES = len(MARK) + FINGERPRINT_BYTES
 DIGEST_BYTES_MAX = 64
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
 Endpoint = Annotated[str, Meta(min_length=1, max_length=512, pattern="^[a-z]+://")]
 Epoch = Annotated[str, Meta(pattern="^[0-9]{1,19}\\Z")]
-BlockId = Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)]
-BlockIds = Annotated[tuple[BlockId, ...], Meta(max_length=1 << 20)]
+BlockId = Annotated[int, Meta(ge=ABSENT, lt=NUM_BLOCKS_MAX)]
+BlockIds = Annotated[tuple[BlockId, ...], Meta(max_length=RUN_MAX)]
+Runs = Annotated[tuple[Annotated[int, Meta(ge=-RUN_MAX, lt=NUM_BLOCKS_MAX)], ...], Meta(max_length=RUN_MAX)]
 NumTokens = Annotated[int, Meta(ge=1, le=1 << 40)]
 BlockSize = Annotated[int, Meta(ge=0, le=1 << 30)]
 Digest = Annotated[bytes, Meta(max_length=DIGEST_BYTES_MAX)]
@@ -58,6 +73,9 @@ PublicKey = Annotated[str, Meta(pattern="^[0-9a-f]{64}\\Z")]
 
 OVERDUE_S = 1.0  # a lease that seems over for longer is checked before the read. Earlier, reading is cheaper.
 
+SAME_LIMITS = "Offer fewer blocks at once. With vLLM, give both engines the same max_model_len and block size."
+TOO_MANY = f"the ticket has more than {BLOCKS_MAX} blocks, or {UNSIGNED_BLOCKS_MAX} before a check of its signature"
+FEWER = "Offer fewer blocks at once, or pass verify to Ticket.from_params."
 MALFORMED = "the ticket is malformed: it was cut or changed on its way"
 JOIN = "Join one ticket per rank, all from offers of one engine with the same request_id and num_tokens."
 UNSIGNED = "the ticket has a wrong signature: it was changed on its way, or signed with another cluster secret"
@@ -71,7 +89,7 @@ def is_traceparent(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and re.match(TRACEPARENT, value) is not None
 
 
-class RankAddress(Struct, frozen=True, cache_hash=True, gc=False):
+class RankAddress(Struct, frozen=True, cache_hash=True, gc=False, array_like=True):
     """Address and incarnation of one rank of a producer.
 
     Attributes:
@@ -80,7 +98,7 @@ class RankAddress(Struct, frozen=True, cache_hash=True, gc=False):
         endpoint: its control endpoint, as peers reach it.
         epoch_base: the lowest epoch of this incarnation; a mint starts above it.
         slots: number of slots in its epoch table.
-        public_key: the key that its control endpoint proves to hold; absent if the worker does not state one.
+        public_key: the key that its control endpoint proves to hold; None if the worker does not state one.
     """
 
     rank: Annotated[int, Meta(ge=0, le=1 << 16)]
@@ -88,7 +106,7 @@ class RankAddress(Struct, frozen=True, cache_hash=True, gc=False):
     endpoint: Endpoint
     epoch_base: Epoch = "0"
     slots: Annotated[int, Meta(ge=1, le=1 << 24)] = 1
-    public_key: PublicKey | UnsetType = UNSET
+    public_key: PublicKey | None = None
 
 
 Ranks = Annotated[tuple[RankAddress, ...], Meta(min_length=1, max_length=1024)]
@@ -109,32 +127,32 @@ class Member(Struct, frozen=True, gc=False):
 
 @lru_cache(maxsize=1024)
 def _peer_of(engine_id: str, address: RankAddress) -> PeerId:
-    public_key = "" if isinstance(address.public_key, UnsetType) else address.public_key
-    return PeerId(engine_id, address.rank, address.incarnation, address.endpoint, public_key)
+    return PeerId(engine_id, address.rank, address.incarnation, address.endpoint, address.public_key or "")
 
 
-class Content(Struct, frozen=True, gc=False):
+class Content(Struct, frozen=True, gc=False, array_like=True):
     """What the blocks of one group hold. A reader compares it with what it expects.
 
     Attributes:
         block_size: tokens in one block; 0 for a state.
-        digests: one for each block id of the grant, in the same order; empty bytes for an absent block. Equal digests
-            mean equal blocks: each covers all tokens up to the end of its block, and everything else that determines
-            keys and values. kvflow only compares them.
+        digests: those of the last blocks of the grant, in the same order; empty bytes for an absent block. Equal
+            digests mean equal blocks: each covers all tokens up to the end of its block, and everything else that
+            determines keys and values. kvflow only compares them. If they are chained, only the last one is here.
     """
 
     block_size: BlockSize
     digests: Digests
 
     def ends(self, num_tokens: int) -> list[int]:
-        """Return the end of each block (one past its last token), for a request of ``num_tokens`` tokens."""
+        """Return the end of each block that has a digest (one past its last token), for so many tokens."""
         return block_ends(len(self.digests), self.block_size, num_tokens)
 
 
-class Grant(Struct, frozen=True, kw_only=True, gc=False):
+class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """One signed promise: these ranks keep these blocks while the slot holds this epoch.
 
     Attributes:
+        kind: the rule by which the promise ends. A reader refuses any kind that it does not know.
         engine_id: the producer.
         request_id: the producer's name of the request.
         ranks: every rank that holds a share of the blocks.
@@ -146,10 +164,11 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False):
         admitted: whether the lease was held before the ticket was handed out. If not, a reader checks the epoch before
             it reads, because bytes from before the admission may belong to another request.
         issued_ms: when it was signed, in milliseconds since 1970 on the signer's clock. It is a hint.
-        contents: what the blocks hold, one entry per group; absent if the offer had no digests.
-        traceparent: W3C trace context of the request; absent if the offer had none.
+        contents: what the blocks hold, one entry per group; None if the offer had no digests.
+        traceparent: W3C trace context of the request; None if the offer had none.
     """
 
+    kind: Literal["offer"] = "offer"
     engine_id: Name
     request_id: Name
     ranks: Ranks
@@ -159,9 +178,9 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False):
     num_tokens: Annotated[tuple[NumTokens, ...], Meta(min_length=1, max_length=256)]
     lease_ms: Milliseconds
     admitted: bool
-    issued_ms: WallTimeMs | UnsetType = UNSET
-    contents: Annotated[tuple[Content, ...], Meta(min_length=1, max_length=256)] | UnsetType = UNSET
-    traceparent: Traceparent | UnsetType = UNSET
+    issued_ms: WallTimeMs | None = None
+    contents: Annotated[tuple[Content, ...], Meta(min_length=1, max_length=256)] | None = None
+    traceparent: Traceparent | None = None
 
     def __repr__(self) -> str:
         """Return the engine, the request and the amount."""
@@ -181,34 +200,40 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False):
     @property
     def trace(self) -> str:
         """The W3C trace context of the request; empty if the producer did not say."""
-        return "" if isinstance(self.traceparent, UnsetType) else self.traceparent
+        return self.traceparent or ""
 
     @property
-    def issued_at(self) -> float | UnsetType:
-        """When it was signed, in seconds since 1970 on the signer's clock."""
-        return UNSET if isinstance(self.issued_ms, UnsetType) else self.issued_ms / 1000
+    def issued_at(self) -> float | None:
+        """When it was signed, in seconds since 1970 on the signer's clock; None if it does not say."""
+        return None if self.issued_ms is None else self.issued_ms / 1000
 
-    def seal(self, sign: Sign) -> bytes:
-        """Return the grant as a ticket carries it: its MAC and its encoding; raise if no reader could decode it."""
-        payload = _encoder.encode(self)
+    def payload(self, fingerprint: bytes) -> bytes:
+        """Return what a member signs whose cluster secret has this fingerprint: that, and the grant in msgpack."""
+        grant = self
+        for ids in self.block_ids:
+            if len(ids) > FEW:
+                grant = msgspec.structs.replace(self, block_ids=tuple(map(runs_of, self.block_ids)))
+                break
+        return MARK + fingerprint + _encoder.encode(grant)
+
+    def seal(self, sign: Sign, fingerprint: bytes) -> bytes:
+        """Return the grant as a ticket carries it: its MAC and its payload; raise if no reader could decode it."""
+        payload = self.payload(fingerprint)
         try:
-            found = _decoder_but_ranks.decode(payload)
-            _decode_ranks(bytes(found.ranks))
+            _decode_ranks(bytes(_runs_decoder.decode(payload[HEAD_BYTES:]).ranks))
         except msgspec.DecodeError as error:
             fault = find_fault(self) or str(error)
             raise TicketInvalid(fault) from error
-        found.require_consistent()
+        if sum(map(len, self.block_ids)) > BLOCKS_MAX:
+            raise TicketInvalid(TOO_MANY, remedy=FEWER)
+        self.require_consistent()
         return sign(payload) + payload
-
-    def has_mac(self, mac: bytes, verify: Verify) -> bool:
-        """Return whether a MAC belongs to this grant. A reader that presents it has seen the ticket."""
-        return verify(_encoder.encode(self), mac)
 
     def require_consistent(self) -> None:
         """Check that the fields match each other; raise ``TicketInvalid``."""
         if len(self.num_tokens) != len(self.block_ids):
             raise TicketInvalid(f"{len(self.num_tokens)} token counts for {len(self.block_ids)} groups")
-        if isinstance(self.contents, UnsetType):
+        if self.contents is None:
             return
         if len(self.contents) != len(self.block_ids):
             raise TicketInvalid(f"{len(self.contents)} contents for {len(self.block_ids)} groups")
@@ -216,7 +241,7 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False):
             zip(self.contents, self.block_ids, self.num_tokens, strict=True)
         ):
             most = -(-tokens // content.block_size) if content.block_size else 1
-            if len(content.digests) != len(ids) or len(ids) > most:
+            if len(content.digests) > len(ids) or len(ids) > most:
                 raise TicketInvalid(
                     f"group {group}: {len(content.digests)} digests and {len(ids)} blocks for {tokens} tokens, "
                     f"which {most} blocks hold"
@@ -228,35 +253,62 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False):
         This is a reason to check the lease before the read, but not to refuse the ticket, because only the check knows.
         """
         issued_ms = self.issued_ms
-        return issued_ms is not UNSET and wall_s - error_s - OVERDUE_S > (issued_ms + self.lease_ms) / 1000
+        return issued_ms is not None and wall_s - error_s - OVERDUE_S > (issued_ms + self.lease_ms) / 1000
 
 
-class _GrantButRanks(Grant, frozen=True, kw_only=True):
+class _Received(Grant, frozen=True, kw_only=True, array_like=True):
     """A grant whose ranks are not decoded."""
 
     ranks: msgspec.Raw  # type: ignore[assignment]
 
 
-def unseal(sealed: bytes) -> Grant:
-    """Decode a grant of a ticket, whose MAC the caller checks first; raise ``TicketInvalid`` if it is malformed."""
+class _InRuns(_Received, frozen=True, kw_only=True, array_like=True):
+    """Likewise, with runs among its block ids."""
+
+    block_ids: Annotated[tuple[Runs, ...], Meta(min_length=1, max_length=256)]
+
+
+def unseal(sealed: bytes, room: int = BLOCKS_MAX) -> Grant:
+    """Decode a grant of a ticket, whose MAC the caller checks first. ``room``: blocks that other grants leave.
+
+    Raises:
+        TicketInvalid: it is malformed, or exceeds a limit, which the error names.
+        ReleaseMismatch: it is of a kind that only newer releases know.
+    """
+    payload = sealed[MAC_BYTES:]
     try:
-        grant = _decode(sealed[MAC_BYTES:])
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        if payload[:1] == MARK:
+            grant = _decode(payload, room)
+        else:
+            grant = msgspec.convert(_decoder_before.decode(payload), Grant, from_attributes=True)
+    except msgspec.ValidationError as error:
+        with suppress(msgspec.DecodeError, UnicodeError):
+            if payload[:1] == MARK and (kind := _kind_decoder.decode(payload[HEAD_BYTES:]).kind) != "offer":
+                raise ReleaseMismatch("the ticket", "kind", kind, "offer") from error
+        remedy = SAME_LIMITS if "length" in str(error) else ""
+        raise TicketInvalid(f"{MALFORMED}, or exceeds a limit of this release: {error}", remedy=remedy) from error
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise TicketInvalid(MALFORMED) from error
     grant.require_consistent()
     return grant
 
 
-def _decode(payload: bytes) -> Grant:
+def fingerprint_of(payload: bytes) -> bytes:
+    """Return the fingerprint of the secret that signed a payload, as the payload says; empty for one of ``kvf2``."""
+    return payload[len(MARK) : HEAD_BYTES] if payload[:1] == MARK else b""
+
+
+def _decode(payload: bytes, room: int) -> Grant:
     """Decode a grant. Cache the ranks, which are equal in all grants of an engine and take half of the time."""
-    found = _decoder_but_ranks.decode(payload)
     try:
-        ranks = _decode_ranks(bytes(found.ranks)) if len(found.ranks) <= RANKS_KEPT_BYTES_MAX else None
-    except msgspec.DecodeError:
-        ranks = None
-    if ranks is None:
-        return _decoder.decode(payload)  # which says where the error is
-    return Grant(**msgspec.structs.asdict(found) | {"ranks": ranks})
+        found = _decoder.decode(payload[HEAD_BYTES:])
+    except msgspec.ValidationError:
+        found = _runs_decoder.decode(payload[HEAD_BYTES:])
+        if sum(map(count_runs, found.block_ids)) > room:
+            raise TicketInvalid(TOO_MANY, remedy=FEWER) from None
+        found = msgspec.structs.replace(found, block_ids=tuple(map(expand_runs, found.block_ids)))
+    decode_ranks = _decode_ranks if len(found.ranks) <= RANKS_KEPT_BYTES_MAX else _ranks_decoder.decode
+    return Grant(**msgspec.structs.asdict(found) | {"ranks": decode_ranks(bytes(found.ranks))})
 
 
 @lru_cache(maxsize=256)
@@ -264,20 +316,29 @@ def _decode_ranks(encoded: bytes) -> Ranks:
     return _ranks_decoder.decode(encoded)
 
 
-def block_ends(num_blocks: int, block_size: int, num_tokens: int) -> list[int]:
-    """Return the ends (one past the last token) of the last blocks of a request; ``block_size`` 0: of a state."""
-    if not num_blocks:
-        return []
-    if not block_size:
-        return [num_tokens] * num_blocks
-    last = -(-num_tokens // block_size)
-    return [*(index * block_size for index in range(last - num_blocks + 1, last)), num_tokens]
+def _as_object(kind: type[Struct], **types: Any) -> Any:
+    """Return the type of the same fields, by name as ``kvf2`` encodes them, some with other types."""
+    fields = [
+        (each.name, types.get(each.name, each.type), msgspec.NODEFAULT if each.required else each.default)
+        for each in msgspec.structs.fields(kind)
+    ]
+    return msgspec.defstruct(kind.__name__, fields, kw_only=True)
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Grant)
-_decoder_but_ranks = msgspec.msgpack.Decoder(_GrantButRanks)
+_decoder = msgspec.msgpack.Decoder(_Received)
+_runs_decoder = msgspec.msgpack.Decoder(_InRuns)
 _ranks_decoder = msgspec.msgpack.Decoder(Ranks)
+_kind = msgspec.defstruct("_Kind", [("kind", Annotated[str, Meta(max_length=32)])], array_like=True)
+_kind_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_kind)
+_rank_before, _content_before = _as_object(RankAddress), _as_object(Content)
+_decoder_before: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    _as_object(
+        Grant,
+        ranks=Annotated[tuple[_rank_before, ...], Meta(min_length=1, max_length=1024)],  # type: ignore[valid-type]
+        contents=Annotated[tuple[_content_before, ...], Meta(max_length=256)] | None,  # type: ignore[valid-type]
+    )
+)
 
 
 def _amount(grant: Grant) -> str:
@@ -315,6 +376,11 @@ class Ticket(Struct, frozen=True, kw_only=True, gc=False):
         """The producer."""
         return self.grants[0].engine_id
 
+    @property
+    def fingerprints(self) -> tuple[bytes, ...]:
+        """The fingerprint of the secret that signed each grant; empty for one of ``kvf2``."""
+        return tuple([fingerprint_of(sealed[MAC_BYTES:]) for sealed in self.sealed])
+
     def members(self) -> Iterator[Member]:
         """Yield every rank that the ticket names."""
         for grant in self.grants:
@@ -333,13 +399,17 @@ class Ticket(Struct, frozen=True, kw_only=True, gc=False):
                 raise TicketInvalid(UNSIGNED)
             # Use what was signed, even if the ticket was made in this process. A newer release may have signed more
             # fields than the grant has.
-            if _encoder.encode(grant) != payload and unseal(sealed) != grant:
+            if (
+                _encoder.encode(grant) != payload[HEAD_BYTES:]
+                and grant.payload(fingerprint_of(payload)) != payload
+                and unseal(sealed) != grant
+            ):
                 raise TicketInvalid("the ticket was changed after it was signed")
 
     def to_params(self) -> dict[str, str]:
         """Return a JSON-safe dict for a router (``kv_transfer_params``)."""
         texts = (base64.urlsafe_b64encode(sealed).rstrip(b"=").decode("ascii") for sealed in self.sealed)
-        return {"kvflow": ".".join((FORMAT, *texts))}
+        return {"kvflow": ".".join((FORMAT if any(self.fingerprints) else FORMAT_BEFORE, *texts))}
 
     @staticmethod
     def from_params(params: object, *, verify: Verify | None = None, chars_max: int = TICKET_CHARS_MAX) -> "Ticket":
@@ -353,14 +423,19 @@ class Ticket(Struct, frozen=True, kw_only=True, gc=False):
 
         Raises:
             TicketInvalid: the parameters are too long, truncated, malformed, or not signed; says which.
-            ReleaseMismatch: the ticket has the format of another release.
+            ReleaseMismatch: the ticket has the format of another release, or is of a kind that only others know.
         """
         if not isinstance(params, dict) or "kvflow" not in params:
             raise TicketInvalid("kv_transfer_params is not an object with a 'kvflow' entry")
         sealed = _read_text(params["kvflow"], min(chars_max, TICKET_CHARS_MAX))
         if verify is not None and not all(verify(each[MAC_BYTES:], each[:MAC_BYTES]) for each in sealed):
             raise TicketInvalid(UNSIGNED)
-        return _checked(tuple([unseal(each) for each in sealed]), sealed)
+        grants: list[Grant] = []
+        room = UNSIGNED_BLOCKS_MAX if verify is None else BLOCKS_MAX
+        for each in sealed:
+            grants.append(unseal(each, room))
+            room -= sum(map(len, grants[-1].block_ids))
+        return _checked(tuple(grants), sealed)
 
 
 def join_tickets(tickets: Sequence[Ticket]) -> Ticket:
@@ -382,16 +457,17 @@ def _read_text(text: object, chars_max: int) -> tuple[bytes, ...]:
         raise TicketInvalid(f"the 'kvflow' entry of the parameters must be text, not {type(text).__name__}")
     if len(text) > chars_max:
         raise TicketInvalid(
-            f"the ticket has {len(text)} characters: at most {chars_max} are allowed",
-            remedy="Offer fewer blocks at once. With vLLM, give both engines the same max_model_len and block size.",
+            f"the ticket has {len(text)} characters: at most {chars_max} are allowed", remedy=SAME_LIMITS
         )
     head, *parts = text.split(".", GRANTS_MAX + 1)
-    if head != FORMAT:
+    if head not in (FORMAT, FORMAT_BEFORE):
         if ANOTHER_FORMAT.fullmatch(head):
             raise ReleaseMismatch("the ticket", "ticket format", head, FORMAT)
         raise TicketInvalid(f"the ticket begins with {head[:16]!r}: expected {FORMAT!r}")
-    if not 1 <= len(parts) <= GRANTS_MAX:
-        raise TicketInvalid(f"the ticket has no grants, or more than {GRANTS_MAX}")
+    if not parts:
+        raise TicketInvalid("the ticket has no grants")
+    if len(parts) > GRANTS_MAX:
+        raise TicketInvalid(f"the ticket has too many grants: at most {GRANTS_MAX} are allowed", remedy=JOIN)
     return tuple([_read_part(part) for part in parts])
 
 
@@ -401,7 +477,7 @@ def _read_part(part: str) -> bytes:
         sealed = binascii.a2b_base64(padded, strict_mode=True)
     except (binascii.Error, ValueError) as error:  # the latter for text that is not ASCII
         raise TicketInvalid(MALFORMED) from error
-    if len(sealed) <= MAC_BYTES:
+    if len(sealed) <= MAC_BYTES + HEAD_BYTES:
         raise TicketInvalid("the ticket is malformed: a grant is truncated")
     return sealed
 

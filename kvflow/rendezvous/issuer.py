@@ -2,16 +2,16 @@
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from handshake import CurveKeys
 from handshake.security import ClusterSecurity, draw_secret, sign
 from kvflow.config import WorkerConfig, require_secret
-from kvflow.errors import counted, quoted
+from kvflow.errors import TicketInvalid, counted, quoted
 from kvflow.forks import Origin
 from kvflow.leases.issuer import HEAD_START_BITS, Issuer
-from kvflow.leases.tickets import RankAddress, Ticket
+from kvflow.leases.tickets import Grant, RankAddress, Ticket, fingerprint_of
 from kvflow.rendezvous.endpoint import security_of
 
 __all__ = ["TicketKey", "TicketMint", "draw_head_start", "draw_pair", "draw_secret", "public_key"]
@@ -30,6 +30,7 @@ class TicketKey:
     def __init__(self, security: ClusterSecurity) -> None:
         self._security = security
         self._origin = Origin("the key that signs tickets")
+        self.fingerprint = security.fingerprint
 
     @classmethod
     def of(cls, config: WorkerConfig) -> Self:
@@ -50,8 +51,30 @@ class TicketKey:
         return sign(self._security.ticket_key, payload)
 
     def verifies(self, payload: bytes, mac: bytes) -> bool:
-        """Return whether a member of the cluster signed a grant's payload; for ``Ticket.from_params``."""
-        return self._security.verifies(payload, mac)
+        """Return whether a member of the cluster signed a grant's payload; for ``Ticket.from_params``.
+
+        Raises:
+            TicketInvalid: the payload says that it was signed with another cluster secret.
+        """
+        if self._security.verifies(payload, mac):
+            return True
+        ours, theirs = [each.fingerprint for each in self._security.accepted()], fingerprint_of(payload)
+        if theirs and theirs not in ours:
+            raise TicketInvalid(
+                f"the ticket was signed with another cluster secret: its fingerprint is {theirs.hex()}, and ours is "
+                f"{' or '.join(each.hex() for each in ours)}",
+                remedy="Use one cluster secret. kvflow config prints the fingerprint of a secret as cluster.",
+            )
+        return False
+
+    def macs(self, grant: Grant) -> tuple[bytes, ...]:
+        """Return the MACs that a ticket of this grant may have: one for each accepted secret."""
+        accepted = self._security.accepted()
+        return tuple([sign(each.ticket_key, grant.payload(each.fingerprint)) for each in accepted])
+
+    def content_keys(self) -> Mapping[bytes, bytes]:
+        """Return the keys of digests by the fingerprints of their accepted secrets, our own first."""
+        return {each.fingerprint: each.content_key for each in self._security.accepted()}
 
     def check(self, ticket: Ticket) -> None:
         """Verify every grant, before the caller acts on anything in the ticket.
@@ -59,7 +82,7 @@ class TicketKey:
         Raises:
             TicketInvalid: a grant was not signed with the cluster's secret.
         """
-        ticket.verify(self._security.verifies)
+        ticket.verify(self.verifies)
 
 
 def draw_head_start(draw_bits: Callable[[int], int] = secrets.randbits) -> int:
@@ -94,6 +117,7 @@ class TicketMint(Issuer):
             engine_id,
             ranks,
             sign=key.sign,
+            fingerprint=key.fingerprint,
             lease_s=lease_s,
             head_start=draw_head_start(draw_bits),
             wall_clock=wall_clock,

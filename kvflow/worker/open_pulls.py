@@ -6,7 +6,6 @@ from itertools import count
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from kvflow.errors import DeadlineExceeded, KvflowError, StaleLease
 from kvflow.events import PullFailed, TransferCompleted, TransferQuiesced, TransferTraced
@@ -199,7 +198,7 @@ class OpenPull(Pull, eq=False, kw_only=True):
             "remote_endpoint": grant.ranks[0].endpoint,
             "num_remote_blocks": sum(map(len, grant.block_ids)),
         }
-        if not isinstance(grant.issued_at, UnsetType):
+        if grant.issued_at is not None:
             context["issued_at"] = grant.issued_at
         if self.targets:
             context["num_local_blocks"] = sum(map(len, self.targets))
@@ -224,8 +223,8 @@ class OpenPull(Pull, eq=False, kw_only=True):
 
     def ticket_age_s(self, wall_s: float) -> float | None:
         """Return the age of the ticket by the producer's clock, in seconds since 1970; None without a time of issue."""
-        issued_at = UNSET if self.ticket is None else self.ticket.grants[0].issued_at
-        return None if isinstance(issued_at, UnsetType) else wall_s - issued_at
+        issued_at = None if self.ticket is None else self.ticket.grants[0].issued_at
+        return None if issued_at is None else wall_s - issued_at
 
 
 class OpenPulls:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from msgspec import UnsetType
-
 from kvflow.errors import (
     BlockIdsInvalid,
     CapacityExceeded,
@@ -21,8 +19,8 @@ from kvflow.errors import (
 )
 from kvflow.ids import Ids, PeerId
 from kvflow.layout.manifest import Manifest
-from kvflow.leases.blocks import check_block_ids
-from kvflow.leases.tickets import Grant, block_ends
+from kvflow.leases.blocks import block_ends, check_block_ids
+from kvflow.leases.tickets import Grant
 from kvflow.planning.assignment import assign_sources
 from kvflow.planning.bind import AnyBinding, bind_plan
 from kvflow.planning.match import ComponentName, HeadRange, HeadRanges, have_common_layer, require_same_model
@@ -275,7 +273,7 @@ def require_content(grant: Grant, groups: PreparedGroups, ours: Manifest, expect
     Raises:
         ContentMismatch: a group differs; names it.
     """
-    if isinstance(grant.contents, UnsetType):
+    if grant.contents is None:
         raise ContentMismatch("the ticket does not say what its blocks hold")
     for _, binding in groups:
         source, target = binding.group.source_group, binding.group.target_group

@@ -4,7 +4,7 @@ from asyncio import get_running_loop
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from msgspec import Struct, UnsetType
+from msgspec import Struct
 
 from kvflow.errors import CapacityExceeded, KvflowError, PeerUnavailable
 from kvflow.ids import Clock, LeaseKey, PeerId
@@ -151,7 +151,7 @@ class LeaseRenewer:
         """Return the seconds until the first renewal of a ticket: 0 if a third of its lease may have passed."""
         link, grant = self._pool.link(peer), member.grant
         offset = None if link is None else link.clock_offset
-        if offset is None or isinstance(grant.issued_ms, UnsetType):
+        if offset is None or grant.issued_ms is None:
             return 0.0
         age_s = self._wall() + offset.ahead_s + offset.error_s - grant.issued_ms / 1000
         # A negative age means that the signer's clock is ahead of the producer's: the age is unknown.

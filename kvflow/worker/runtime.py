@@ -252,8 +252,7 @@ class _Parts:
 
     def vouches(self, slot: int, epoch: int, mac: bytes) -> bool:
         """Return whether the lease is held and the MAC is that of its ticket. Thread: any."""
-        grant = self.leases.grant_of(slot, epoch)
-        return grant is not None and grant.has_mac(mac, self.key.verifies)
+        return self.leases.has_mac(slot, epoch, mac, self.key.macs)
 
     def local_endpoint(self, transport: Transport) -> LocalEndpoint:
         """Build what the worker sends to its peers."""
@@ -293,6 +292,7 @@ class _Parts:
             config.engine_id,
             [self.rank_address(shared.local, endpoint)],
             sign=self.key.sign,
+            fingerprint=self.key.fingerprint,
             lease_s=config.lease_s,
             head_start=draw_head_start(environment.draw_bits),
             wall_clock=environment.network.wall,

@@ -90,6 +90,7 @@ def _alias(name: str) -> str:
 
 # --- wire formats ---
 
+FINGERPRINT = bytes(tickets.FINGERPRINT_BYTES)
 EXAMPLE = tickets.Grant(
     engine_id="engine",
     request_id="request",
@@ -101,7 +102,7 @@ EXAMPLE = tickets.Grant(
     lease_ms=30_000,
     admitted=True,
 )
-TICKET = tickets.Ticket(grants=(EXAMPLE,), sealed=(EXAMPLE.seal(lambda _: bytes(tickets.MAC_BYTES)),))
+TICKET = tickets.Ticket(grants=(EXAMPLE,), sealed=(EXAMPLE.seal(lambda _: bytes(tickets.MAC_BYTES), FINGERPRINT),))
 
 WORDS = {
     "handshake: versions": handshake.messages.SUPPORTED,
@@ -109,7 +110,11 @@ WORDS = {
     "handshake: keys of a secret": handshake.security._SALT,
     "ticket: first part": tickets.FORMAT,
     "ticket: kv_transfer_params of an example": TICKET.to_params(),
+    "ticket: first part of the release before": tickets.FORMAT_BEFORE,
     "ticket: bytes of a MAC": tickets.MAC_BYTES,
+    "ticket: byte after the MAC": tickets.MARK,
+    "ticket: bytes of a fingerprint": tickets.FINGERPRINT_BYTES,
+    "ticket: a hundred block ids in a row": tickets.runs_of(tuple(range(7, 107))),
     "publication: schema": MANIFEST_SCHEMA,
     "data plane's metadata: first bytes": backend._MAGIC,
     "data plane's metadata: bytes of the digest": backend._DIGEST_BYTES,

@@ -11,14 +11,14 @@ from handshake import Publication
 from kvflow.ids import agent_name, worker_name
 from kvflow.layout.component import Region
 from kvflow.layout.manifest import MANIFEST_SCHEMA
-from kvflow.leases.tickets import FORMAT, RankAddress
+from kvflow.leases.tickets import FORMAT, MARK, RankAddress
 from kvflow.reads.backend import Envelope, seal, unseal
 from kvflow.reads.nixl.backend import NixlBackend, exporter_name
 from kvflow.reads.nixl.metadata import inspect
 from kvflow.rendezvous.endpoint import Advertisement
 from kvflow.rendezvous.issuer import TicketKey
 from tests.integration.shapes import Shape
-from tests.simulation.tickets import grants_of, packed
+from tests.simulation.tickets import grants_of, packed, payload_of
 
 from .mutations import HOSTILE, Mutator
 from .processes import SECRET, Died
@@ -118,19 +118,23 @@ def ticket(endpoint, number, **changes):
     """Sign a ticket, whatever it says."""
     address = RankAddress(rank=0, incarnation=incarnation_of(number), endpoint=endpoint, slots=SLOTS)
     fields = {
+        "kind": "offer",
         "engine_id": ENGINE,
         "request_id": f"lie {number}",
-        "ranks": [msgspec.to_builtins(address)],
+        "ranks": [msgspec.structs.asdict(address)],
         "slot": 0,
         "epoch": "0",
         "block_ids": BLOCKS,
         "num_tokens": (TOKENS, TOKENS),
         "lease_ms": 30_000,
         "admitted": True,
+        "issued_ms": None,
+        "contents": None,
+        "traceparent": None,
         **changes,
     }
     try:
-        payload = msgspec.msgpack.encode(fields)
+        payload = payload_of(fields, MARK + KEY.fingerprint)
     except (TypeError, OverflowError, UnicodeEncodeError):  # nobody can sign that
         payload = b"\xc0"
     return {"kvflow": f"{FORMAT}.{packed(KEY.sign(payload) + payload)}"}

@@ -25,7 +25,7 @@ from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.layout.tracks import Track
 from kvflow.leases.blocks import check_block_ids
 from kvflow.leases.table import LeaseReader, LeaseState
-from kvflow.leases.tickets import FORMAT, MAC_BYTES, RankAddress, Ticket
+from kvflow.leases.tickets import FORMAT, FORMAT_BEFORE, HEAD_BYTES, MAC_BYTES, MARK, RankAddress, Ticket
 from kvflow.planning.pairs import pair_units
 from kvflow.planning.plan import plan_transfer
 from kvflow.reads.backend import Envelope, seal, unseal
@@ -40,7 +40,7 @@ from kvflow.worker.connections import PeerState
 from kvflow.worker.destinations import Quarantined
 from kvflow.worker.snapshot import Snapshot, decode_inspection, encode_inspection
 from tests.integration.shapes import Shape
-from tests.simulation.tickets import packed
+from tests.simulation.tickets import packed, payload_before, payload_of
 from tests.unit.kvflow.integrations.vllm_like import (
     TOKENS_MAX,
     FullAttentionSpec,
@@ -270,10 +270,12 @@ def _json(value):
     return json.dumps(value).encode()
 
 
+_HEAD = MARK.ljust(HEAD_BYTES, b"f")
 _TICKET = {
+    "kind": "offer",
     "engine_id": "e",
     "request_id": "r",
-    "ranks": [msgspec.to_builtins(ADDRESS)],
+    "ranks": [msgspec.structs.asdict(ADDRESS)],
     "slot": 1,
     "epoch": "77",
     "block_ids": [[0, 1], [2, 3]],
@@ -281,8 +283,10 @@ _TICKET = {
     "lease_ms": 30_000,
     "admitted": True,
     "issued_ms": 1,
-    "contents": [{"block_size": 4, "digests": [b"a", b"b"]}, {"block_size": 4, "digests": [b"a", b"b"]}],
+    "contents": [{"block_size": 4, "digests": [b"a", b"b"]}, {"block_size": 4, "digests": [b"b"]}],
+    "traceparent": None,
 }
+_RUNS = {"block_ids": [[0, -65], [70, -64, -1]], "num_tokens": [260, 260]}
 
 
 def _draw_frame(mutator):
@@ -296,10 +300,8 @@ def _draw_metadata(mutator):
 
 def _draw_ticket(mutator):
     """Change what is signed, or the text around it, or the JSON around that."""
-    payload = msgspec.msgpack.encode(_TICKET)
-    if mutator.draw.random() < 0.8:
-        payload = mutator.of_packed(payload, payload)
-    text = ".".join([FORMAT, *[packed(bytes(MAC_BYTES) + payload)] * mutator.draw.choice((1, 1, 2))])
+    head, signed = _draw_signed(mutator, _TICKET | (_RUNS if mutator.draw.random() < 0.3 else {}), 0.8)
+    text = ".".join([head, *[packed(bytes(MAC_BYTES) + signed)] * mutator.draw.choice((1, 1, 2))])
     if mutator.draw.random() < 0.1:
         text = mutator.of_bytes(text.encode(), text.encode()).decode("latin-1")
     value = {"kvflow": text}
@@ -307,10 +309,19 @@ def _draw_ticket(mutator):
     return drawn if mutator.draw.random() < 0.95 else mutator.of_bytes(drawn, drawn)
 
 
+def _draw_signed(mutator, fields, share):
+    """Draw a format, and a payload in it: changed, in such a share of the cases."""
+    before = mutator.draw.random() < 0.3
+    payload = payload_before(fields) if before else payload_of(fields, _HEAD)[HEAD_BYTES:]
+    if mutator.draw.random() < share:
+        payload = mutator.of_packed(payload, payload)
+    return (FORMAT_BEFORE, payload) if before else (FORMAT, _HEAD + payload)
+
+
 def _draw_request(mutator):
     """A ticket that is changed as above, often in its numbers, and what stands beside it."""
     fields = dict(_TICKET)
-    extremes = (0, 1, 2, 63, 64, 65, TOKENS_MAX, TOKENS_MAX + 1, 2**20, 2**31 - 1, 2**40, 2**63, -1)
+    extremes = (0, 1, 2, 63, 64, 65, TOKENS_MAX, TOKENS_MAX + 1, 2**20, 2**31 - 1, 2**40, 2**63, -1, -(2**20))
     for name in ("num_tokens", "block_ids", "contents"):
         drawn = [mutator.draw.choice(extremes) for _ in range(mutator.draw.choice((1, 2, 2, 2, 300)))]
         if mutator.draw.random() < 0.3:
@@ -320,10 +331,8 @@ def _draw_request(mutator):
     if mutator.draw.random() < 0.3:
         size = mutator.draw.choice(extremes)
         fields["contents"] = [{"block_size": size, "digests": [b"a" * 16, b"b" * 16]}] * 2
-    payload = msgspec.msgpack.encode(fields)
-    if mutator.draw.random() < 0.3:
-        payload = mutator.of_packed(payload, payload)
-    params = {"do_remote_prefill": True, "kvflow": f"{FORMAT}.{packed(bytes(MAC_BYTES) + payload)}"}
+    head, signed = _draw_signed(mutator, fields, 0.3)
+    params = {"do_remote_prefill": True, "kvflow": f"{head}.{packed(bytes(MAC_BYTES) + signed)}"}
     beside = {"remote_port": 5000, "remote_host": "10.0.0.1", "remote_block_ids": [[1, 2]], "tp_size": 1}
     return _json(mutator.of_value(params | beside, TEXTS) if mutator.draw.random() < 0.3 else params)
 

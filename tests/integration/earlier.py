@@ -21,17 +21,20 @@ class Earlier(Struct, frozen=True):
         ticket: format of its tickets.
         manifest: schema of its manifests.
         refuses: code of the error with which it refuses to read from this release.
+        is_read: whether this release reads from it.
     """
 
     why: str
     ticket: str
     manifest: int
     refuses: str
+    is_read: bool = False
 
 
 EARLIER = {
     "382186f": Earlier("the last commit whose tickets are objects", "kvf1", 2, "ticket_invalid"),
-    "8808afe": Earlier("the last commit with one data plane", "kvf2", 2, "layout_mismatch"),
+    "8808afe": Earlier("the last commit with one data plane", "kvf2", 2, "ticket_invalid"),
+    "cd0c377": Earlier("the last release", "kvf2", 3, "release_mismatch", is_read=True),
 }
 """Commits whose workers are tried beside those of this release. docs/reference/compatibility.md has them all."""
 

@@ -132,12 +132,12 @@ async def test_a_worker_that_a_mint_names_otherwise_is_read_under_both_names(wor
         last = await producer.offer("last", LAST_BLOCKS, 8)
         await consumer.pull(first, BLOCKS)
         assert await producer.outcome("first") == "released"
-        address = await producer.address()
+        address = msgspec.convert(await producer.address(), RankAddress)
         if changes == "another endpoint":
-            address["endpoint"] = address["endpoint"].replace("127.0.0.1", "localhost")
+            address = msgspec.structs.replace(address, endpoint=address.endpoint.replace("127.0.0.1", "localhost"))
         else:
-            del address["public_key"]
-        mint = kvflow.TicketMint("prefill-0", [msgspec.convert(address, RankAddress)], cluster_secret=SECRET)
+            address = msgspec.structs.replace(address, public_key=None)
+        mint = kvflow.TicketMint("prefill-0", [address], cluster_secret=SECRET)
         ticket, grant = mint.offer("minted", block_ids=OTHER_BLOCKS, num_tokens=8)
         await producer.write("minted", OTHER_BLOCKS, 8)
         await producer.admit(grant)

@@ -500,8 +500,8 @@ TABLE = (
         "another secret",
         pulls(consumer={"cluster_secret": "another secret, long enough"}),
         "the grant of 'prefill-0' for 'r' has a wrong signature",
-        "the ticket has a wrong signature: it was changed on its way, or signed with another cluster secret "
-        "[ticket_invalid] Pass the producer's kv_transfer_params through unchanged, and use one cluster secret.",
+        "the ticket was signed with another cluster secret: its fingerprint is *, and ours is * [ticket_invalid] "
+        "Use one cluster secret. kvflow config prints the fingerprint of a secret as cluster.",
         errors.TicketInvalid,
     ),
     Row(

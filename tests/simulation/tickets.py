@@ -6,14 +6,65 @@ from typing import Any
 
 import msgspec
 
-from kvflow.leases.tickets import MAC_BYTES, Sign
+from kvflow.leases.tickets import FORMAT_BEFORE, HEAD_BYTES, MAC_BYTES, Content, Grant, RankAddress, Sign
 
 Change = Callable[[dict[str, Any]], object]
 
+LISTED = {"ranks": RankAddress, "contents": Content}
+"""Fields of a grant that list other records."""
+
 
 def grants_of(params: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what the grants of a ticket say, decoded and not checked."""
-    return [msgspec.msgpack.decode(unpacked(part)[MAC_BYTES:]) for part in params["kvflow"].split(".")[1:]]
+    """Return what the grants of a ticket say, by name, decoded and not checked."""
+    return [fields_of(unpacked(part)[MAC_BYTES:]) for part in params["kvflow"].split(".")[1:]]
+
+
+def fields_of(payload: bytes) -> dict[str, Any]:
+    """Return what a payload says behind the fingerprint, by name; its block ids as runs."""
+    fields = _named(Grant, msgspec.msgpack.decode(payload[HEAD_BYTES:]))
+    for name, kind in LISTED.items():
+        if fields[name] is not None:
+            fields[name] = [_named(kind, values) for values in fields[name]]
+    return fields
+
+
+def payload_of(fields: dict[str, Any], like: bytes) -> bytes:
+    """Return the payload of fields that may be anything, with the fingerprint of another one."""
+    listed = {
+        name: [_values(kind, each) for each in fields[name]]
+        for name, kind in LISTED.items()
+        if isinstance(fields.get(name), list)
+    }
+    return like[:HEAD_BYTES] + msgspec.msgpack.encode(_values(Grant, fields | listed))
+
+
+def payload_before(fields: dict[str, Any]) -> bytes:
+    """Return the payload of these fields in the format of the release before."""
+    return msgspec.msgpack.encode(_without_none({name: value for name, value in fields.items() if name != "kind"}))
+
+
+def of_release_before(params: dict[str, Any], sign: Sign) -> dict[str, Any]:
+    """Return the same ticket as the release before would have signed it."""
+    payloads = [payload_before(fields) for fields in grants_of(params)]
+    return {**params, "kvflow": ".".join((FORMAT_BEFORE, *(packed(sign(each) + each) for each in payloads)))}
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_none(each) for name, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
+
+
+def _named(kind: type[msgspec.Struct], values: list[Any]) -> dict[str, Any]:
+    return dict(zip(kind.__struct_fields__, values, strict=True))
+
+
+def _values(kind: type[msgspec.Struct], fields: Any) -> Any:
+    """Return fields in order, those of a newer release last."""
+    if not isinstance(fields, dict):
+        return fields
+    known = [name for name in kind.__struct_fields__ if name in fields]
+    return [fields[name] for name in [*known, *(name for name in fields if name not in known)]]
 
 
 def forge(params: dict[str, Any], change: Change, *, grant: int = 0, sign: Sign | None = None) -> dict[str, Any]:
@@ -27,9 +78,9 @@ def forge(params: dict[str, Any], change: Change, *, grant: int = 0, sign: Sign 
     """
 
     def changed(sealed: bytes) -> bytes:
-        fields = msgspec.msgpack.decode(sealed[MAC_BYTES:])
+        fields = fields_of(sealed[MAC_BYTES:])
         change(fields)
-        payload = msgspec.msgpack.encode(fields)
+        payload = payload_of(fields, sealed[MAC_BYTES:])
         return (sealed[:MAC_BYTES] if sign is None else sign(payload)) + payload
 
     return damage(params, changed, grant=grant)

@@ -96,7 +96,7 @@ def vllm_request(seed, *, adapter="", path="", pictures=(), salt=None, embedding
 
 def digests(request, block_size=16):
     ids = range(-(-100 // (block_size or 100)))
-    return Contents(extra_keys()).digests(request, [ids], [block_size], 100)[0]
+    return Contents(extra_keys(), {b"": b"key"}).digests(request, [ids], [block_size], 100)[0]
 
 
 ALIKE = [

@@ -3,14 +3,16 @@
 vLLM lists the blocks of a request from its first token on, with the null block where a window has moved on. A ticket
 lists the last blocks, up to the one that holds the last token, with -1 for a missing block.
 
-The producer signs one digest for each block; the consumer computes and compares them. Digests form a chain from the
-first token on: each covers the one before it, the token ids of its block, and all else by which vLLM's prefix cache
-distinguishes blocks (adapter, media, salt, embeddings). vLLM's own hashes differ between engines, by function and seed.
+The producer signs the digest of the last block of each group; the consumer computes and compares it. Digests form a
+chain from the first token on: each covers the one before it, the token ids of its block, and all else by which vLLM's
+prefix cache distinguishes blocks (adapter, media, salt, embeddings). They are keyed with a key that follows from the
+cluster secret, so that no client can search for two prompts with one digest. vLLM's own hashes differ between engines,
+by function and seed.
 """
 
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -112,8 +114,10 @@ TOKEN_BYTES = 4
 START = blake2b(b"kvflow.integrations.vllm content 1", digest_size=DIGEST_BYTES).digest()
 """Start of every chain. Change it if digests are computed in another way."""
 
-PLAIN, KEYED = (blake2b(digest_size=DIGEST_BYTES, person=person) for person in (b"tokens", b"tokens and keys"))
-"""Hashes of a link of the chain, to be copied: of a block with tokens alone, and of one with other keys too."""
+LINKS = (b"tokens", b"tokens and keys")
+"""Names of the two hashes of a link of the chain: of a block with tokens alone, and of one with other keys too."""
+
+Links = tuple[Any, ...]  # these hashes, to be copied
 
 BLOCK_SIZES_MAX = 16  # largest number of different block sizes in one ticket; engines have one to three
 
@@ -124,17 +128,32 @@ Digests = tuple[tuple[bytes, ...], ...]
 
 
 class Contents:
-    """Computes and compares the digests of vLLM's requests; ``extra_keys`` are inputs of vLLM's own hash of a block."""
+    """Computes and compares the digests of vLLM's requests; ``extra_keys`` are inputs of vLLM's own hash of a block.
 
-    def __init__(self, extra_keys: ExtraKeys) -> None:
+    ``keys`` has a key for the fingerprint of each accepted cluster secret, our own first (``TicketKey.content_keys``).
+    """
+
+    def __init__(self, extra_keys: ExtraKeys, keys: Mapping[bytes, bytes]) -> None:
         self._extra_keys = extra_keys
+        self._links: dict[bytes, Links] = {
+            fingerprint: tuple([blake2b(key=key, digest_size=DIGEST_BYTES, person=person) for person in LINKS])
+            for fingerprint, key in (*keys.items(), (b"", b""))  # the last of ``kvf2``, which is read for one release
+        }
+        self._own = next(iter(self._links.values()))
 
     def digests(
-        self, request: Request, block_ids: Sequence[Sequence[int]], block_sizes: Sequence[int], num_tokens: int
+        self,
+        request: Request,
+        block_ids: Sequence[Sequence[int]],
+        block_sizes: Sequence[int],
+        num_tokens: int,
+        *,
+        links: Links | None = None,
     ) -> Digests:
         """Return the digest of each of the last blocks of each group; empty for a missing block.
 
-        The blocks of a request hold ``num_tokens`` tokens; ``block_sizes`` are 0 for states.
+        The blocks of a request hold ``num_tokens`` tokens; ``block_sizes`` are 0 for states. ``links``: of another
+        secret than our own.
 
         Raises:
             ContentMismatch: the request has fewer tokens, or a token id is not an unsigned 32-bit integer.
@@ -143,7 +162,7 @@ class Contents:
         # If all tokens together have no other keys, no block has any. For embeddings this question would hash them.
         plain = request.prompt_embeds is None and self._extra_keys(request, 0, num_tokens, 0)[0] is None
         chain = _plain_chain if plain else partial(self._chain, request)
-        chains = {size: chain(tokens, size or num_tokens) for size in set(block_sizes)}
+        chains = {size: chain(links or self._own, tokens, size or num_tokens) for size in set(block_sizes)}
         return tuple([_last(chains[size], ids) for ids, size in zip(block_ids, block_sizes, strict=True)])
 
     def require(self, request: Request, ticket: Ticket) -> None:
@@ -153,12 +172,12 @@ class Contents:
             ContentMismatch: the blocks hold something else, or the ticket has no digests.
             TicketInvalid: the ticket has more block sizes than any engine.
         """
-        for grant in ticket.grants:
-            self._require(request, grant)
+        for grant, fingerprint in zip(ticket.grants, ticket.fingerprints, strict=True):
+            self._require(request, grant, self._links.get(fingerprint, self._own))
 
-    def _require(self, request: Request, grant: Grant) -> None:
+    def _require(self, request: Request, grant: Grant, links: Links) -> None:
         contents = grant.contents
-        if isinstance(contents, msgspec.UnsetType):
+        if contents is None:
             raise ContentMismatch(
                 "the ticket has no digests of its blocks",
                 remedy="Prefill the prompt on a vLLM engine with KVFlowConnector of the same release.",
@@ -174,24 +193,26 @@ class Contents:
         sizes = [content.block_size for content in contents]
         if len(set(sizes)) > BLOCK_SIZES_MAX:
             raise TicketInvalid(f"the ticket has {len(set(sizes))} block sizes: at most {BLOCK_SIZES_MAX} are allowed")
-        expected = self.digests(request, grant.block_ids, sizes, covered)
+        expected = self.digests(request, grant.block_ids, sizes, covered, links=links)
         for group, (content, digests) in enumerate(zip(contents, expected, strict=True)):
-            if content.digests != digests:
+            last = digests[len(digests) - len(content.digests) :]
+            if content.digests != last or any(digests) != any(last):
                 raise ContentMismatch(
                     f"the first {covered} tokens of the request are not those in the ticket's blocks of group {group}",
                     group=group,
                 )
 
-    def _chain(self, request: Request, tokens: bytes, block_size: int) -> list[bytes]:
+    def _chain(self, request: Request, links: Links, tokens: bytes, block_size: int) -> list[bytes]:
         """Return the chain's digest at the end of each block; the last block may be partly filled."""
         chain = []
+        plain, keyed_link = links
         digest, media = START, 0
         known, keyed = None, b""  # the keys of an adapter are the same for every block
         num_tokens = len(tokens) // TOKEN_BYTES
         for first in range(0, num_tokens, block_size):
             end = min(first + block_size, num_tokens)
             keys, media = self._extra_keys(request, first, end, media)
-            link = (KEYED if keys else PLAIN).copy()
+            link = (keyed_link if keys else plain).copy()
             link.update(digest)
             if keys:
                 if keys != known:
@@ -203,10 +224,10 @@ class Contents:
         return chain
 
 
-def _plain_chain(tokens: bytes, block_size: int) -> list[bytes]:
+def _plain_chain(links: Links, tokens: bytes, block_size: int) -> list[bytes]:
     chain, digest, nbytes = [], START, block_size * TOKEN_BYTES
     for first in range(0, len(tokens), nbytes):
-        link = PLAIN.copy()
+        link = links[0].copy()
         link.update(digest + tokens[first : first + nbytes])
         digest = link.digest()
         chain.append(digest)

@@ -202,6 +202,7 @@ class Offering:
                 block_ids=block_ids,
                 num_tokens=num_tokens,
                 digests=contents,
+                chained=True,
                 traceparent=origin.traceparent,
             )
         except KvflowError as error:

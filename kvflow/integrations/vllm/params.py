@@ -19,7 +19,7 @@ from kvflow.integrations.vllm.settings import Settings, logger
 
 Verify = Callable[[bytes, bytes], bool]  # payload and MAC of a grant -> whether a member of the cluster signed it
 TICKET_CHARS_BASE = 1 << 17  # characters of a ticket without its blocks: enough for 400 ranks with long names
-CHARS_PER_BLOCK = 32  # a block id and a digest take 23 bytes of msgpack, which are 31 characters of base64
+CHARS_PER_BLOCK = 32  # kvf2: a block id and a digest take 23 bytes of msgpack, which are 31 characters of base64
 
 FINEST_BLOCK = 16
 """Tokens of the smallest block that a producer may have, unless this engine has smaller ones: vLLM's default."""
@@ -122,7 +122,7 @@ def ticket_params(ticket: Ticket) -> dict[str, Any]:
         "do_remote_prefill": True,
         "do_remote_decode": False,
         **describe_ticket(ticket),
-        "remote_block_ids": [list(ids) for ids in ticket.grants[0].block_ids],
+        "remote_block_ids": [list(ids[-1:]) for ids in ticket.grants[0].block_ids],  # routers see that there are some
         "dcp_size": 1,
         "pp_size": 1,
         "remote_blocks_expiry_time": None,

@@ -122,14 +122,15 @@ class SchedulerSide:
             lease_s=config.lease_s,
             block_sizes=self._block_sizes,
         )
+        key = TicketKey.of(config)
         self._settings = settings
         self._read_params = partial(
             read_params,
-            verify=TicketKey.of(config).verifies,
+            verify=key.verifies,
             chars_max=ticket_chars_max(self._block_sizes, tokens_max),
         )
         self._told_rewritten: set[str] = set()
-        self._contents = Contents(extra_keys)
+        self._contents = Contents(extra_keys, key.content_keys())
         self._backoff = prefill_backoff(groups, prefill_lookahead(vllm_config))
         self.guard = Guard()
         self.loading = Loading(groups, tokens_max)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from msgspec import Struct, UnsetType
+from msgspec import Struct
 
 from kvflow.config import SECRET_VARIABLE
 from kvflow.errors import StaleLease, TicketInvalid, counted, quoted
@@ -165,8 +165,8 @@ def _expired(grants: Iterable[GrantFigures]) -> StaleLease | None:
 
 
 def _figures(grant: Grant, now: float) -> GrantFigures:
-    contents = (None,) * len(grant.block_ids) if isinstance(grant.contents, UnsetType) else grant.contents
-    issued_at = None if isinstance(grant.issued_at, UnsetType) else grant.issued_at
+    contents = grant.contents or (None,) * len(grant.block_ids)
+    issued_at = grant.issued_at
     return GrantFigures(
         engine_id=grant.engine_id,
         request_id=grant.request_id,
@@ -175,7 +175,7 @@ def _figures(grant: Grant, now: float) -> GrantFigures:
                 rank=each.rank,
                 endpoint=each.endpoint,
                 incarnation=each.incarnation,
-                public_key=None if isinstance(each.public_key, UnsetType) else each.public_key,
+                public_key=each.public_key,
             )
             for each in grant.ranks
         ),

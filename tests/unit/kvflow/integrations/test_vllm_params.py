@@ -4,11 +4,13 @@ import json
 import math
 import random
 import string
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvflow import RankAddress, TicketMint
 from kvflow.errors import ReleaseMismatch, TicketInvalid
 from kvflow.integrations.vllm.params import (
     LoadWanted,
@@ -19,7 +21,7 @@ from kvflow.integrations.vllm.params import (
     ticket_params,
 )
 
-from .vllm_like import new_key, new_ticket
+from .vllm_like import SECRET, new_key, new_ticket
 
 TICKET = new_ticket()
 PARAMS = ticket_params(TICKET)
@@ -35,7 +37,7 @@ def test_what_a_producer_answers_is_understood_by_a_consumer_after_json():
 
 
 def test_routers_find_the_fields_that_they_know():
-    assert PARAMS["remote_block_ids"] == [[3, 4, 9]]
+    assert PARAMS["remote_block_ids"] == [[9]]  # the ticket has them all
     assert (PARAMS["remote_engine_id"], PARAMS["remote_request_id"]) == ("prefill-0", "request-1")
     assert (PARAMS["remote_host"], PARAMS["remote_port"], PARAMS["tp_size"]) == ("127.0.0.1", 5000, 1)
     assert (PARAMS["remote_num_tokens"], PARAMS["do_remote_prefill"]) == (48, True)
@@ -89,7 +91,8 @@ def test_a_field_that_only_routers_use_is_named_and_changes_nothing(change):
 @pytest.mark.parametrize(
     "change",
     [
-        {"remote_block_ids": [[3, 4, 10]]},
+        {"remote_block_ids": [[10]]},
+        {"remote_block_ids": [[3, 4, 9]]},
         {"remote_block_ids": []},
         {"remote_block_ids": "3,4,9"},
         {"remote_block_ids": [[-5, 2**70]]},
@@ -141,8 +144,8 @@ def test_a_truncated_ticket_is_refused():
 def test_a_ticket_of_another_secret_is_refused_before_it_is_decoded():
     forged = new_ticket(secret="another secret of the tests").to_params()
     garbage = "kvf2." + "A" * 1000  # decoded, it would be malformed
-    for text in (forged["kvflow"], garbage):
-        with pytest.raises(TicketInvalid, match="wrong signature"):
+    for text, words in ((forged["kvflow"], "another cluster secret"), (garbage, "wrong signature")):
+        with pytest.raises(TicketInvalid, match=words):
             read({"do_remote_prefill": True, "kvflow": text})
 
 
@@ -154,13 +157,91 @@ def test_a_ticket_longer_than_this_engine_can_need_is_refused():
 @pytest.mark.parametrize(
     ("ours", "theirs", "tokens", "groups"), [(16, 16, 1024, 1), (128, 16, 32_768, 1), (16, 16, 131_072, 4)]
 )
-def test_the_longest_honest_ticket_is_read(ours, theirs, tokens, groups):
+@pytest.mark.parametrize("before", [False, True], ids=["kvf3", "kvf2"])
+def test_the_longest_honest_ticket_is_read(ours, theirs, tokens, groups, before):
     blocks = -(-tokens // theirs)
-    ticket = new_ticket(tokens, [range(2**30, 2**30 + blocks)] * groups, block_sizes=(theirs,) * groups)
+    lists = [range(2**30, 2**30 + 2 * blocks, 2)] * groups
+    ticket = new_ticket(tokens, lists, block_sizes=(theirs,) * groups, before=before)
     limit = ticket_chars_max([ours] * groups, tokens)
     text = ticket.to_params()["kvflow"]
     assert len(text) < limit
     assert read({"do_remote_prefill": True, "kvflow": text}, limit) == LoadWanted(ticket)
+
+
+# How long they are.
+
+BLOCK = 16
+CONTEXTS = {"8k": 8 << 10, "128k": 128 << 10, "1M": 1 << 20}
+
+
+def of_nixl_connector(block_ids, num_tokens):
+    """What NixlConnector of vLLM 0.32 answers, with the names of a real run."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": block_ids,
+        "remote_engine_id": "f5c6e1a0-7c1b-4a5e-9d0f-2f6f0a3b9c1d",
+        "remote_request_id": "cmpl-3a55d276-91c2-4f0e-8f6c-0d6a7c0b1e2f-0-a55d276f",
+        "remote_host": "10.0.12.34",
+        "remote_port": 5600,
+        "tp_size": 1,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": num_tokens,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+        "remote_prefill_cached_tokens": 0,
+    }
+
+
+def of_kvflow(block_ids, num_tokens):
+    """What kvflow answers for the same blocks."""
+    theirs = of_nixl_connector(block_ids, num_tokens)
+    address = RankAddress(0, "5" * 32, f"tcp://{theirs['remote_host']}:5600", str(2**62), 4096, "a" * 64)
+    groups = len(block_ids)
+    mint = TicketMint(
+        theirs["remote_engine_id"], [address], cluster_secret=SECRET, block_sizes=(BLOCK,) * groups, trace_offers=True
+    )
+    ends = [[b"a" * 16] * len(ids) for ids in block_ids]
+    offer = {"block_ids": block_ids, "num_tokens": num_tokens, "digests": ends, "chained": True}
+    return ticket_params(mint.offer(theirs["remote_request_id"], **offer)[0])
+
+
+def lists_of(order, count, groups, pool):
+    """Block ids of groups that share a pool of blocks, as an idle engine allots them or a busy one."""
+    draw = random.Random(count)
+    match order:
+        case "in order":
+            ids = list(range(1, 1 + count * groups))
+        case "in short runs":  # of requests that have ended
+            ids = [
+                first + at
+                for first in draw.sample(range(1, pool, 4), pool // 4)
+                for at in range(draw.choice((2, 3, 4)))
+            ]
+        case _:
+            ids = draw.sample(range(1, pool), count * groups)
+    return [ids[at * count : (at + 1) * count] for at in range(groups)]
+
+
+@pytest.mark.parametrize("order", ["in order", "in short runs", "shuffled"])
+@pytest.mark.parametrize("groups", [1, 6])
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_parameters_are_about_as_long_as_those_of_nixl_connector(context, groups, order):
+    """``pytest -s`` shows the table."""
+    count = CONTEXTS[context] // BLOCK
+    for pool in (4 * count * groups, max(4 * count * groups, 100_000)):
+        block_ids = lists_of(order, count, groups, pool)
+        assert {len(ids) for ids in block_ids} == {count}
+        ours, theirs = (
+            len(json.dumps(make(block_ids, CONTEXTS[context]), separators=(",", ":")))
+            for make in (of_kvflow, of_nixl_connector)
+        )
+        sys.stdout.write(
+            f"\n{context:>5} tokens, {groups} groups, {pool:9,} blocks {order:13}: {ours:9,} bytes, "
+            f"NixlConnector {theirs:9,}: {ours / theirs:.2f}"
+        )
+        assert ours <= 1.2 * theirs
 
 
 # What routers have been seen to do, and what JSON allows them to do.

@@ -36,7 +36,7 @@ def test_a_prefilled_request_is_offered_and_its_blocks_are_kept():
     producer.on_new_request(request)
     keep, params = finished(producer, request, ([1, 2, 3],))
     assert keep
-    assert (params["remote_block_ids"], params["remote_num_tokens"]) == ([[1, 2, 3]], 48)
+    assert (params["remote_block_ids"], params["remote_num_tokens"]) == ([[3]], 48)
     (command,) = producer.take_commands()
     assert isinstance(command, Admit)
     assert command.grant.block_ids == ((1, 2, 3),)

@@ -3,10 +3,12 @@
 from dataclasses import dataclass, field, make_dataclass
 from types import SimpleNamespace
 
-from kvflow import RankAddress, TicketKey, TicketMint, WorkerConfig
+from handshake import ClusterSecurity
+from kvflow import RankAddress, Ticket, TicketKey, TicketMint, WorkerConfig
 from kvflow.integrations.vllm.blocks import Contents
 from kvflow.integrations.vllm.scheduler import SchedulerSide, transfer_groups
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
+from tests.simulation.tickets import of_release_before
 
 NUM_BLOCKS = 64
 SECRET = "a secret of the tests, long enough"
@@ -142,9 +144,22 @@ def new_mint(engine_id="prefill-0", ranks=1, secret=SECRET, block_sizes=(16,)):
     return TicketMint(engine_id, addresses, cluster_secret=secret, block_sizes=block_sizes)
 
 
-def new_ticket(num_tokens=48, block_ids=((3, 4, 9),), request_id="request-1", *, prompt=None, **named):
-    """A ticket for the first tokens of a prompt, by default of ``new_request``'s."""
+def new_contents(secret=SECRET, accepted=None):
+    security = ClusterSecurity.from_secret(secret)
+    key = TicketKey(security if accepted is None else security.accepting(accepted))
+    return Contents(extra_keys, key.content_keys())
+
+
+def new_ticket(num_tokens=48, block_ids=((3, 4, 9),), request_id="request-1", *, prompt=None, before=False, **named):
+    """A ticket for the first tokens of a prompt, by default of ``new_request``'s.
+
+    ``before``: as the release before signed it, with a digest of each block and without a key.
+    """
     request = new_request(None, num_tokens if prompt is None else prompt)
     sizes = named.setdefault("block_sizes", (16,) * len(block_ids))
-    digests = Contents(extra_keys).digests(request, block_ids, sizes, num_tokens)
-    return new_mint(**named).offer(request_id, block_ids=block_ids, num_tokens=num_tokens, digests=digests)[0]
+    contents = Contents(extra_keys, {b"": b""}) if before else new_contents(named.get("secret", SECRET))
+    digests = contents.digests(request, block_ids, sizes, num_tokens)
+    mint = new_mint(**named)
+    offer = {"block_ids": block_ids, "num_tokens": num_tokens, "digests": digests}
+    ticket = mint.offer(request_id, **offer, chained=not before)[0]
+    return Ticket.from_params(of_release_before(ticket.to_params(), new_key().sign)) if before else ticket

@@ -42,6 +42,27 @@ def test_admission_puts_the_epoch_into_the_slot(leases, epochs):
     assert leases.next_deadline() == 31.0
 
 
+def test_the_mac_of_a_lease_is_computed_once_whatever_is_presented(leases):
+    grant, signed = grant_of(), []
+
+    def macs_of(which):
+        signed.append(which)
+        return (b"ours", b"of the second secret")
+
+    def has(mac, slot=grant.slot, epoch=grant.epoch_value):
+        return leases.has_mac(slot, epoch, mac, macs_of)
+
+    assert not has(b"ours")
+    leases.admit(grant, now=1.0)
+    assert [has(mac) for mac in (b"wrong", b"ours", b"", b"of the second secret", b"wrong")] == [0, 1, 0, 1, 0]
+    assert not has(b"ours", epoch=grant.epoch_value + 1)
+    assert not has(b"ours", slot=grant.slot + 1)
+    assert signed == [grant]
+    leases.revoke("r", 2.0)
+    assert not has(b"ours")
+    assert signed == [grant]
+
+
 @pytest.mark.parametrize("end", ["release", "revoke", "expire"])
 def test_the_blocks_of_a_lease_are_known_while_it_is_held(leases, epochs, end):
     grant = grant_of()

@@ -159,7 +159,7 @@ async def test_many_leases_travel_in_messages_of_bounded_size():
 def granted(ticket, *, age_s):
     """Return the grant of a ticket as if it had been signed some time ago, or without the time."""
     (grant,) = ticket.grants
-    issued_ms = msgspec.UNSET if age_s is None else grant.issued_ms - int(1000 * age_s)
+    issued_ms = None if age_s is None else grant.issued_ms - int(1000 * age_s)
     return msgspec.structs.replace(grant, issued_ms=issued_ms)
 
 

@@ -7,7 +7,9 @@ import pytest
 from handshake import ClusterSecurity
 from kvflow.config import WorkerConfig
 from kvflow.errors import ConfigInvalid, TicketInvalid
-from kvflow.leases.tickets import Ticket
+from kvflow.leases import tickets
+from kvflow.leases.tickets import MAC_BYTES, Ticket
+from kvflow.rendezvous.endpoint import cluster_key
 from kvflow.rendezvous.issuer import TicketKey, TicketMint
 from tests.simulation.tickets import forge
 
@@ -17,6 +19,10 @@ from .helpers import SECRET, SECURITY, address
 def ticket_of(secret=SECRET):
     mint = TicketMint(engine_id="prefill-0", ranks=[address()], cluster_secret=secret, lease_s=5.0)
     return mint.offer("r", block_ids=[[1]], num_tokens=1)[0]
+
+
+def fingerprint_of(ticket):
+    return tickets.fingerprint_of(ticket.sealed[0][MAC_BYTES:])
 
 
 def test_any_member_of_the_cluster_can_check_a_ticket():
@@ -32,9 +38,15 @@ def test_two_mints_of_one_worker_do_not_sign_the_same_epoch():
     assert all(epoch < 2**63 for epoch in epochs)
 
 
-def test_another_cluster_cannot():
-    with pytest.raises(TicketInvalid, match="wrong signature"):
+def test_another_cluster_cannot_and_is_told_both_fingerprints():
+    theirs, ours, second = (
+        cluster_key(WorkerConfig(engine_id="e", cluster_secret=secret))[:16]
+        for secret in ("another secret, long enough", SECRET, "the next secret of all")
+    )
+    with pytest.raises(TicketInvalid, match=f"its fingerprint is {theirs}, and ours is {ours} "):
         TicketKey(SECURITY).check(ticket_of("another secret, long enough"))
+    with pytest.raises(TicketInvalid, match=f"its fingerprint is {theirs}, and ours is {ours} or {second} "):
+        TicketKey(SECURITY.accepting("the next secret of all")).check(ticket_of("another secret, long enough"))
     with pytest.raises(TicketInvalid):
         TicketKey(ClusterSecurity.from_secret("another secret, long enough")).check(ticket_of())
 
@@ -58,7 +70,7 @@ def test_every_grant_of_a_ticket_is_checked():
     with pytest.raises(TicketInvalid):
         TicketKey(SECURITY).check(joined)
     forged = forge(good.to_params(), lambda grant: grant.update(slot=1))
-    with pytest.raises(TicketInvalid):
+    with pytest.raises(TicketInvalid, match="wrong signature"):
         TicketKey(SECURITY).check(Ticket.from_params(forged))
     with pytest.raises(TicketInvalid):
         Ticket.from_params(forged, verify=TicketKey(SECURITY).verifies)
@@ -76,5 +88,23 @@ def test_a_process_without_a_worker_verifies_tickets_by_its_settings():
     params = ticket_of().to_params()
     assert Ticket.from_params(params, verify=TicketKey.of(changing).verifies).request_id == "r"
     changed = WorkerConfig(engine_id="decode-0", cluster_secret="the next secret of all")
-    with pytest.raises(TicketInvalid, match="wrong signature"):
+    with pytest.raises(TicketInvalid, match="another cluster secret"):
         Ticket.from_params(params, verify=TicketKey.of(changed).verifies)
+
+
+def test_a_process_knows_the_macs_of_a_grant_that_another_one_has_signed():
+    new, old = (
+        SECURITY.accepting("another secret, long enough"),
+        TicketMint(engine_id="prefill-0", ranks=[address()], cluster_secret="another secret, long enough"),
+    )
+    ticket, grant = old.offer("r", block_ids=[[1], range(100)], num_tokens=4096)
+    assert ticket.sealed[0][:MAC_BYTES] in TicketKey(new).macs(grant)
+    assert ticket.sealed[0][:MAC_BYTES] not in TicketKey(SECURITY).macs(grant)
+    assert len(TicketKey(SECURITY).macs(grant)) == 1
+
+
+def test_each_accepted_secret_has_its_own_key_of_contents():
+    keys = TicketKey(SECURITY.accepting("another secret, long enough")).content_keys()
+    assert list(keys) == [TicketKey(SECURITY).fingerprint, fingerprint_of(ticket_of("another secret, long enough"))]
+    assert len(set(keys.values())) == 2
+    assert all(len(key) == 32 for key in keys.values())

@@ -358,10 +358,10 @@ class World:
 
 def issued_before(ticket, seconds):
     """Return a ticket as if it had been signed some seconds before; None: it does not say when."""
-    issued_ms = msgspec.UNSET if seconds is None else ticket.grants[0].issued_ms - int(1000 * seconds)
+    issued_ms = None if seconds is None else ticket.grants[0].issued_ms - int(1000 * seconds)
     grant = msgspec.structs.replace(ticket.grants[0], issued_ms=issued_ms)
-    payload = msgspec.msgpack.encode(grant)
-    return Ticket(grants=(grant,), sealed=(TicketKey.of(config()).sign(payload) + payload,))
+    key = TicketKey.of(config())
+    return Ticket(grants=(grant,), sealed=(grant.seal(key.sign, key.fingerprint),))
 
 
 async def failure(awaitable):

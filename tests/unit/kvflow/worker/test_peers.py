@@ -104,7 +104,7 @@ async def test_a_name_with_another_endpoint_or_key_is_another_peer(world, networ
     await world.connect()
     endpoint = world.producer.endpoint
     network.at[ADDRESS] = [endpoint]
-    ticket, admit = world.early(**{changed: ADDRESS if changed == "endpoint" else msgspec.UNSET})
+    ticket, admit = world.early(**{changed: ADDRESS if changed == "endpoint" else None})
     admit()
     await world.pull(ticket)
     assert len(network.dialed) == len(world.of(PeerConnected)) == 2

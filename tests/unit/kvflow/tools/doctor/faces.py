@@ -249,7 +249,8 @@ class Router:
 
     async def changes_the_ticket(self, request, fields):
         params = await self._ticket(fields)
-        params["kvflow"] = params["kvflow"][:-1] + ("A" if params["kvflow"][-1] != "A" else "B")
+        text = params["kvflow"]
+        params["kvflow"] = f"{text[:-9]}{'B' if text[-9] == 'A' else 'A'}{text[-8:]}"
         return await self._give({**fields, "kv_transfer_params": params})
 
     async def carries(self, request, fields):
