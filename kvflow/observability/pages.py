@@ -33,7 +33,8 @@ HEAD_BYTES_MAX: Final = 8 << 10  # of a request line and headers, as most server
 REQUEST_S: Final = 5.0  # from the connection to the end of its request, which fits in one packet
 ANSWER_S: Final = 5.0  # in which the event loop must make a page, and in which a client must take it
 # Connections that have not sent their request: above it, the oldest is closed. As many may wait for a thread.
-CONNECTIONS_MAX: Final = 32
+CONNECTIONS_MAX: Final = 128
+ACCEPTS: Final = 32  # connections that are accepted before those that ask are answered
 BEAT_S: Final = 1.0
 ALIVE_S: Final = 5.0  # the event loop is alive if it has run within this time
 ACCEPT_PAUSE_S: Final = 0.05  # if no connection can be accepted, because the process has no file descriptor left
@@ -185,16 +186,19 @@ class PageServer:
         return True
 
     def _accept(self) -> None:
-        try:
-            connection, _ = self._listening.accept()
-        except OSError:
-            time.sleep(ACCEPT_PAUSE_S)
-            return
-        connection.setblocking(False)
-        self._silent[connection] = bytearray(), time.monotonic() + REQUEST_S
-        self._selector.register(connection, selectors.EVENT_READ)
-        if len(self._silent) > CONNECTIONS_MAX:
-            self._take(next(iter(self._silent))).close()
+        for _ in range(ACCEPTS):
+            try:
+                connection, _ = self._listening.accept()
+            except BlockingIOError:
+                return
+            except OSError:
+                time.sleep(ACCEPT_PAUSE_S)
+                return
+            connection.setblocking(False)
+            self._silent[connection] = bytearray(), time.monotonic() + REQUEST_S
+            self._selector.register(connection, selectors.EVENT_READ)
+            if len(self._silent) > CONNECTIONS_MAX:
+                self._take(next(iter(self._silent))).close()
 
     def _receive(self, connection: socket.socket) -> None:
         request, _ = self._silent[connection]
@@ -257,7 +261,7 @@ async def open_pages(address: str, pages: Pages, *, slow: frozenset[str] = froze
         # One family, because port 0 would be another port in each.
         bound = {"*": "0.0.0.0", "localhost": "127.0.0.1"}.get(host, host.strip("[]"))  # noqa: S104
         (family, _, _, _, place), *_ = await loop.getaddrinfo(bound, int(port), type=socket.SOCK_STREAM)
-        listening = socket.create_server(place, family=family, backlog=CONNECTIONS_MAX)
+        listening = socket.create_server(place, family=family, backlog=socket.SOMAXCONN)
     except OSError as error:
         raise ConfigInvalid(
             f"http is {address!r}, and the worker cannot listen there: {error.strerror or error}",

@@ -30,7 +30,7 @@ PAGES = {
     "/slow": lambda: Page(b"slow\n"),
     "/broken": broken,
     "/late": late,
-    "/large": lambda: Page(bytes(12 << 20)),
+    "/large": lambda: Page(bytes(4 << 20)),
 }
 SLOW = frozenset({"/slow", "/broken", "/late", "/large"})
 
@@ -192,11 +192,34 @@ async def test_a_flood_delays_no_quick_page(sent, address, monkeypatch):
     monkeypatch.setattr(pages, "REQUEST_S", 10 * PATIENCE_S)
     monkeypatch.setattr(pages, "ANSWER_S", 10 * PATIENCE_S)
     flood = []
-    for _ in range(4):
-        flood += await connections(address, CONNECTIONS_MAX, sent)
+    for _ in range(3):
+        flood += await connections(address, CONNECTIONS_MAX // 2, sent)
         assert (await exchange(address, request()))[1] == "content\n"
     for each in flood:
         each.close()
+
+
+@pytest.mark.parametrize("honest_first", [True, False])
+async def test_a_client_in_a_crowd_of_silent_ones_is_answered(honest_first):
+    """They all connect while the server is busy: nobody is turned away, and who asks is answered before it is old."""
+    busy, free = threading.Event(), threading.Event()
+
+    def wait():
+        busy.set()
+        free.wait(PATIENCE_S)
+        return Page(b"late\n")
+
+    async with open_pages("127.0.0.1:0", {"/wait": wait, **PAGES}) as address, asyncio.timeout(PATIENCE_S):
+        waiting = asyncio.create_task(exchange(address, request("/wait")))
+        await asyncio.to_thread(busy.wait, PATIENCE_S)
+        crowd = [] if honest_first else await connections(address, 2 * CONNECTIONS_MAX)
+        (honest,) = await connections(address, 1, request())
+        crowd += await connections(address, 2 * CONNECTIONS_MAX) if honest_first else []
+        free.set()
+        assert (await asyncio.get_running_loop().sock_recv(honest, 4096)).endswith(b"content\n")
+        assert (await waiting)[1] == "late\n"
+        for each in (honest, *crowd):
+            each.close()
 
 
 async def test_headers_that_do_not_end_are_cut_off(address, monkeypatch):
