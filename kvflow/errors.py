@@ -472,6 +472,7 @@ def _described(found: object) -> str:
 def suggest(name: object, known: Iterable[str]) -> str:
     """Return a remedy for a name that is unknown: the one that is closest, and all that are known."""
     names = sorted(known)
-    close = difflib.get_close_matches(str(name), names, n=1)
+    longer = sorted((each for each in names if str(name).startswith(each)), key=len)[-1:]  # lease_seconds: lease_s
+    close = longer or difflib.get_close_matches(str(name), names, n=1)
     meant = f"Did you mean {close[0]}? " if close else ""
     return f"{meant}Known are {', '.join(names)}."

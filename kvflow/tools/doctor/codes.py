@@ -287,7 +287,7 @@ _WARNING = {
     ),
     "lease_held": (
         "the lease was not released: its blocks stay in use until it runs out",
-        "Check that the decode server reaches the prefill server's endpoint: kvflow doctor ENDPOINT.",
+        "Follow the finding of the transfer. If there is none, examine the prefill server: kvflow doctor ENDPOINT.",
     ),
     "prompt_recomputed": (
         "the decode server computed the prompt again",

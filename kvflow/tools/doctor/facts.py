@@ -466,7 +466,8 @@ def _judge(greeted: bytes) -> Iterator[Finding]:
         if mechanism != "CURVE":
             yield found("no_encryption", "address", f"ZeroMQ answers with the mechanism {mechanism!r} instead of CURVE")
         return
-    evidence = f"it answers {greeted[:40]!r}, which is not ZeroMQ" if greeted else "it sends nothing, or hangs up"
+    said = greeted[:40].decode("latin-1")
+    evidence = f"it answers {said!r}, which is not ZeroMQ" if said else "it sends nothing, or hangs up"
     yield found("no_handshake", "address", evidence)
 
 

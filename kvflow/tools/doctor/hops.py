@@ -104,6 +104,9 @@ def _samples(line: str) -> list[Sample]:
         return []
 
 
+TOLD_ERROR: Final = "its stream ends with an error"
+
+
 class HttpAnswer(Struct, frozen=True):
     """What a server or the router answered, as far as it came. ``error``: why it is not whole. Status 0: no answer."""
 
@@ -119,8 +122,8 @@ class HttpAnswer(Struct, frozen=True):
     def __str__(self) -> str:
         if self.error and not self.status:
             return self.error
-        text = printable(self.content[:400].decode(errors="replace").strip(), 200)
-        broken = f", then {self.error}" if self.error else ""
+        text = printable(" ".join(self.content[:400].decode(errors="replace").split()), 200)
+        broken = f"; {self.error}" if self.error else ""
         return f"HTTP {self.status}: {text or 'nothing'}{broken}"
 
 
@@ -240,7 +243,7 @@ def router_findings(probe: Probe, direct: Probe, url: str) -> Iterator[Finding]:
     """Say what the router did, where the servers did without it what ``direct`` tells."""
     subject, answer = subject_of("router", url), probe.sent.answer
     if not answer.sound:
-        broken = answer.error and 200 <= answer.status < 300
+        broken = answer.error not in ("", TOLD_ERROR) and 200 <= answer.status < 300
         requests = ", ".join(side.told("requests") for side in (probe.prefill, probe.decode))
         yield found("answer_broken" if broken else "request_failed", subject, f"{answer}; {requests}")
     elif probe.quiet or probe.unmixed:

@@ -5,6 +5,7 @@ of them is concluded. Everything that a server answers is bounded and checked.
 """
 
 import asyncio
+import os
 import random
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,6 +18,7 @@ from msgspec import Raw, Struct
 
 from kvflow.tools.doctor.codes import Finding, found, note, ok
 from kvflow.tools.doctor.hops import (
+    TOLD_ERROR,
     Counted,
     Exchange,
     HttpAnswer,
@@ -27,7 +29,7 @@ from kvflow.tools.doctor.hops import (
     router_findings,
     subject_of,
 )
-from kvflow.tools.proxy.completions import OFFER, PARAMS, read_params
+from kvflow.tools.proxy.completions import NULL, OFFER, PARAMS, read_params
 from kvflow.tools.trace.text import printable
 
 ANSWER_BYTES_MAX: Final = 16 << 20
@@ -83,7 +85,7 @@ class _Models(Struct, frozen=True):
 
 
 class _Chunk(Struct, frozen=True):
-    error: Raw | None = None
+    error: Raw = NULL
 
 
 class _Unusable(Exception):
@@ -222,8 +224,8 @@ class _Examination:
         request_id = _name()
         streamed = {**self._request(), "stream": True}
         answer = await self._post(self._targets.router, streamed, request_id)
-        if answer.sound and not _is_whole(answer.content):
-            answer = msgspec.structs.replace(answer, error="it ends without data: [DONE]")
+        if answer.sound:
+            answer = msgspec.structs.replace(answer, error=_fault(answer.content))
         return Exchange(request_id, answer)
 
     def _request(self) -> dict[str, Any]:
@@ -256,12 +258,15 @@ class _Examination:
         except TimeoutError:
             return HttpAnswer(status, bytes(content), f"nothing more within {self._targets.timeout_s:g} s")
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            return HttpAnswer(status, bytes(content), printable(repr(error)))
+            cause = getattr(error, "os_error", error)  # aiohttp's own text is a repr of its objects
+            number = getattr(cause, "errno", None) or 0
+            reason = os.strerror(number) if number > 0 else str(cause) or type(cause).__name__
+            return HttpAnswer(status, bytes(content), printable(reason))
         return HttpAnswer(status, bytes(content))
 
 
-def _is_whole(content: bytes) -> bool:
-    """Return whether an answer is complete: a stream with its end and without an error, or one object."""
+def _fault(content: bytes) -> str:
+    """Return what is wrong with an answer; empty for a stream with its end and without an error, or one object."""
     ended = False
     lines = content.splitlines()
     events = [line[5:].strip() for line in lines if line.startswith(b"data:")]
@@ -272,10 +277,10 @@ def _is_whole(content: bytes) -> bool:
         try:
             chunk = msgspec.json.decode(event, type=_Chunk)
         except UNREADABLE:
-            return False
-        if chunk.error is not None:
-            return False
-    return ended or not events
+            return "it ends without data: [DONE]"
+        if bytes(chunk.error) != bytes(NULL):
+            return TOLD_ERROR
+    return "" if ended or not events else "it ends without data: [DONE]"
 
 
 def _name() -> str:

@@ -144,4 +144,5 @@ def test_a_long_value_is_cut():
 
 def test_a_suggestion_lists_what_is_known():
     assert suggest("leese", ["bind", "lease"]) == "Did you mean lease? Known are bind, lease."
+    assert suggest("lease_seconds", ["lease", "lease_s", "lease_slots"]).startswith("Did you mean lease_s? ")
     assert suggest("xyz", ["bind", "lease"]) == "Known are bind, lease."

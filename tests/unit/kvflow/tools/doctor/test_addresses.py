@@ -112,7 +112,11 @@ def test_a_name_that_does_not_resolve_is_noticed():
 
 @pytest.mark.parametrize(
     ("answer", "close", "words"),
-    [(b"", False, "sends nothing"), (b"", True, "sends nothing"), (b"HTTP/1.1 400 Bad\r\n\r\n", True, "HTTP/1.1 400")],
+    [
+        (b"", False, "sends nothing"),
+        (b"", True, "sends nothing"),
+        (b"HTTP/1.1 400 Bad\r\n\r\n", True, "answers 'HTTP/1.1 400"),
+    ],
     ids=["silent", "hangs up", "HTTP"],
 )
 def test_what_is_no_worker_is_told_from_one(request, answer, close, words):

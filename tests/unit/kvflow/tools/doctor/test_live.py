@@ -11,6 +11,7 @@ from kvflow.errors import FailureCode
 from kvflow.tools.cli import main
 from kvflow.tools.doctor import live
 from kvflow.tools.doctor.codes import CODES
+from kvflow.tools.doctor.hops import TOLD_ERROR
 from kvflow.tools.proxy import ProxyConfig
 from kvflow.tools.proxy.server import open_proxy
 from tests.proxy.test_server import closed_url
@@ -109,7 +110,7 @@ ROUTERS = {
     "carries": RIGHT_ROUTED,
     "cuts_the_stream": ["answer_broken", *RIGHT_ROUTED[1:]],
     "ends_the_stream_early": ["answer_broken"],
-    "streams_an_error": ["answer_broken"],
+    "streams_an_error": ["request_failed"],
     "fails": ["request_failed"],
 }
 
@@ -119,6 +120,11 @@ async def test_each_router_is_told_from_the_others_and_from_its_servers(behavior
     async with routed(*faces, behavior) as url:
         findings = await examined(*faces, url)
     assert codes(findings) == SERVERS + RIGHT_DIRECT + ROUTERS[behavior]
+    if behavior == "streams_an_error":  # nobody closed a connection, and the stream has its end
+        evidence = only(findings, "request_failed").evidence
+        assert '{"error": ' in evidence
+        assert "\ufffd" not in evidence
+        assert TOLD_ERROR in evidence
 
 
 async def test_a_router_before_another_prefill_server_is_found(faces, metrics):
@@ -204,6 +210,7 @@ async def test_servers_that_do_not_answer_end_the_examination(faces):
         for given in ((closed_url(), decode, url), (prefill, closed_url(), url), (prefill, decode, closed_url())):
             findings = await examined(*given)
             assert codes(findings).count("server_unreachable") == 1
+            assert only(findings, "server_unreachable").evidence == "Connection refused"
             assert codes(findings)[-1] == "note"
     assert not prefill.asked
 
