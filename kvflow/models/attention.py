@@ -4,6 +4,7 @@ Most keep keys and values per head: full, sliding and chunked attention. DeepSee
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -57,6 +58,8 @@ OPT = Keys(name="model.decoder.layers.{}.self_attn.attn")
 GEMMA2 = Keys(defaults={"head_dim": 256, "sliding_window": 4096}, period=2)
 GEMMA3_DEFAULTS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 GEMMA3 = Keys(defaults=GEMMA3_DEFAULTS, period=6)  # the published configs of 4b and 12b leave these out
+GEMMA3N_DEFAULTS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "sliding_window": 512}
+GEMMA3N = Keys(defaults=GEMMA3N_DEFAULTS, period=5)
 GEMMA4 = Keys(defaults={"head_dim": 256, "sliding_window": 512})
 COHERE2 = Keys(defaults={"sliding_window": 4096}, beyond=1, period=4)
 """Its window counts the tokens before the current one. Source: vLLM 0.32, ``commandr.py``."""
@@ -151,6 +154,19 @@ def llama4(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
     return attention_layers(config, options, types, Keys(defaults=LLAMA4_DEFAULTS))
 
 
+def gemma3n(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
+    """Describe Gemma 3n: four sliding, one full; the last layers keep nothing."""
+    return _with_own_cache(config, plain(config, options, GEMMA3N), 15)
+
+
+def _with_own_cache(config: ModelConfig, specs: dict[str, CacheSpec], default: int) -> dict[str, CacheSpec]:
+    """Leave out the last layers, which read what earlier ones keep."""
+    shared = config.get("num_kv_shared_layers", default) or 0  # a null is none
+    if not isinstance(shared, int) or not 0 <= shared < len(specs):
+        raise config.odd("num_kv_shared_layers", shared, f"a number below that of the layers, {len(specs)}")
+    return dict(islice(specs.items(), len(specs) - shared))
+
+
 def gemma4(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
     """Describe Gemma 4: full layers have heads of another size, and another number of them where K is V."""
     num_layers = config.num_layers()
@@ -166,9 +182,10 @@ def gemma4(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
         dtype=options.cache_dtype,
     )
     sliding = attention(config, options, SLIDING, GEMMA4)
-    return {
+    specs: dict[str, CacheSpec] = {
         config.layer_name(index, SELF_ATTENTION): full if kind == FULL else sliding for index, kind in enumerate(types)
     }
+    return _with_own_cache(config, specs, 0)
 
 
 def mimo_v2(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:

@@ -18,6 +18,8 @@ PATH_REMEDY = "Give a model's folder or its config.json."
 
 DTYPE_KEYS = ("dtype", "torch_dtype")  # the newer name first
 DTYPE_ASSUMED = "bfloat16"  # what engines choose on current accelerators
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+FP8 = "float8_e4m3fn"
 STATE_DTYPE_KEYS = ("mamba_ssm_dtype", "mamba_ssm_cache_dtype")
 STATE_DTYPE_ASSUMED = "float32"  # states accumulate over the whole prompt
 
@@ -78,7 +80,7 @@ HARMLESS = frozenset((
 """Keys with such a word that change nothing."""
 
 WRAPPERS = frozenset((
-    "exaone4_5", "gemma3", "gemma4", "kimi_k25", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl",
+    "exaone4_5", "gemma3", "gemma3n", "gemma4", "kimi_k25", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl",
     "qwen3_vl_moe",
 ))  # fmt: skip
 """``model_type`` of models around a text model whose layers vLLM 0.32 names ``language_model.`` and so on."""
@@ -203,6 +205,23 @@ class ModelConfig:
         """Return the element type of recurrent states."""
         return self._first(STATE_DTYPE_KEYS) or STATE_DTYPE_ASSUMED
 
+    def cache_dtype(self) -> str:
+        """Return the element type of a quantized cache, empty if it is none; SpecInvalid if the scheme is unknown."""
+        stated: list[tuple[str, str, object]] = []
+        for name in QUANTIZATION_KEYS:
+            whole = self.keys.get(name) or self._outer.get(name)
+            parts = [whole, *whole.values()] if isinstance(whole, Mapping) else []
+            items = [item for part in parts if isinstance(part, Mapping) for item in part.items()]
+            stated += [(name, key, value) for key, value in items if key.startswith("kv_cache") and value not in UNSET]
+        for name, key, value in stated:
+            # With an indexer, vLLM keeps rows of another format, with scales inside.
+            if not _is_fp8(value) or self.keys.get("index_head_dim"):
+                raise SpecInvalid(
+                    f"config of model type {self.model_type!r}: {name} has {key} {repr(value)[:80]}: an unknown cache",
+                    remedy="Pass the element type of the engine's cache: cache_dtype, or dtype= of kvflow explain.",
+                )
+        return FP8 if stated else ""
+
     def _first(self, names: Sequence[str]) -> str:
         """Return the first of these that is not null, here or outside, without torch's prefix; empty if none is."""
         everywhere = [keys.get(name) for keys in (self.keys, self._outer) for name in names]
@@ -217,6 +236,15 @@ class ModelConfig:
             f"config of model type {self.model_type!r}: {key} is {repr(found)[:80]}, expected {expected}",
             remedy=CONFIG_REMEDY,
         )
+
+
+def _is_fp8(scheme: object) -> bool:
+    """Return whether a cache holds FP8 elements, and its scales are weights. Source: vLLM 0.32."""
+    if isinstance(scheme, Mapping):
+        static = not scheme.get("dynamic") and scheme.get("symmetric", True)
+        scales = scheme.get("strategy", "tensor") in ("tensor", "attn_head")
+        return bool(static and scales and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8))
+    return isinstance(scheme, str) and scheme.lower() == "fp8"
 
 
 def read_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
@@ -234,4 +262,7 @@ def read_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         raise SpecInvalid(f"{path} is not JSON: {error}", remedy=PATH_REMEDY) from error
     if not isinstance(decoded, dict):
         raise SpecInvalid(f"{path} holds a JSON {type(decoded).__name__}, expected an object", remedy=PATH_REMEDY)
+    beside = path.with_name("hf_quant_config.json")  # of ModelOpt
+    if path.name == FILE_NAME and QUANTIZATION_KEYS[0] not in decoded and beside.is_file():
+        decoded[QUANTIZATION_KEYS[0]] = read_config(beside)
     return decoded

@@ -31,7 +31,9 @@ _PLAIN = (
 
 FAMILIES: dict[str, Describe] = {
     **dict.fromkeys(_PLAIN, attention.plain),
-    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), attention.deepseek_v3),
+    **dict.fromkeys(
+        ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "mistral4"), attention.deepseek_v3
+    ),
     "bamba": recurrent.bamba,
     **dict.fromkeys(("cohere2", "cohere2_moe"), partial(attention.plain, keys=attention.COHERE2)),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), attention.deepseek_v32),
@@ -40,6 +42,7 @@ FAMILIES: dict[str, Describe] = {
     "falcon": attention.falcon,
     "gemma2": partial(attention.plain, keys=attention.GEMMA2),
     **dict.fromkeys(("gemma3", "gemma3_text"), partial(attention.plain, keys=attention.GEMMA3)),
+    "gemma3n_text": attention.gemma3n,
     "gemma4_text": attention.gemma4,
     **dict.fromkeys(("gpt2", "gptj"), partial(attention.plain, keys=attention.GPT2)),
     "gpt_bigcode": attention.gpt_bigcode,
@@ -47,7 +50,7 @@ FAMILIES: dict[str, Describe] = {
     "gpt_oss": partial(attention.plain, keys=attention.GPT_OSS),
     "granitemoehybrid": recurrent.granite_hybrid,
     **dict.fromkeys(("llama4", "llama4_text"), attention.llama4),
-    "mimo_v2_flash": attention.mimo_v2,
+    **dict.fromkeys(("mimo_v2", "mimo_v2_flash"), attention.mimo_v2),
     "minimax_m2": attention.minimax_m2,
     "mistral": partial(attention.plain, keys=attention.MISTRAL),
     "nemotron_h": recurrent.nemotron_h,
@@ -93,7 +96,8 @@ def from_hf_config(
         config: the decoded JSON, the path to it, or to its folder.
         block_size: tokens in one block; None: 16, or 256 for DeepSeek V4.
         dtype: element type of the model; None: that of the config, or bfloat16.
-        cache_dtype: element type of keys, values and latents; None: that of the model.
+        cache_dtype: element type of keys, values and latents; None: that of the checkpoint's quantized cache, or of the
+            model.
         state_dtype: element type of recurrent states; None: that of the config, or float32.
         guess: describe an unknown ``model_type`` as attention with keys and values in every layer, full unless
             ``layer_types`` or ``sliding_window`` says otherwise, and warn with what was guessed (``GuessWarning``).
@@ -115,7 +119,7 @@ def from_hf_config(
     chosen = {
         "block_size": BLOCK_SIZES.get(model.model_type, BLOCK_SIZE) if block_size is None else block_size,
         "dtype": model_dtype,
-        "cache_dtype": cache_dtype or model_dtype,
+        "cache_dtype": cache_dtype or model.cache_dtype() or model_dtype,
         "state_dtype": state_dtype or model.state_dtype(),
     }
     try:

@@ -355,6 +355,123 @@ def test_a_known_family_needs_no_guess(recwarn):
     assert not recwarn
 
 
+FP8_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": FP8_SCHEME}},
+        {"quantization_config": {"kv_cache_scheme": {**FP8_SCHEME, "strategy": "attn_head"}}},
+        {"compression_config": {"kv_cache_scheme": FP8_SCHEME}},
+        {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}},
+        {"quantization_config": {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}},
+        {"quantization_config": {"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}},
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_cache_that_the_checkpoint_quantizes_is_read(quantization, nested):
+    config = {**PLAIN, **quantization}
+    if nested:
+        config = {"model_type": "mistral3", "text_config": {**PLAIN, "model_type": "mistral"}, **quantization}
+    assert {spec.dtype for spec in from_hf_config(config).values()} == {"float8_e4m3fn"}
+    assert {spec.dtype for spec in from_hf_config(config, cache_dtype="bfloat16").values()} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "key"),
+    [
+        ({"kv_cache_scheme": {**FP8_SCHEME, "num_bits": 4}}, "kv_cache_scheme"),
+        ({"kv_cache_scheme": {**FP8_SCHEME, "type": "int"}}, "kv_cache_scheme"),
+        ({"kv_cache_scheme": {**FP8_SCHEME, "dynamic": True}}, "kv_cache_scheme"),
+        ({"kv_cache_scheme": {**FP8_SCHEME, "symmetric": False}}, "kv_cache_scheme"),
+        ({"kv_cache_scheme": {**FP8_SCHEME, "strategy": "channel"}}, "kv_cache_scheme"),
+        ({"kv_cache_scheme": "static"}, "kv_cache_scheme"),
+        ({"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo"),
+        ({"quantization": {"kv_cache_quant_algo": "INT8"}}, "kv_cache_quant_algo"),
+        ({"quant_method": "quark", "export": {"kv_cache_group": ["*k_proj", "*v_proj"]}}, "kv_cache_group"),
+    ],
+    ids=repr,
+)
+def test_a_quantized_cache_that_is_not_known_is_refused_by_its_name(quantization, key):
+    config = {**PLAIN, "quantization_config": quantization}
+    with pytest.raises(SpecInvalid, match=f"quantization_config has {key} .*: an unknown cache") as refused:
+        from_hf_config(config)
+    assert "cache_dtype" in refused.value.remedy
+    assert {spec.dtype for spec in from_hf_config(config, cache_dtype="int8").values()} == {"int8"}
+
+
+@pytest.mark.parametrize(
+    "says_nothing", [None, {}, "fp8", {"kv_cache_scheme": None}, {"export": {"kv_cache_group": []}}]
+)
+def test_quantized_weights_alone_change_nothing(says_nothing):
+    assert from_hf_config({**PLAIN, "quantization_config": says_nothing}) == from_hf_config(PLAIN)
+
+
+def test_a_quantized_cache_beside_an_indexer_is_refused():
+    config = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_hidden_layers": 1}
+    config |= {"model_type": "deepseek_v32", "quantization_config": {"kv_cache_scheme": FP8_SCHEME}}
+    with pytest.raises(SpecInvalid, match="kv_cache_scheme"):
+        from_hf_config(config)
+
+
+def test_the_file_of_modelopt_beside_a_config_is_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN))
+    quantization = {"producer": {"name": "modelopt"}, "quantization": {"kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(quantization))
+    assert {spec.dtype for spec in from_hf_config(tmp_path).values()} == {"float8_e4m3fn"}
+    assert {spec.dtype for spec in from_hf_config(tmp_path / "config.json").values()} == {"float8_e4m3fn"}
+
+
+def test_models_that_differ_from_a_known_one_by_name_are_known():
+    """Each was asked of vLLM 0.32 by ``tests/vllm/specs_oracle.py``: it keeps the same."""
+    mimo = {
+        **PLAIN,
+        "hybrid_layer_pattern": [0, 1],
+        "sliding_window_size": 128,
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 192,
+        "swa_v_head_dim": 128,
+    }
+    assert from_hf_config({**mimo, "model_type": "mimo_v2"}) == from_hf_config({**mimo, "model_type": "mimo_v2_flash"})
+    text = {"num_hidden_layers": 2, "kv_lora_rank": 256, "qk_rope_head_dim": 64, "num_key_value_heads": 32}
+    for config, prefix in (
+        ({**text, "model_type": "mistral4"}, ""),
+        ({"model_type": "mistral3", "text_config": {**text, "model_type": "mistral4"}}, "language_model."),
+    ):
+        specs = from_hf_config(config)
+        assert specs == dict.fromkeys(
+            (f"{prefix}model.layers.{index}.self_attn.attn" for index in range(2)),
+            MLA(block_size=16, head_size=320, dtype="bfloat16"),
+        )
+
+
+def test_layers_that_share_the_cache_of_others_keep_nothing():
+    types = ["sliding_attention"] * 4 + ["full_attention"]
+    e2b = {**PLAIN, "model_type": "gemma4_text", "num_hidden_layers": 10, "layer_types": types * 2}
+    assert len(from_hf_config(e2b)) == len(from_hf_config({**e2b, "num_kv_shared_layers": None})) == 10
+    assert windows(from_hf_config({**e2b, "num_kv_shared_layers": 4})) == [512, 512, 512, 512, 0, 512]
+    text = {"model_type": "gemma3n_text", "num_hidden_layers": 35}
+    assert windows(from_hf_config(text)) == ([512] * 4 + [0]) * 4  # as vLLM 0.32 keeps for the defaults of transformers
+    wrapped = from_hf_config({"model_type": "gemma3n", "text_config": text})
+    assert list(wrapped) == [f"language_model.model.layers.{index}.self_attn.attn" for index in range(20)]
+    for odd in (10, -1, "4"):
+        with pytest.raises(SpecInvalid, match="num_kv_shared_layers is"):
+            from_hf_config({**e2b, "num_kv_shared_layers": odd})
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["kimi_k3", "kimi_linear", "minimax_m3", "minimax_m3_vl", "qwen4_exp", "qwen4_exp_text", "step3p5", "step3p7"],
+)
+def test_models_of_another_structure_are_refused_by_name(model_type):
+    with pytest.raises(SpecInvalid, match=f"'{model_type}' is not known"):
+        from_hf_config({**PLAIN, "model_type": model_type})
+
+
 @pytest.mark.parametrize("guess", [False, True])
 @pytest.mark.parametrize(
     "change",

@@ -53,6 +53,23 @@ def test_a_plan_of_one_source_is_counted_as_the_planner_does(capsys):
     assert sum(group["descriptors"] for group in told["groups"]) == told["read"]["descriptors"]
 
 
+def test_a_checkpoint_that_quantizes_its_cache_is_read_or_refused_by_name(capsys, tmp_path):
+    keys = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+    plain = 64 * 2 * 2 * 2 * 64 * 2
+    for algo, nbytes in ((None, plain), ("FP8", plain // 2), ("NVFP4", plain // 2)):
+        config = {**keys, "model_type": "llama", "quantization_config": {"kv_cache_quant_algo": algo}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if algo == "NVFP4":
+            for command in ("explain", "layout"):
+                assert main([command, str(tmp_path)]) == 2
+                told = capsys.readouterr().err
+                assert "kv_cache_quant_algo 'NVFP4'" in told
+                assert "dtype= of kvflow explain" in told
+        side = "dtype=uint8" if algo == "NVFP4" else "tp=1"
+        told = explained(capsys, str(tmp_path), "--source", side, "--target", side, "--tokens", "64")
+        assert told["read"]["nbytes"] == nbytes
+
+
 def test_a_window_needs_its_last_blocks_only(capsys):
     short, long = (explained(capsys, "gemma-3-4b", "--tokens", tokens)["groups"] for tokens in ("4096", "40960"))
     grown = [after["nbytes"] / before["nbytes"] for before, after in zip(short, long, strict=True)]
