@@ -184,12 +184,13 @@ def phases_s(
     """
     bind_s = sum([each.bind_s for each in ended])
     post_s = sum([each.post_s for each in ended])
-    scatter_s = sum([each.scatter_s for each in ended])
+    rest_s = max(0.0, arrived_at - started_at - bind_s - post_s)
+    scatter_s = min(rest_s, sum([each.scatter_s for each in ended]))  # a device copies while others are posted
     return {
         "queue": started_at - submitted_at,
         "bind": bind_s,
         "post": post_s,
-        "wire": max(0.0, arrived_at - started_at - bind_s - post_s - scatter_s),
+        "wire": rest_s - scatter_s,
         "scatter": scatter_s,
         "fence": fence_s,
     }

@@ -76,6 +76,8 @@ async def test_caches_on_devices_are_staged_by_copies_that_end_later():
         report = await consumer.pull(producer.offer("request", [SOURCES], 16 * len(SOURCES)), [TARGETS])
         assert consumer.snapshot().staging.in_use == 0
     assert report.timings_s["scatter"] > 0
+    phases = {name: seconds for name, seconds in report.timings_s.items() if name != "total"}
+    assert sum(phases.values()) == pytest.approx(report.timings_s["total"], rel=0.01), phases
     assert report.read_bytes == 2 * report.nbytes, "whole tokens were read for half of the heads"
     assert stagings[1].buffers
     assert stagings[1].stage.pending == []
