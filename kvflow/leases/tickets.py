@@ -282,7 +282,7 @@ def unseal(sealed: bytes, room: int = BLOCKS_MAX) -> Grant:
         else:
             grant = msgspec.convert(_decoder_before.decode(payload), Grant, from_attributes=True)
     except msgspec.ValidationError as error:
-        with suppress(msgspec.DecodeError, UnicodeError):
+        with suppress(msgspec.DecodeError, ValueError, RecursionError):
             if payload[:1] == MARK and (kind := _kind_decoder.decode(payload[HEAD_BYTES:]).kind) != "offer":
                 raise ReleaseMismatch("the ticket", "kind", kind, "offer") from error
         remedy = SAME_LIMITS if "length" in str(error) else ""

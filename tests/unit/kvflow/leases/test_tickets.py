@@ -468,6 +468,13 @@ def test_the_most_blocks_of_a_ticket_are_those_of_all_its_grants():
         mint_of().offer("r", block_ids=[range(1 << 20)] * 3, num_tokens=1 << 30)
 
 
+@pytest.mark.parametrize("start", [b"\x93\xa5offer\xc0", b"\x93\xc0\xc0", b"\x92\xa5offer", b""])
+def test_a_deep_nest_is_malformed(start):
+    forged = damage(PARAMS, lambda sealed: sealed[: MAC_BYTES + HEAD_BYTES] + start + b"\x91" * 5000)
+    with pytest.raises(TicketInvalid, match="malformed"):
+        Ticket.from_params(forged)
+
+
 @pytest.mark.parametrize("kind", ["kept", "open"])
 @pytest.mark.parametrize("more", [{}, {"slot": "in another form", "settled": 3}])
 def test_a_ticket_of_a_kind_that_is_not_known_is_refused_by_name(kind, more):
