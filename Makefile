@@ -23,7 +23,7 @@ help:
 	echo 'make bench   run every benchmark'
 	echo 'make simulate   run 20,000 scenarios on virtual time, with faults (an hour); SEEDS=N sets the number'
 	echo 'make fuzz    send a million invalid messages and 40,000 invalid inputs to real workers (ten minutes or more); FRAMES=N, LIES=N'
-	echo 'make soak    pull 100,000 times while processes are killed and restarted (ten minutes or more); PULLS=N, TRANSPORT=tcp'
+	echo 'make soak    pull 100,000 times while processes are killed and restarted (ten minutes or more); PULLS=N, TRANSPORT=tcp; or watch memory, OFFERS=N'
 	echo 'make planted   plant each bug of a list, and tell which test finds it (ten minutes); BUGS="C06 W08" chooses some'
 	echo 'make chaos   kill, pause and cut off real processes for three minutes; MINUTES=N, SEED=N'
 	echo 'make compose-demo   run the demo in containers, over TCP and shared memory; needs Docker and Compose'
@@ -130,7 +130,7 @@ fuzz: $(INSTALLED)
 		--tcp-frames $${FRAMES:-1000000} --tcp-answers $${LIES:-10000}
 
 soak: $(INSTALLED)
-	$(BIN)/python -m tests.soak --pulls $${PULLS:-100000} --seed $${SEED:-0} --transport $${TRANSPORT:-auto}
+	$(BIN)/python -m tests.soak --pulls $${PULLS:-100000} --seed $${SEED:-0} --transport $${TRANSPORT:-auto} --offers $${OFFERS:-0}
 
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos --minutes $${MINUTES:-3} $${SEED:+--seed $$SEED}

@@ -1,4 +1,7 @@
-"""``python -m tests.soak``: pull for ten minutes, and say what became of it. See docs/contributing/faults.md."""
+"""``python -m tests.soak``: pull for ten minutes, and say what became of it. See docs/contributing/faults.md.
+
+With ``--offers`` nobody is disturbed, and the memory of a producer is watched over so many offers.
+"""
 
 import argparse
 import asyncio
@@ -13,8 +16,8 @@ import uvloop
 
 from .measuring import MIB
 from .processes import one_arena, thread_pool
-from .report import JUDGED, grown, missed, tell
-from .soak import run
+from .report import JUDGED, grown, missed, tell, unbounded
+from .soak import offer_and_release, run
 
 THREADS = 8
 PROGRESS = 10
@@ -26,6 +29,7 @@ def arguments():
     parser.add_argument("--round", type=int, default=1000, help="pulls between two looks at everybody at rest")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--transport", choices=("auto", "tcp"), default="auto", help="of all workers")
+    parser.add_argument("--offers", type=int, default=0, help="watch a producer over so many offers instead")
     parser.add_argument("--any-memory", action="store_true", help="memory may grow: the run is too short to judge")
     return parser.parse_args()
 
@@ -39,6 +43,16 @@ async def main(options):
     logging.getLogger("kvflow").setLevel(logging.CRITICAL)  # leases run out and are revoked all the time
     asyncio.get_running_loop().set_default_executor(thread_pool(THREADS))
     began_s = time.monotonic()
+    if options.offers:
+        bounds = []
+        for read, offers in ((False, options.offers), (True, options.offers // 10)):
+
+            def show(done, rss, read=read):
+                what = "offers read" if read else "offers released unread"
+                say(f"{done:,} {what}, {time.monotonic() - began_s:.0f} s, {rss / MIB:.1f} MiB")
+
+            bounds += unbounded(await offer_and_release(offers, read=read, progress=show))
+        return conclude(bounds)
 
     def progress(soak):
         if len(soak.samples["reader"]) % PROGRESS == 0:
@@ -49,6 +63,11 @@ async def main(options):
     soak = await run(options.pulls, **how, progress=progress)
     say(tell(soak, options.round))
     bounds = missed(soak) + ([] if options.any_memory else grown(soak, options.round))
+    return conclude(bounds)
+
+
+def conclude(bounds):
+    """Say which bounds were missed; return the status of the process."""
     for bound in bounds:
         say(f"MISSED: {bound}")
     return len(bounds) > 0

@@ -1,5 +1,7 @@
 """What a soak says at its end, and what it must not say."""
 
+from kvflow.worker.producer import ENDED_MAX
+
 from .measuring import MIB, Growth
 
 GROWTH_MAX = 0.05
@@ -63,6 +65,14 @@ def grown(soak, of_round):
     """List the processes whose memory has grown too much."""
     shares = {name: Growth(soak.samples[name], of_round).share for name in JUDGED}
     return [f"memory of the {name} grew by {share:.1%}" for name, share in shares.items() if share > GROWTH_MAX]
+
+
+def unbounded(memory):
+    """List how much a producer has grown since its bounded tables were full; ``memory``: after so many offers."""
+    full = min((offers for offers in memory if offers >= ENDED_MAX), default=max(memory))
+    share = memory[max(memory)] / memory[full] - 1
+    text = f"memory grew by {share:.1%} between {full:,} and {max(memory):,} offers"
+    return [text] if share > GROWTH_MAX else []
 
 
 def counts(counter):

@@ -1,6 +1,7 @@
 """Steady load with everything that happens to it, in rounds: what is left at rest after each must not grow."""
 
 import asyncio
+import os
 import random
 import time
 from collections import Counter, defaultdict
@@ -12,7 +13,9 @@ import msgspec
 
 import kvflow
 from kvflow import errors
+from tests.integration.producing import configured
 from tests.integration.recycling import NUM_BLOCKS, TARGET, Path
+from tests.integration.shapes import Shape
 
 from .hosting import AwayError, Engine, Host
 from .measuring import more, sample
@@ -39,6 +42,10 @@ ATTEMPTS = 3
 SPARE = 12
 """TCP connections that readers open beside their first to a peer when they ask for more at the same time: two readers,
 six ranks."""
+AT_ONCE = 1000
+"""Offers that are awaited together."""
+SHOWN = {digit * 10**power for power in range(3, 9) for digit in (1, 2, 5)}
+"""Numbers of offers after which memory is looked at."""
 MANY_PIECES = msgspec.structs.replace(TARGET, layout="LBNHC")
 
 
@@ -293,6 +300,38 @@ async def run(pulls, *, of_round, seed=0, transport="auto", progress=lambda _: N
         soak.took_s = time.monotonic() - began_s
         await soak.finish()
     return soak
+
+
+async def offer_and_release(offers, *, read, progress=lambda _done, _rss: None):
+    """Offer so often in one process with the reader, which releases each offer, after a read or without one.
+
+    Returns:
+        Bytes of resident memory after so many offers.
+    """
+    memory = {}
+    settings = {"transport": "loopback", "lease_s": 3600.0}  # none runs out
+    async with (
+        kvflow.open_worker(configured("prefill-0", **settings), Shape().build()) as producer,
+        kvflow.open_worker(configured("decode-0", **settings), Shape().build()) as reader,
+    ):
+        for first in range(0, offers, AT_ONCE):
+            names = [str(first + at) for at in range(AT_ONCE)]
+            for number, name in enumerate(names):
+                size = 1 + number % 2  # blocks
+                sources = [range(size), range(2, 2 + size)]
+                ticket = producer.offer(name, sources, 4 * size)
+                # A pull into absent blocks reads nothing, and its release goes with those of others in one message.
+                await reader.pull(ticket, [range(4, 4 + size), range(6, 6 + size)] if read else [[-1], [-1]])
+            async with asyncio.timeout(PATIENCE_S):
+                for name in names:
+                    assert await producer.wait_offer(name) == "released"
+            done = first + AT_ONCE
+            if done in SHOWN or done >= offers:
+                memory[done] = sample(os.getpid()).rss
+                progress(done, memory[done])
+        producer.check()
+        reader.check()
+    return memory
 
 
 DISTURBANCES = {
