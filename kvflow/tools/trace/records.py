@@ -36,7 +36,7 @@ Name = Annotated[str, Meta(max_length=1024)]
 Words = Annotated[str, Meta(max_length=16384)]
 Seconds = Annotated[float, Meta(ge=-1e9, le=1e9)]
 Moment = Annotated[float, Meta(ge=0, le=1e11)]
-Count = Annotated[int, Meta(ge=0, le=(1 << 53) - 1)]
+Count = Annotated[int, Meta(ge=0, le=1 << 52)]  # so that the page can count from one to the sum of two
 Index = Annotated[int, Meta(ge=0, le=1 << 20)]
 Units = Annotated[int, Meta(ge=1, le=1 << 20)]
 Listed = Meta(max_length=4096)

@@ -129,6 +129,16 @@ def test_changed_records_are_shown_or_skipped(folder, changes):
     check(trace)
 
 
+def test_the_page_can_count_the_blocks_of_every_run(folder):
+    """It adds one until it has passed the last block: above 2**53 a browser never does."""
+    [traced] = [number for number, line in enumerate(LINES) if line.get("groups")]
+    for most, broken in ((1 << 52, 0), ((1 << 52) + 1, 1), ((1 << 53) - 1, 1)):
+        lines = replaced(LINES, (traced, "groups", 0, "pairs"), [[most, most, most]])
+        assert shown(folder, lines).reading.broken == broken
+        last = float(most) + float(most) - 1
+        assert broken or last + 1 > last
+
+
 @given(st.lists(st.integers(0, len(LINES) - 1), max_size=12))
 def test_records_may_lack_and_come_in_any_order(folder, order):
     check(shown(folder, [LINES[number] for number in order]))
