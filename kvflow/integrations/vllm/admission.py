@@ -11,10 +11,12 @@ MAC of its MAC. Only the rank and its own scheduler know the key of the MAC: the
 and sends it inside the engine.
 """
 
+import errno
 import hmac
 import os
 import secrets
 import shutil
+import socket as sockets
 import sys
 import tempfile
 import threading
@@ -54,6 +56,12 @@ class _ResetNotice(Struct, frozen=True, array_like=True, tag="reset"):
 
 
 _notices = msgspec.msgpack.Decoder(_TicketNotice | _ResetNotice)
+
+
+PREFIX = "kvflow-"
+"""Of the names of folders with a socket."""
+LEFTOVER_S = 60.0
+"""Age from which nobody will still listen to a socket."""
 
 
 class Admits(Protocol):
@@ -105,6 +113,16 @@ def _listen(rank: Admits, key: bytes) -> "GrantReceiver | None":
         return None
 
 
+def _remove_leftovers() -> None:
+    """Remove the sockets of ranks that were killed: those to which nobody listens."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/admissions"):
+        with suppress(OSError), sockets.socket(sockets.AF_UNIX) as probe:
+            probe.setblocking(False)
+            old = time.time() - path.stat().st_mtime > LEFTOVER_S
+            if old and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+                shutil.rmtree(path.parent, ignore_errors=True)
+
+
 class GrantReceiver:
     """A thread that receives grants for one rank over a socket.
 
@@ -117,7 +135,8 @@ class GrantReceiver:
         self._rank = rank
         self._key = key
         self._told = False
-        self._folder = Path(tempfile.mkdtemp(prefix="kvflow-"))  # no other user can enter it
+        _remove_leftovers()
+        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # no other user can enter it
         self.endpoint = f"ipc://{self._folder}/admissions"
         self._context = zmq.Context()
         try:

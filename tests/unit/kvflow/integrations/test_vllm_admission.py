@@ -4,6 +4,7 @@ import functools
 import hmac
 import itertools
 import os
+import socket as sockets
 import stat
 import tempfile
 import threading
@@ -635,6 +636,22 @@ def test_a_socket_is_removed_when_its_rank_ends():
         folder = Path(contact.endpoint.removeprefix("ipc://")).parent
         assert folder.exists()
     assert not folder.exists()
+
+
+def test_the_sockets_of_killed_ranks_are_removed_and_no_others(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with reachable(Rank(), apart=True) as alive:
+        folders = [Path(alive.endpoint.removeprefix("ipc://")).parent]
+        folders += [tmp_path / f"kvflow-{name}" for name in ("starts", "other", "killed")]
+        for folder, name in zip(folders[1:], ("admissions", "notes", "admissions"), strict=True):
+            folder.mkdir()
+            with sockets.socket(sockets.AF_UNIX) as unheard:
+                unheard.bind(str(folder / name))
+        for folder in (folders[0], folders[3]):
+            os.utime(folder / "admissions", (0, 0))
+        with reachable(Rank(), apart=True) as started:
+            folders.append(Path(started.endpoint.removeprefix("ipc://")).parent)
+            assert set(tmp_path.iterdir()) == {*folders} - {tmp_path / "kvflow-killed"}
 
 
 def test_a_rank_without_a_folder_for_its_socket_is_served_by_steps(monkeypatch, tmp_path, caplog):
