@@ -11,7 +11,15 @@ TOKENS = list(range(MAX_TOKENS))
 
 
 def answer(tokens=TOKENS, *, wire=0.001):
-    timings = {"total": 0.01, "queue": 0.0, "handshake": 0.0, "bind": 0.0, "post": 0.001, "wire": wire, "fence": 0.0}
+    timings = {
+        "total": 0.001 + wire,
+        "queue": 0.0,
+        "handshake": 0.0,
+        "bind": 0.0,
+        "post": 0.001,
+        "wire": wire,
+        "fence": 0.0,
+    }
     report = TransferReport(request_id="r", nbytes=1000, descriptors=3, reads=1, timings_s=timings)
     return PromptResult(list(tokens), report)
 
@@ -34,7 +42,7 @@ def test_figures_for_a_program_are_those_of_the_tables():
     figures = outcome.figures
     assert (figures["passed"], figures["tokens"], figures["requests"]) == (False, (63, 64), (2, 2))
     assert set(figures["phases_ms"]) == {"total", *PHASES}
-    assert figures["phases_ms"]["wire"] == outcome.quantiles_ms("wire") == (1.0, 1.0)
+    assert figures["phases_ms"]["wire"] == outcome.phase_ms("wire") == (1.0, 1.0)
 
 
 def test_one_wrong_token_fails():
@@ -60,11 +68,18 @@ def test_what_is_left_fails(field):
 
 def test_rates_and_quantiles_are_over_the_time_on_the_way():
     outcome = result(*(answer(wire=wire / 1000) for wire in range(101)))
-    assert outcome.quantiles_ms("wire") == pytest.approx((50, 99))
+    assert outcome.phase_ms("wire") == pytest.approx((50, 100))
     assert outcome.gb_per_s == pytest.approx(101 * 1000 / (5.05 + 0.101) / 1e9)
+
+
+def test_phases_are_those_of_one_pull_and_add_up_to_it():
+    outcome = result(*(answer(wire=wire / 1000) for wire in (7, 1, 100, 3)))
+    for pull in (0, 1):
+        assert sum(outcome.phase_ms(phase)[pull] for phase in PHASES) == pytest.approx(outcome.phase_ms("total")[pull])
+    assert outcome.phase_ms("total") == pytest.approx((4, 101))
 
 
 def test_nothing_moved_has_no_rate():
     outcome = result(PromptResult(failure="x"))
     assert outcome.gb_per_s == 0
-    assert outcome.quantiles_ms("total") == (0, 0)
+    assert outcome.phase_ms("total") == (0, 0)
