@@ -22,12 +22,12 @@ from kvflow.planning.pairs import pair_units
 from kvflow.planning.plan import plan_transfer
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "planning.md"
-APART = "per layer, K and V apart"
+APART = "LBNHC split"
 LAYOUTS = {
     APART: ("LBNHC", "split"),
-    "per layer": ("LBHNC", "content"),
-    "packed": ("BLHNC", "content"),
-    "heads first": ("BHLNC", "content"),
+    "LBHNC": ("LBHNC", "content"),
+    "BLHNC": ("BLHNC", "content"),
+    "BHLNC": ("BHLNC", "content"),
 }
 TP_PAIRS = ((1, 1), (4, 2), (3, 2))
 MODELS = ("deepseek-v3", "gpt-oss-20b", "llama-3.1-8b", "qwen3-next")
@@ -113,13 +113,13 @@ def vllm(name, form, source_tp, target_tp):
     latent, states = groups[0].kind == "mla", any(group.kind == "mamba" for group in groups)
     unequal = source_tp != target_tp and not latent
     cases = {
-        "refuses: TP must divide": source_tp % target_tp and target_tp % source_tp,
-        "has no such layout": form == APART,
-        "refuses: states": form == "heads first" and states,
-        "refuses: unlike TP": form == "heads first" and unequal,
-        "not known": (unequal and (states or form == "packed"))
-        or (states and form == "packed")
-        or (form == "heads first" and len(groups) > 1),
+        "TP must divide": source_tp % target_tp and target_tp % source_tp,
+        "none": form == APART,
+        "no states": form == "BHLNC" and states,
+        "equal TP only": form == "BHLNC" and unequal,
+        "unknown": (unequal and (states or form == "BLHNC"))
+        or (states and form == "BLHNC")
+        or (form == "BHLNC" and len(groups) > 1),
     }
     reason = next((words for words, holds in cases.items() if holds), "")
     if reason:
@@ -127,7 +127,7 @@ def vllm(name, form, source_tp, target_tp):
     counts = zip(groups, blocks_of(groups, TOKENS[-1]), strict=True)
     pieces = sum(4 if group.kind == "mamba" else count for group, count in counts)
     # A row is one region for latents, and for heads first if a rank has two heads or more, as all of these have.
-    rows = form == "heads first" or (latent and form == "packed")
+    rows = form == "BHLNC" or (latent and form == "BLHNC")
     regions = 1 if rows else max(len(group.layers) for group in groups)
     sources = max(1, source_tp // target_tp) if unequal else 1
     return f"{regions * pieces * sources:,}"
