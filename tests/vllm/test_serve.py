@@ -31,7 +31,6 @@ from .engines import ANSWER_S
 from .howto import PROXY_PORT, blocks, log_line
 from .prompts import prompt_of
 from .servers import fetch
-from .tiny_models import VOCABULARY
 
 LENGTHS = (3, 128, 150, 333, 512, 700)
 
@@ -257,23 +256,38 @@ def test_several_prompts_are_answered_with_the_ticket_of_the_first(settled, n):
     assert min(held, nbytes) > 0
 
 
-def test_the_sample_that_ends_last_is_answered_with_its_ticket(settled):
-    ends = set()
-    for number in range(3):
-        ask = {"prompt": prompt_of(200, f"ends {number}")}
-        stops = list(range(0, VOCABULARY, 4))
-        answer = asked(settled, settled.prefill, OFFER, n=4, temperature=1, stop_token_ids=stops, **ask)
-        ends |= {len(choice.token_ids) for choice in answer.choices}
-        expect_pulled(settled, answer, ask)
-    assert len(ends) > 1
+LEGS = {
+    "max_tokens": ("/completions", {"prompt": "TEXT", "max_tokens": 8}),
+    "no limit": ("/completions", {"prompt": "TEXT"}),
+    "chat": ("/chat/completions", {"messages": [{"role": "user", "content": "TEXT"}]}),
+    "responses": ("/responses", {"input": "TEXT", "max_tokens": 1}),  # its own name is max_output_tokens
+}
 
 
-def test_samples_that_the_server_aborts_leave_nothing_behind(settled):
-    ask = {"prompt": prompt_of(200, "aborted"), "stop": list("aeio"), "max_tokens": 300}
-    # The server looks for words in its text, and then aborts that sample in the engine.
-    answer = asked(settled, settled.prefill, OFFER, n=4, temperature=1, **ask)
-    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
-    assert params_of(answer) is None
+@pytest.mark.parametrize("leg", LEGS)
+def test_a_prefill_that_asks_for_more_than_one_token_makes_one(settled, leg):
+    path, asked = LEGS[leg]
+    asked = {**asked, "model": settled.model, "temperature": 0}
+    asked = json.loads(json.dumps(asked).replace("TEXT", f"How does a cache travel in {leg}? " * 9))
+    limit = {"max_output_tokens" if leg == "responses" else "max_tokens": TOKENS}
+    transfers = settled.decode.metric(TRANSFERS)
+
+    def answer(server, **further):
+        with client_of(server) as client:
+            return client.post(path, body=asked | further, cast_to=dict[str, object])
+
+    made = answer(settled.prefill, kv_transfer_params=OFFER)
+    assert 1 in made["usage"].values()
+    read = answer(settled.decode, kv_transfer_params=made["kv_transfer_params"], **limit)
+    alone = answer(settled.alone, **limit)
+    assert texts_of(read) == texts_of(alone) != []
+    settled.decode.wait_metric(transfers + 1, TRANSFERS)
+
+
+def texts_of(answer):
+    """Return what an answer says, whatever its API."""
+    said = answer.get("choices") or [part for item in answer["output"] for part in item["content"]]
+    return [each["message"]["content"] if "message" in each else each["text"] for each in said]
 
 
 def test_a_request_without_parameters_is_counted(settled):

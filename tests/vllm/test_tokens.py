@@ -2,10 +2,11 @@
 
 import pytest
 
-from .engines import KVFLOW
+from .engines import KVFLOW, PREFILL_PARAMS
 from .pairs import MODELS, MULTI, PAIRS, REFUSED, REFUSED_FLOAT8, VARIANTS, chosen
 from .prompts import PROMPT_LENGTHS, prompt_of
 from .tampering import of_other_blocks
+from .test_hostile import failed, reason_of
 from .tiny_models import VOCABULARY
 
 TOKENS = 32
@@ -76,3 +77,17 @@ def test_a_conversation_goes_on_over_the_same_pair(pair):
         answer = pair.disaggregated(conversation)
         assert answer == alone, f"turn {turn}"
         conversation += answer + prompt_of(50, f"turn {turn}")
+
+
+@pytest.mark.parametrize("pair", BASE, indirect=True)
+def test_a_prefill_that_asks_for_more_tokens_makes_one(pair):
+    prompt = prompt_of(150)
+    made = pair.prefill.generate(prompt, PREFILL_PARAMS, max_tokens=8)
+    assert (len(made["tokens"]), made["finish_reason"]) == (1, "length")
+    answer = pair.decode.generate(prompt, made["kv_transfer_params"])
+    assert answer["tokens"] == pair.monolithic(prompt)
+    # Of a router that has made more tokens elsewhere, and passes on the ticket with the prompt alone.
+    refused = pair.decode.generate(prompt[:143], pair.ticket(prompt))
+    assert reason_of(pair, refused) == "content_mismatch"
+    assert failed(refused) or pair.decode.options.failure_policy == "recompute"
+    assert "max_output_tokens" in pair.decode.log.read_text(errors="replace")

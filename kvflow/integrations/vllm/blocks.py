@@ -188,7 +188,8 @@ class Contents:
         if covered > request.num_tokens:
             raise ContentMismatch(
                 f"the blocks of the ticket hold {covered} tokens, but the request has only {request.num_tokens}",
-                remedy="Send the prompt that was prefilled, or a prompt that continues it.",
+                remedy="Send the prompt that was prefilled, or a prompt that continues it. Have the router limit the "
+                "prefill to one token: max_tokens, or in /v1/responses max_output_tokens, is 1.",
             )
         sizes = [content.block_size for content in contents]
         if len(set(sizes)) > BLOCK_SIZES_MAX:

@@ -196,6 +196,7 @@ class SchedulerSide:
         if isinstance(wanted, LoadWanted):
             self.loading.announce(request_id, wanted.ticket, wanted=max(0, prompt - self._backoff))
         elif isinstance(wanted, OfferWanted) or self._is_prefill(request):
+            request.max_tokens = 1  # whatever the API calls it: the blocks of further tokens fit no prompt
             self._leave_to_decode(request)
             trace = traceparent_of(getattr(request, "trace_headers", None))
             self.offering.announce(request_id, asked=isinstance(wanted, OfferWanted), traceparent=trace)
@@ -323,7 +324,6 @@ class SchedulerSide:
             request.prompt_embeds = request.prompt_embeds[:-backoff]
         del request._all_token_ids[-backoff:]  # noqa: SLF001 - vLLM offers no other way to shorten a request
         request.num_prompt_tokens -= backoff
-        request.max_tokens = 1
 
 
 def _dropped(scheduler: Any, loads: list[str]) -> list[str]:

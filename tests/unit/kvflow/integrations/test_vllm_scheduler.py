@@ -149,7 +149,16 @@ def test_a_prompt_of_one_token_is_not_cut():
     producer = side(FullAttentionSpec(), MambaSpec())
     request = new_request(OFFER, prompt=1)
     producer.on_new_request(request)
-    assert (request.num_prompt_tokens, request.max_tokens) == (1, 16)
+    assert (request.num_prompt_tokens, request.max_tokens) == (1, 1)
+
+
+def test_a_prefill_makes_one_token_on_every_kind_of_model():
+    for specs in [(FullAttentionSpec(),), (FullAttentionSpec(), MambaSpec()), (SlidingWindowSpec(),)]:
+        producer = side(*specs)
+        for params, most in [(OFFER, 1), ({"do_remote_decode": False}, 16), (None, 16)]:
+            request = new_request(params)
+            producer.on_new_request(request)
+            assert request.max_tokens == most
 
 
 def test_a_prompt_that_is_not_read_from_caches_is_not_cut():
