@@ -83,7 +83,7 @@ def test_an_engine_without_parameters_logs_the_warning_of_the_page(caplog):
         for _ in range(UNTAGGED_MAX):
             untagged.note(None)
     [message] = caplog.messages
-    assert log_line("none of the first").fullmatch(message)
+    assert log_line("none of the last").fullmatch(message)
 
 
 def test_the_page_offers_always_on_the_prefill_server():

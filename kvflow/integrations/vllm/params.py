@@ -147,17 +147,18 @@ def _rewritten(params: dict[Any, Any], ticket: Ticket) -> tuple[str, ...]:
     return tuple([name for name, value in expected.items() if params.get(name, value) not in (value, None)])
 
 
-UNTAGGED_MAX = 20  # requests without parameters after which an engine logs that none of them had any
+UNTAGGED_MAX = 20  # first requests without parameters after which an engine logs that none of them had any
+UNTAGGED_ROW = 100  # the same, in a row, of an engine that has seen parameters: its router may have been restarted
 
 UNTAGGED_CODE = "untagged_requests"  # the metric ``vllm:kvflow_untagged_requests`` counts the same requests
 
 CAUSE = (
     "Most likely the router does not know which engines prefill and which decode. Start vllm-router with "
     "--vllm-pd-disaggregation; label the prefill workers of smg with kv_connector=NixlConnector; build the application "
-    "of Ray Serve LLM with kvflow.integrations.ray.build_pd_openai_app. kvflow proxy needs no setting. "
+    "of Ray Serve LLM with kvflow.integrations.ray.build_pd_openai_app. kvflow proxy needs no setting."
 )
 
-ALWAYS = 'If the router has no such setting, set "offer": "always" in kv_connector_extra_config. '
+ALWAYS = ' If the router has no such setting, set "offer": "always" in kv_connector_extra_config.'
 
 
 class Untagged:
@@ -166,10 +167,10 @@ class Untagged:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.counts: Counter[str] = Counter()  # since the last ``take``, by the content of their parameters
-        self._absent = 0
+        self._absent = 0  # in a row
         self._told = False
         self._told_further = False
-        self._tagged = settings.offers_always  # such an engine offers its prompts without parameters
+        self._tagged = False
 
     def note(self, params: object) -> None:
         """Count a request by its ``kv_transfer_params``, as the client sent them."""
@@ -180,9 +181,9 @@ class Untagged:
             return
         if not wants_transfer(params):
             self.counts["decline"] += 1
-        if self._told and not self._tagged:
-            logger.info("kvflow: the first request with kv_transfer_params has arrived, after %d without", self._absent)
-        self._tagged = True
+        if self._told:
+            logger.info("kvflow: a request with kv_transfer_params has arrived, after %d without", self._absent)
+        self._tagged, self._told, self._absent = True, False, 0
 
     def note_further_prompt(self) -> None:
         """Count a second or later prompt of a call: its ticket is that of the first prompt."""
@@ -200,15 +201,16 @@ class Untagged:
         return dict(counts)
 
     def _tell_absent(self) -> None:
-        if self._told or self._tagged or self._absent < UNTAGGED_MAX:
+        row = UNTAGGED_ROW if self._tagged else UNTAGGED_MAX
+        if self._told or self._absent < row or self._settings.offers_always:  # which need not be asked
             return
         self._told = True
         produces, consumes = self._settings.produces, self._settings.consumes
         wanted = {"asked for a ticket": produces, "brought a ticket": consumes}
         logger.warning(
-            "kvflow: none of the first %d requests has %s (kv_transfer_params). This engine transfers nothing, and a "
-            "prompt that two engines get is computed twice. [%s] %sThis message is not repeated.",
-            UNTAGGED_MAX,
+            "kvflow: none of the last %d requests has %s (kv_transfer_params). This engine transfers nothing, and a "
+            "prompt that two engines get is computed twice. [%s] %s",
+            row,
             " or ".join(words for words, is_meant in wanted.items() if is_meant),
             UNTAGGED_CODE,
             CAUSE if consumes or not produces else CAUSE + ALWAYS,

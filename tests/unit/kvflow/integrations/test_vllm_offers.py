@@ -1,5 +1,6 @@
 """Which requests of a prefill engine are offered: one of several samples, the first of several prompts, or all."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -294,25 +295,29 @@ def test_an_engine_whose_first_requests_carry_nothing_says_so_once(role, lack, r
 @pytest.mark.parametrize(
     "params", [OFFER, {"do_remote_prefill": False}, {"do_remote_decode": False}, {"do_remote_prefill": "odd"}, "odd"]
 )
-def test_an_engine_that_has_seen_parameters_says_nothing(params, caplog):
+def test_an_engine_that_sees_parameters_now_and_then_says_nothing(params, caplog):
     engine = side(FullAttentionSpec())
     ask(engine, 19)
-    ask(engine, 1, params)
-    ask(engine, 100)
-    assert not [text for _, text in messages(caplog) if "none of the first" in text]
+    for _ in range(2):
+        ask(engine, 1, params)
+        ask(engine, 99)
+    assert not [text for _, text in messages(caplog) if "none of the last" in text]
     declines = isinstance(params, dict) and not any(params.values())
-    assert engine.untagged.take() == {"absent": 119} | ({"decline": 1} if declines else {})
+    assert engine.untagged.take() == {"absent": 217} | ({"decline": 2} if declines else {})
 
 
-def test_the_first_parameters_behind_the_warning_are_told_once(caplog):
+def test_a_router_that_stops_to_ask_is_named_each_time(caplog):
     engine = side(FullAttentionSpec())
     with caplog.at_level("INFO", logger=LOGGER):
         ask(engine, 25)
         ask(engine, 3, OFFER)
-        ask(engine, 25)
-    levels = [level for level, _ in messages(caplog)]
-    assert levels == ["WARNING", "INFO"]
-    assert messages(caplog)[1][1].endswith("has arrived, after 25 without")
+        ask(engine, 250)
+        ask(engine, 3, OFFER)
+        ask(engine, 99)
+    assert [level for level, _ in messages(caplog)] == ["WARNING", "INFO"] * 2
+    texts = [text for _, text in messages(caplog)]
+    assert [int(re.search("the last ([0-9]+) requests", text)[1]) for text in texts[::2]] == [20, 100]
+    assert [text.partition("arrived, ")[2] for text in texts[1::2]] == ["after 25 without", "after 250 without"]
 
 
 def test_an_engine_that_offers_always_need_not_be_asked(caplog):
