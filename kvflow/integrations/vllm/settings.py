@@ -253,14 +253,17 @@ def doubts(config: WorkerConfig) -> Iterator[str]:
     bound = {"bind": config.bind, "tcp_bind": config.tcp.bind}
     reached = {"advertise": config.advertise or config.bind, "tcp_advertise": config.tcp.advertise}
     listens = next((f"{name} is {each}" for name, each in bound.items() if not _is_loopback(each)), "")
+    hosts = [host_and_port(endpoint)[0] for endpoint in reached.values()]
+    if hosts[0] == hosts[1] and config.tuning.tcp_advertise is None:
+        del reached["tcp_advertise"]  # which nobody has set
     for name, endpoint in reached.items():
         if listens and _is_loopback(endpoint):
             yield f"{name} is {endpoint}, which only this host can reach, but {listens}"
         elif _is_elsewhere(endpoint):
             yield (
                 f"{name} is {endpoint}, which is not an address of this host. Ignore this if addresses are translated "
-                f"(NAT). Otherwise set {HOST_VARIABLE} on each node to the address of that node. Ray copies the value "
-                "of one node to all nodes if VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY has KVFLOW_"
+                f"(NAT). Otherwise correct it; or write tcp://{HOST}:PORT, for which each node takes its own address, "
+                f"or that in {HOST_VARIABLE}"
             )
 
 

@@ -310,7 +310,9 @@ def own_address():
     [
         ({"bind": "tcp://127.0.0.1:0", "advertise": None}, []),
         ({"advertise": "tcp://node-7:5600"}, []),
-        ({"advertise": "tcp://localhost:5600"}, ["advertise", "tcp_advertise"]),
+        ({"advertise": "tcp://localhost:5600"}, ["advertise"]),
+        ({"advertise": f"tcp://{HERE}:5600"}, ["advertise"]),
+        ({"advertise": f"tcp://{HERE}:5600", "tcp_advertise": f"tcp://{HERE}:1"}, ["advertise", "tcp_advertise"]),
         ({"advertise": "tcp://node-7:5600", "tcp_bind": "tcp://127.0.0.1:0"}, ["tcp_advertise"]),
         ({"advertise": "tcp://node-7:5600", "tcp_advertise": f"tcp://{HERE}:1"}, ["tcp_advertise"]),
     ],
@@ -326,6 +328,5 @@ def test_an_address_of_this_host_is_not_doubted():
     if address is not None:
         assert vllm_settings.remark(f"tcp://{address}:5600") == ""
         assert list(vllm_settings.doubts(found(host=address))) == []
-    [control, plane] = vllm_settings.doubts(found())
-    assert "KVFLOW_ADVERTISE_HOST" in control
-    assert plane.startswith("tcp_advertise")
+    [control] = vllm_settings.doubts(found())
+    assert "correct it; or write tcp://{host}:PORT" in control
