@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
+from ipaddress import ip_address
 
 import pytest
 
@@ -22,9 +24,11 @@ from .shapes import Shape
 pytestmark = pytest.mark.processes
 
 BLOCKS = [[0, 1], [2, 3]]
-HERE = {4: "198.18.32.1", 6: "fd00:32::1"}
-THERE = {4: "198.18.32.2", 6: "fd00:32::2"}
-LENGTH = {4: "24", 6: "64"}
+WIRE = ip_address("198.19.0.0") + 4 * (os.getpid() % (1 << 14))
+"""A network for each process of tests, because our end of the wire is in the namespace of all. Source: RFC 2544."""
+HERE = {4: str(WIRE + 1), 6: f"fd00:32:{os.getpid() >> 16:x}:{os.getpid() & 0xFFFF:x}::1"}
+THERE = {4: str(WIRE + 2), 6: HERE[6][:-1] + "2"}
+LENGTH = {4: "30", 6: "64"}
 
 
 def ip(*words):
@@ -32,9 +36,9 @@ def ip(*words):
 
 
 @pytest.fixture
-def wired(tmp_path_factory):
+def wired():
     """Return a function that makes another host, and the wire to it; of the words that run a command there."""
-    name = f"kvf{abs(hash(tmp_path_factory.getbasetemp())) % 10**8}"
+    name = f"kvf{os.getpid()}f"
     if shutil.which("ip") is None or subprocess.run(["ip", "netns", "add", name], check=False).returncode:
         pytest.skip("network namespaces cannot be made here")
     with ExitStack() as removing:
