@@ -354,23 +354,23 @@ def _group(source: int, group: GroupPlan, read: _Read) -> GroupRead:
 
 def _print(figures: ExplainFigures, options: argparse.Namespace) -> None:
     read, tokens = figures.read, counted(figures.tokens, "token")
-    cost = f"{read.descriptors_s * 1e3:.3f} ms at {options.descriptor_us:g} us each"
+    cost = f"{read.descriptors_s * 1e3:,.1f} ms at {options.descriptor_us:g} us each"
     print_facts(
         [
             ("source", figures.source),
             ("target", figures.target),
             ("request", f"{tokens}, of which one rank reads from {counted(read.source_ranks, 'source rank')}"),
-            ("bytes", f"{read.nbytes:,}, {read.link_s * 1e3:.3f} ms at {options.link_gbit_s:g} Gbit/s"),
-            ("descriptors", f"{read.descriptors:,} with block ids in any order, {cost}"),
-            ("  ascending", f"{read.descriptors_consecutive:,} with block ids that ascend by one on both sides"),
+            ("bytes", f"{read.nbytes:,}, {read.link_s * 1e3:,.1f} ms at {options.link_gbit_s:g} Gbit/s"),
+            ("descriptors", f"{read.descriptors:,} for ids in any order, {cost}"),
+            ("  ascending", f"{read.descriptors_consecutive:,} for ids that ascend by one on both sides"),
         ]
     )
     worst = max(figures.groups, key=lambda group: group.descriptors)
     low, high = worst.run_bytes
     size = f"{low:,}" if low == high else f"{low:,} to {high:,}"
     print(
-        f"\nwhy so many: group {worst.source_group} of source rank {worst.source} gives {worst.descriptors:,} of them, "
-        f"{counted(worst.runs, 'run')} of {size} bytes each time: {worst.reason}"
+        f"\nwhy so many: group {worst.source_group} of source rank {worst.source} gives {worst.descriptors:,}:\n"
+        f"{counted(worst.runs, 'run')} of {size} bytes each time:\n{worst.reason}"
     )
     print()
     if options.model is None:

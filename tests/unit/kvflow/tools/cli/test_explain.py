@@ -90,6 +90,7 @@ def test_the_text_says_why_and_which_change(capsys):
     printed = capsys.readouterr().out
     assert "why so many: group 0 of source rank 0 gives" in printed
     assert "merging stops at" in printed
+    assert max(map(len, printed.splitlines())) <= 100
     assert "A single change makes it 10 times fewer, or better:" in printed
 
 
