@@ -73,8 +73,8 @@ REMEDIES = {
 PLAIN = re.compile(r"[\w./:@+%-]+\Z", re.ASCII)  # needs no quotes; a peer may choose the characters of other values
 
 # Order of the fields in a line: others are at 0. Those omitted are at its start, or left out.
-FIRST = ("request_id", "local_request_id", "code", "phase", "peer", "endpoint", "detail")
-LAST = ("engine_id", "rank", "remedy")
+FIRST = ("request_id", "local_request_id", "code", "phase", "peer", "endpoint", "detail", "remedy")
+LAST = ("engine_id", "rank")
 ORDER = {key: place for place, key in enumerate(FIRST, -len(FIRST))} | {key: place for place, key in enumerate(LAST, 1)}
 FAILURE = ("code", "outcome", "peer", "endpoint")  # fields that tell one failure of one peer from others
 OMITTED = ("event", "level", "timestamp", "incarnation")
@@ -109,7 +109,7 @@ def _phase_names(phases: tuple[str, ...]) -> tuple[str, ...]:
 class EventRecord(dict[str, Any]):
     """The message of one log record: the fields of an event, its context, and the identity of its worker.
 
-    Its text is one line: the name of the event, then ``key=value`` pairs, and the remedy of a warning at the end.
+    Its text is one line: the name of the event, then ``key=value`` pairs, first what failed and the remedy.
     """
 
     prefix = ""  # of the line: the name of the logger if the application has configured no logging

@@ -308,8 +308,8 @@ def test_without_any_configuration_only_warnings_are_printed_as_lines():
     warnings = {name for name, event in EVENTS.items() if LEVELS[type(event)] >= logging.WARNING}
     assert {line.split()[1] for line in lines} == warnings
     assert all(re.fullmatch(r"kvflow\.[a-z]+: [a-z.]+( \w+=([^\s\"]+|\"[^\"]*\"))+", line) for line in lines)
-    assert all(" engine_id=decode-0 rank=0 " in line for line in lines)
-    assert all(re.search(r' remedy=([^\s"]+|"[^"]+")$', line) for line in lines)
+    assert all(line.endswith(" engine_id=decode-0 rank=0") for line in lines)
+    assert all(re.search(r' remedy=([^\s"]+|"[^"]+") ', line) for line in lines)
 
 
 def test_a_program_that_asks_for_more_gets_lines_too():
@@ -364,13 +364,14 @@ def test_a_hook_that_fails_stops_no_other(log, caplog):
     assert caplog.records[-1].getMessage() == "a hook failed"
 
 
-def test_a_line_starts_with_the_request_and_ends_with_the_remedy(log, caplog):
+def test_a_line_starts_with_the_request_what_failed_and_the_remedy(log, caplog):
     log(EVENTS["transfer.failed"], **CONTEXT)
     line = str(caplog.records[0].msg)
     assert line.startswith(
         "transfer.failed request_id=request-1 local_request_id=cmpl-1 code=peer_lost phase=wire peer="
     )
-    assert line.endswith(' engine_id=decode-0 rank=0 remedy="Look whether it runs."')
+    assert ' detail=gone remedy="Look whether it runs." remote_endpoint=' in line
+    assert line.endswith(" engine_id=decode-0 rank=0")
 
 
 @pytest.mark.parametrize("silenced", ["kvflow.transfer", "kvflow"])
