@@ -4,7 +4,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
@@ -47,6 +47,35 @@ FROM_ENGINE = frozenset({"engine_id", "rank", "num_ranks", "role", "sleep_mode"}
 """Settings of a worker that vLLM decides: users must not set them."""
 
 KEYS = OWN_KEYS | set(WorkerConfig(engine_id="").settings()) - FROM_ENGINE
+
+RENAMED = {"kv_lease_duration": "lease_s"}
+"""Keys of NixlConnector -> the settings that take the same value."""
+
+POSTED = "Remove it: kvflow posts reads from its own threads."
+READ_ONE_WAY = "Remove it: decode engines read from prefill engines, and never the other way."
+BESIDE = "Remove it, or let LMCacheConnectorV1 run beside KVFlowConnector: list both in connectors of MultiConnector."
+
+REPLACED = {
+    **{key: f"Set {name} to the same value." for key, name in RENAMED.items()},
+    # of NixlConnector
+    "backends": "Remove it: kvflow uses NIXL's backend UCX. nixl_backend_params takes parameters of it.",
+    "num_threads": POSTED,
+    "enforce_handshake_compat": "Remove it: kvflow always compares the caches of both engines.",
+    "engine_ttl": "Remove it: kvflow forgets engines that have gone.",
+    "enable_permute_local_kv": "Remove it: kvflow reads a cache of any layout.",
+    "bidirectional_kv_xfer": READ_ONE_WAY,
+    "kv_recompute_threshold": READ_ONE_WAY,
+    "decoder_kv_blocks_ttl": READ_ONE_WAY,
+    "push_registration_timeout": READ_ONE_WAY,
+    # of MooncakeConnector
+    "mooncake_protocol": "Remove it. If it is tcp, set transport to tcp.",
+    "num_workers": POSTED,
+    "device_name": 'Set nixl_backend_params to {"ucx_devices": ...} with the same devices.',
+    "bootstrap_server_address": "Set bind and advertise on the prefill engines: tickets carry their addresses.",
+    # of LMCache
+    **dict.fromkeys(("use_native", "use_layerwise", "discard_partial_chunks", "skip_last_n_tokens"), BESIDE),
+}
+"""Keys of other connectors of vLLM, and what to do instead. ``lmcache`` starts more of LMCache's."""
 
 SECRET_KEYS = frozenset({"cluster_secret", "cluster_secret_accepted", "private_key"})
 """Secrets, which belong in the environment: vLLM prints its configuration."""
@@ -141,8 +170,14 @@ def check_keys(extra: Mapping[str, Any]) -> None:
     if unknown:
         raise ConfigInvalid(
             f"kv_connector_extra_config has an unknown setting: {', '.join(unknown)}",
-            remedy=suggest(unknown[0], KEYS),
+            remedy=" ".join(replaced(unknown) or [suggest(unknown[0], KEYS)]),
         )
+
+
+def replaced(keys: Iterable[str]) -> list[str]:
+    """Return, for each key of another connector, what to do instead."""
+    found = [(key, BESIDE if key.startswith("lmcache") else REPLACED.get(key, "")) for key in keys]
+    return [f"{key}: {remedy}" for key, remedy in found if remedy]
 
 
 def wants_packed(extra: Mapping[str, Any]) -> bool:

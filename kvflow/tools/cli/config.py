@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -92,6 +93,11 @@ def add_parser(commands: Subparsers) -> None:
     given.add_argument(
         "--vllm", metavar="FILE", help="vLLM's --kv-transfer-config, or its kv_connector_extra_config: a file, or JSON"
     )
+    given.add_argument(
+        "--from-nixl",
+        metavar="FILE",
+        help="print the --kv-transfer-config that replaces one of NixlConnector",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
 
@@ -99,6 +105,8 @@ def add_parser(commands: Subparsers) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show the settings; 1 if something is wrong with them, 2 if the file cannot be read."""
     try:
+        if options.from_nixl is not None:
+            return _convert(_vllm_object(options.from_nixl, "--from-nixl")[0])
         given = _given(options)
     except ConfigInvalid as error:
         raise CommandFailed(str(error)) from error
@@ -129,15 +137,37 @@ def _given(options: argparse.Namespace) -> Given:
         return Given(values, str(options.file))
     if options.vllm is None:
         return Given({})
-    is_text = options.vllm.lstrip().startswith("{")
-    source = "--vllm" if is_text else options.vllm
-    found = _object(options.vllm.encode() if is_text else read_file(Path(options.vllm), FILE_BYTES_MAX), source)
-    extra = found.get("kv_connector_extra_config")
-    if extra is None and "kv_connector" not in found:
-        return Given(found, source, is_vllm=True)
-    if not isinstance(extra or {}, dict):
+    found, source = _vllm_object(options.vllm, "--vllm")
+    extra = found["kv_connector_extra_config"]
+    return Given(extra, source, is_vllm=True, kv_role=str(found.get("kv_role", "kv_both")))
+
+
+def _vllm_object(given: str, flag: str) -> tuple[dict[str, Any], str]:
+    """Read vLLM's ``--kv-transfer-config``, or its ``kv_connector_extra_config`` alone; return it, and where it was."""
+    is_text = given.lstrip().startswith("{")
+    source = flag if is_text else given
+    found = _object(given.encode() if is_text else read_file(Path(given), FILE_BYTES_MAX), source)
+    if "kv_connector_extra_config" not in found and "kv_connector" not in found:
+        return {"kv_connector_extra_config": found}, source
+    extra = found.get("kv_connector_extra_config") or {}
+    if not isinstance(extra, dict):
         raise ConfigInvalid(f"{source}: kv_connector_extra_config must be an object, not {type(extra).__name__}")
-    return Given(extra or {}, source, is_vllm=True, kv_role=str(found.get("kv_role", "kv_both")))
+    return found | {"kv_connector_extra_config": extra}, source
+
+
+def _convert(found: dict[str, Any]) -> int:
+    """Print the configuration of kvflow that replaces one of NixlConnector; on standard error, what is left out."""
+    if (connector := found.get("kv_connector", "NixlConnector")) != "NixlConnector":
+        raise ConfigInvalid(f"kv_connector is {connector!r}, not NixlConnector", remedy="Give a part with that one.")
+    given = {vllm.RENAMED.get(name, name): value for name, value in found["kv_connector_extra_config"].items()}
+    extra = {name: value for name, value in given.items() if name in vllm.KEYS}
+    if os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST"):
+        port = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
+        extra = {"bind": f"tcp://0.0.0.0:{port}", "advertise": f"tcp://{vllm.HOST}:{port}"} | extra
+    print_json(found | {"kv_connector": "KVFlowConnector", "kv_connector_extra_config": extra})
+    for name in sorted(given.keys() - extra.keys()):
+        print(*(vllm.replaced([name]) or [f"{name}: kvflow does not know it."]), file=sys.stderr)
+    return 0
 
 
 def _object(text: bytes, source: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The extra configuration of a connector: every setting of a worker by its own name, and nothing else."""
 
 import logging
+import re
 import socket
 from types import SimpleNamespace
 
@@ -10,7 +11,15 @@ from kvflow.config import SECRET_VARIABLE
 from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm import settings as vllm_settings
 from kvflow.integrations.vllm.engine import require_awake, require_parallelism
-from kvflow.integrations.vllm.settings import EngineFacts, model_name, read_settings, wants_packed
+from kvflow.integrations.vllm.settings import (
+    KEYS,
+    RENAMED,
+    REPLACED,
+    EngineFacts,
+    model_name,
+    read_settings,
+    wants_packed,
+)
 
 from .vllm_like import SECRET
 
@@ -59,6 +68,21 @@ def test_an_unknown_key_is_refused_with_those_that_are_known():
         read_settings({"cluster_secret": SECRET, "leese_s": 5}, facts())
     assert "enable_cross_layers_blocks" in caught.value.remedy
     assert "lease_s" in caught.value.remedy
+
+
+@pytest.mark.parametrize("key", [*REPLACED, "lmcache.mp.port", "lmcache_rpc_port"])
+def test_a_key_of_another_connector_is_refused_with_what_replaces_it(key):
+    with pytest.raises(ConfigInvalid, match=f"unknown setting: a_key, {re.escape(key)}") as caught:
+        read_settings({"cluster_secret": SECRET, "a_key": 1, key: 1}, facts())
+    assert caught.value.remedy.startswith(f"{key}: ")
+    assert "Known are" not in caught.value.remedy
+
+
+def test_what_replaces_a_key_of_another_connector_is_a_setting():
+    assert not REPLACED.keys() & KEYS
+    assert set(RENAMED.values()) <= KEYS
+    named = {word for remedy in REPLACED.values() for word in re.findall(r"[a-z]+(?:_[a-z]+)+|bind|transport", remedy)}
+    assert named - {"ucx_devices"} <= KEYS
 
 
 @pytest.mark.parametrize("key", ["host_buffer_bytes", "slow_transfer_s", "slow_transfer_factor"])

@@ -173,3 +173,34 @@ def test_a_file_that_is_not_there_is_named(capsys, tmp_path):
     for flag in ("--file", "--vllm"):
         assert main(["config", flag, str(tmp_path / "nothing")]) == 2
         assert "nothing cannot be read: No such file" in capsys.readouterr().err
+
+
+# What replaces NixlConnector.
+
+
+def test_a_configuration_of_nixl_connector_is_converted(capsys, monkeypatch):
+    monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_HOST", raising=False)
+    extra = {"kv_lease_duration": 60, "enable_cross_layers_blocks": True, "num_threads": 8, "backends": ["UCX"], "x": 1}
+    given = {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
+    assert main(["config", "--from-nixl", json.dumps(given)]) == 0
+    printed, told = capsys.readouterr()
+    kept = {"lease_s": 60, "enable_cross_layers_blocks": True}
+    assert json.loads(printed) == given | {"kv_connector": "KVFlowConnector", "kv_connector_extra_config": kept}
+    assert [line.partition(":")[0] for line in told.splitlines()] == ["backends", "num_threads", "x"]
+    assert main(["config", "--vllm", printed]) == 0
+
+
+@pytest.mark.parametrize(("port", "expected"), [(None, 5600), ("7000", 7000)])
+def test_the_variables_of_nixl_connector_become_addresses(capsys, monkeypatch, port, expected):
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+    monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_PORT", raising=False)
+    if port:
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", port)
+    assert main(["config", "--from-nixl", "{}"]) == 0
+    converted = json.loads(capsys.readouterr().out)["kv_connector_extra_config"]
+    assert converted == {"bind": f"tcp://0.0.0.0:{expected}", "advertise": f"tcp://{{host}}:{expected}"}
+
+
+def test_a_configuration_of_another_connector_is_not_converted(capsys):
+    assert main(["config", "--from-nixl", '{"kv_connector": "MultiConnector"}']) == 2
+    assert "MultiConnector" in capsys.readouterr().err
