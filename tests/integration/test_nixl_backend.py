@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvflow.errors import TransportUnavailable
 from kvflow.layout.component import Region
@@ -298,6 +299,27 @@ def test_a_reset_without_a_reader_makes_one():
 def test_a_consumer_knows_that_its_cache_is_on_a_device(ends):
     envelope = unseal(ends.reader.metadata, transport="nixl", agent=None)
     assert [nixl.inspect_own(envelope, on_device=each).on_device for each in (True, False)] == [True, False]
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("case", ["a newer NIXL there", "a NIXL here that nobody can read"])
+def test_nixl_that_cannot_be_compared_is_told_before_a_read(ends, monkeypatch, on_device, case):
+    """Between GPUs, with what to do about it: bytes then go over TCP."""
+    monkeypatch.setattr(ends.reader, "_known_only", True)
+    monkeypatch.setattr(ends.reader, "_facts", replace(ends.reader._facts, on_device=on_device))
+    envelope = unseal(ends.exporter.metadata, transport="nixl")
+    envelope = replace(envelope, facts=replace(envelope.facts, on_device=on_device))
+    words = "the transports of UCX on both sides cannot be compared"
+    if case == "a newer NIXL there":
+        envelope = replace(envelope, settings=envelope.settings | {"NIXL": "1.6"}, blob=b"nixlSerDes 2.0|")
+        words = "NIXL is '1.5' here and '1.6' at the peer; install the same release on both sides"
+    else:
+        monkeypatch.setattr(ends.reader, "_ours", None)
+    with pytest.raises(BackendError, match="plane_unfit") as refused:
+        ends.reader.add(PeerAddress("q", {"nixl": seal(envelope)}, ends.table))
+    assert words in refused.value.reason.detail
+    assert refused.value.reason.remedy == (nixl_binding.SAME_NIXL if on_device else "")
 
 
 def listening():

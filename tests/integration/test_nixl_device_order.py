@@ -267,6 +267,22 @@ def test_refused_device_memory_names_what_to_check(noted):
 
 
 @pytest.mark.nixl
+def test_transports_that_forbid_cuda_are_named_at_the_start(noted, monkeypatch):
+    """NIXL refuses them where it sees a GPU: here a stand-in does."""
+
+    def refuse(_agent, *_):
+        raise nixl_backend.error_types(nixl_backend.load_binding())[0]("NIXL_ERR_BACKEND")
+
+    monkeypatch.setenv("UCX_TLS", "rc,sm")
+    monkeypatch.setattr(nixl_backend.Agent, "register", refuse)
+    (keep, region), (table_keep, table) = memory(), memory()
+    with pytest.raises(TransportUnavailable, match="UCX_TLS is 'rc,sm'") as refused:
+        DeviceNixlBackend(noted, "device order", [region], table)
+    assert "UCX_TLS, if set, allows cuda" in refused.value.remedy
+    del keep, table_keep
+
+
+@pytest.mark.nixl
 def test_registered_bytes_are_logged(noted, caplog):
     caplog.set_level("INFO", "kvflow.reads.nixl.binding")
     (keep, region), (table_keep, table) = memory(), memory()
