@@ -18,7 +18,7 @@ from .pages import ROOT, Block
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OTHER_PROGRAMS = {"cat", "cd", "curl", "echo", "export", "grep", "head", "kubectl", "ray", "rm", "serve", "timeout"}
-OTHER_PROGRAMS |= {"ibv_devinfo", "ls", "lsmod", "nvidia-smi", "ulimit"}
+OTHER_PROGRAMS |= {"ibv_devinfo", "ls", "lsmod", "nvidia-smi", "ulimit", "zip"}
 """Programs whose arguments only the shell checks here."""
 
 
@@ -110,8 +110,10 @@ def _check_module(module: str, arguments: list[str]) -> None:
 
 def _check_pip(arguments: list[str]) -> None:
     if arguments[0] == "download":
-        assert arguments[1:3] == ["--only-binary", ":all:"], arguments
-        assert [flag for flag in arguments[3:] if flag.startswith("-")] == ["--dest", "--requirement"], arguments
+        *options, dest, folder = arguments[1 : arguments.index("--dest") + 2]
+        assert (options[:2], dest, folder) == (["--no-deps", "--only-binary=:all:"], "--dest", "wheels"), arguments
+        assert set(options[2::2]) == {"--python-version", "--platform"}, options
+        assert all(Requirement(each) for each in arguments[arguments.index(folder) + 1 :])
         return
     assert arguments[0] == "install", arguments
     flags = [argument for argument in arguments if argument.startswith("-")]
