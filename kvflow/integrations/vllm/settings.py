@@ -30,10 +30,9 @@ logger.addFilter(_escape)
 
 
 def warn(text: str, *args: object, error: Exception) -> None:
-    """Warn of a request that has failed; at DEBUG if another has failed likewise a moment ago."""
+    """Warn of a request that has failed; at INFO if another has failed likewise a moment ago."""
     level, repeats = _repeats.level_of(text, getattr(error, "code", type(error)), getattr(error, "peer", ""))
     more = f" ({repeats['repeats']} more like this since the last message)" if repeats else ""
-    level = level if level == logging.WARNING else logging.DEBUG
     logger.log(level, "kvflow: %s: %s%s", text % args, error, more)
 
 
