@@ -7,7 +7,6 @@ stretch belong to the track, so they must not be another block's: such a stretch
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -24,9 +23,6 @@ Flags = npt.NDArray[np.bool_]
 TRACKS_MAX = 1 << 15
 """Of one group, before neighbors merge: 128 layers with keys and values of 128 heads outside of blocks. A group with
 more is not served."""
-
-LEVELS_MAX = 16
-"""Memory that kvflow allocates or adopts has one or two levels."""
 
 ONE_BLOCK = 1 << 62
 """Stride of a pool of one block: nothing recurs."""
@@ -47,100 +43,6 @@ class Track(NamedTuple):
     count: int  # type: ignore[assignment]  # no one counts equal fields of a track
     memory: str = "DRAM"
     device: int = 0
-
-
-class Tracks(tuple[Track, ...]):  # noqa: SLOT001 - keeps what it computes
-    """The tracks of one group, which are sorted once to be searched.
-
-    Tracks of one stride may interleave, as the layers of packed pages do. Those within one stride make a *frame*.
-    Frames whose bytes lie apart make a *level*; a place has one track in each.
-    """
-
-    @cached_property
-    def levels(self) -> tuple["Level", ...]:
-        """The tracks to search; none if they interleave at too many strides."""
-        levels: list[list[_Frame]] = []
-        ends: list[int] = []
-        for frame in sorted(_frames(self), key=lambda frame: frame.tracks[0].address):
-            base = frame.tracks[0].address
-            level = next((level for level, end in enumerate(ends) if end <= base), len(ends))
-            if level == LEVELS_MAX:
-                return ()
-            if level == len(ends):
-                ends.append(0)
-                levels.append([])
-            levels[level].append(frame)
-            ends[level] = frame.end
-        return tuple(map(Level, levels))
-
-
-class _Frame(NamedTuple):
-    """Tracks of one stride, sorted by address; the first begins at most one stride before the last one ends."""
-
-    tracks: list[Track]
-    stride: int
-
-    @property
-    def end(self) -> int:
-        last = self.tracks[-1]
-        return last.address + (last.count - 1) * self.stride + last.span
-
-
-def _frames(tracks: Sequence[Track]) -> Iterator[_Frame]:
-    for (stride, count, _, _), alike in groupby(
-        sorted(tracks, key=lambda track: (track[1], track[3:], track[0])), key=lambda track: (track[1], *track[3:])
-    ):
-        every = stride if count > 1 else ONE_BLOCK
-        members: list[Track] = []
-        for track in alike:
-            if members and (
-                track.address < members[-1].address + members[-1].span
-                or track.address + track.span - members[0].address > every
-                or count == 1
-            ):
-                yield _Frame(members, every)
-                members = []
-            members.append(track)
-        yield _Frame(members, every)
-
-
-class Level:
-    """Frames that lie apart, as int64 arrays to search: three of shape (frames,), five of shape (tracks,)."""
-
-    def __init__(self, frames: Sequence[_Frame]) -> None:
-        tracks = [track for frame in frames for track in frame.tracks]
-        self.bases = np.array([frame.tracks[0].address for frame in frames], np.int64)
-        self.strides = np.array([frame.stride for frame in frames], np.int64)
-        self.counts = np.array([frame.tracks[0].count for frame in frames], np.int64)
-        self.starts = np.array([track.address for track in tracks], np.int64)
-        self.stops = np.array([track.address + track.span for track in tracks], np.int64)
-        self.frame = np.repeat(np.arange(len(frames)), [len(frame.tracks) for frame in frames])
-        self.devices = np.array([track.device for track in tracks], np.int64)
-        self.vram = np.array([track.memory == "VRAM" for track in tracks])
-
-    def place(self, table: Int64s) -> tuple[Flags, Intps, Flags]:
-        """Return for each checked row whether its descriptors lie in one block of one track, its frame, and if in VRAM.
-
-        A row that steps from track to track is not taken: the runs of a plan lie in one component each.
-        """
-        address, nbytes, device, stride, count = table.T
-        frame = np.maximum(self.bases.searchsorted(address, side="right") - 1, 0)
-        base, every = self.bases[frame], self.strides[frame]
-        block, inside = np.divmod(address - base, every)
-        track = np.maximum(self.starts.searchsorted(base + inside, side="right") - 1, 0)
-        # All sums are of numbers below 2**62, or differences of numbers that are not negative.
-        behind = self.stops[track] - base - inside - nbytes
-        fits = (self.frame[track] == frame) & (address >= base) & (behind >= 0) & (device == self.devices[track])
-        walked = (count - 1) * np.where(count > 1, stride, 0)
-        last = (address - base + walked) // every
-        fits &= (block >= 0) & (last < self.counts[frame])
-        # Within one block a row may begin and end anywhere. One that goes on visits, modulo the stride of the track, no
-        # more than all places that are a greatest common divisor apart.
-        step = np.gcd(stride, every)
-        lowest = inside % step
-        highest = lowest + every - step
-        around = (base + lowest >= self.starts[track]) & (self.stops[track] - base - highest >= nbytes)
-        return fits & ((walked <= behind) | around), frame, self.vram[track]
 
 
 class _Cut(NamedTuple):
@@ -223,15 +125,12 @@ class _Pieces:
         return (least <= most) & elsewhere
 
 
-def tracks_of(manifest: Manifest) -> tuple[Tracks, ...]:
+def tracks_of(manifest: Manifest) -> tuple[tuple[Track, ...], ...]:
     """Return the tracks of each group of a worker's own manifest; none for a group that cannot be served."""
     manifest.check()
     served = _cut_all(manifest)
-    tracks = []
-    for group in range(len(manifest.groups)):
-        found = Tracks(_merged(manifest, [cut for cut in served if cut.group == group]))
-        tracks.append(found if found.levels else Tracks())
-    return tuple(tracks)
+    groups = range(len(manifest.groups))
+    return tuple(tuple(_merged(manifest, [cut for cut in served if cut.group == group])) for group in groups)
 
 
 def _cut_all(manifest: Manifest) -> list[_Cut]:

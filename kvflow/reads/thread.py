@@ -39,7 +39,7 @@ from kvflow.reads.loopback import LoopbackBackend
 from kvflow.reads.nixl.backend import Uses, nixl_factory
 from kvflow.reads.planes import open_planes
 from kvflow.reads.staging import StagingMemory
-from kvflow.reads.tcp.backend import TcpBackend
+from kvflow.reads.tcp01.backend import TcpBackend
 
 _logger = logging.getLogger(__name__)
 

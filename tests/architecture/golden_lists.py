@@ -26,7 +26,7 @@ from kvflow.integrations.vllm import admission, blocks, messages, params
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.leases import tickets
 from kvflow.reads import backend
-from kvflow.reads.tcp import wire
+from kvflow.reads.tcp01 import wire
 from kvflow.rendezvous.endpoint import Advertisement
 from kvflow.worker.snapshot import Inspection
 from tests.docs.api_page import MADE_BY_KVFLOW, fields, is_record, members, public_names, signature

@@ -47,7 +47,7 @@ from kvflow.reads.contract import (
     TransportEvent,
 )
 from kvflow.reads.staging import StagingMemory
-from kvflow.reads.tcp.backend import TcpBackend
+from kvflow.reads.tcp01.backend import TcpBackend
 from kvflow.reads.thread import ThreadedTransport
 from tests.benchmarks.blocks import Blocks
 

@@ -8,7 +8,7 @@ from kvflow.layout.tracks import Track
 from kvflow.reads.contract import Serving
 from kvflow.reads.loopback import LoopbackBackend
 from kvflow.reads.staging import StagingMemory
-from kvflow.reads.tcp.backend import TcpBackend
+from kvflow.reads.tcp01.backend import TcpBackend
 from kvflow.reads.thread import ThreadedTransport
 from tests.helpers.async_backend import AsyncTransport
 from tests.helpers.transports import loopback_transport, nixl_transport

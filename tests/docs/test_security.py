@@ -47,10 +47,10 @@ WIRE = {
 
 UNPACKED = {
     "kvflow/reads/nixl/metadata.py": {"kvflow.reads.backend:Envelope.blob"},
-    "kvflow/reads/tcp/channel.py": {"kvflow.reads.tcp.channel:TlsChannel"},
-    "kvflow/reads/tcp/wire.py": {"kvflow.reads.tcp.wire:Introduction", "kvflow.reads.tcp.wire:RequestHeader"},
-    "kvflow/reads/tcp/requests.py": {"slots, epochs and descriptor numbers of a read over TCP"},
-    "kvflow/reads/tcp/connection.py": {"header of an answer over TCP", "epochs at the end of an answer over TCP"},
+    "kvflow/reads/tcp01/channel.py": {"kvflow.reads.tcp01.channel:TlsChannel"},
+    "kvflow/reads/tcp01/wire.py": {"kvflow.reads.tcp01.wire:Introduction", "kvflow.reads.tcp01.wire:RequestHeader"},
+    "kvflow/reads/tcp01/requests.py": {"slots, epochs and descriptor numbers of a read over TCP"},
+    "kvflow/reads/tcp01/connection.py": {"header of an answer over TCP", "epochs at the end of an answer over TCP"},
 }
 """Modules that take numbers out of bytes that others send -> the inputs of their rows."""
 

@@ -32,8 +32,8 @@ from kvflow.reads.backend import Envelope, seal, unseal
 from kvflow.reads.bounds import OutOfBounds
 from kvflow.reads.contract import LeaseName
 from kvflow.reads.nixl.metadata import inspect
-from kvflow.reads.serving import ServedList
-from kvflow.reads.tcp import wire as tcp_wire
+from kvflow.reads.tcp01 import wire as tcp_wire
+from kvflow.reads.tcp01.served import ServedList
 from kvflow.rendezvous.endpoint import Advertisement, decode
 from kvflow.tools.cli.inspect import lines_of as report_lines
 from kvflow.worker.connections import PeerState

@@ -12,9 +12,9 @@ import numpy as np
 from msgspec import Struct
 
 from kvflow.reads.backend import BackendError
-from kvflow.reads.tcp import wire
-from kvflow.reads.tcp.channel import ChannelClosed
-from tests.unit.kvflow.reads.tcp.peers import EPOCH, PATIENCE_MS, Consumer, Leases, ScriptedExporter, credentials
+from kvflow.reads.tcp01 import wire
+from kvflow.reads.tcp01.channel import ChannelClosed
+from tests.unit.kvflow.reads.tcp01.peers import EPOCH, PATIENCE_MS, Consumer, Leases, ScriptedExporter, credentials
 
 from .mutations import Mutator
 from .processes import PATIENCE_S, START_PATIENCE_S, Died, start

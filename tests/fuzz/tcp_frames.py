@@ -3,8 +3,8 @@
 import numpy as np
 from msgspec import Struct
 
-from kvflow.reads.tcp import wire
-from tests.unit.kvflow.reads.tcp.peers import SLOTS, credentials, read_frame
+from kvflow.reads.tcp01 import wire
+from tests.unit.kvflow.reads.tcp01.peers import SLOTS, credentials, read_frame
 
 from .mutations import NUMBERS, Mutator
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvflow.reads.tcp import wire
-from tests.unit.kvflow.reads.tcp.peers import Producer, region_of
+from kvflow.reads.tcp01 import wire
+from tests.unit.kvflow.reads.tcp01.peers import Producer, region_of
 
 from .tcp_frames import Served
 

@@ -16,7 +16,7 @@ from kvflow.layout.tracks import tracks_of
 from kvflow.planning.bind import bind_plan
 from kvflow.reads.bounds import OutOfBounds
 from kvflow.reads.contract import Serving
-from kvflow.reads.serving import LeasedBlocks, ServedList
+from kvflow.reads.tcp01.served import LeasedBlocks, ServedList, Tracks
 from tests.fakes.staging import plan_at
 
 from .caches import descriptors, thorough
@@ -139,7 +139,8 @@ def test_the_plans_above_are_staged_and_direct_and_of_many_units():
                 seen["one block"] += source.manifest.num_blocks == 1
                 seen["several tracks"] += len(source.tracks[binding.group.source_group]) > 1
                 seen["packed"] += any(
-                    len(level.bases) < len(level.starts) for level in source.tracks[binding.group.source_group].levels
+                    len(level.bases) < len(level.starts)
+                    for level in Tracks(source.tracks[binding.group.source_group]).levels
                 )
     assert min(seen.values()) > 20, seen
     assert len(seen) == 8

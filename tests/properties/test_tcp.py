@@ -5,9 +5,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvflow.reads.tcp import connection as tcp_connection
-from kvflow.reads.tcp import exporter as tcp_exporter
-from tests.unit.kvflow.reads.tcp.peers import SLOTS, Consumer, Producer
+from kvflow.reads.tcp01 import connection as tcp_connection
+from kvflow.reads.tcp01 import exporter as tcp_exporter
+from tests.unit.kvflow.reads.tcp01.peers import SLOTS, Consumer, Producer
 
 BLOCKS, BLOCK_BYTES = 48, 960
 GUARD = 0xA5

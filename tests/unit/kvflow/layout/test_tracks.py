@@ -11,7 +11,7 @@ from kvflow.errors import SpecInvalid
 from kvflow.layout import tracks as module
 from kvflow.layout.component import Component, Region
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
-from kvflow.layout.tracks import LEVELS_MAX, Track, Tracks, tracks_of
+from kvflow.layout.tracks import Track, tracks_of
 
 BASE = 1 << 20
 
@@ -140,20 +140,6 @@ def test_gaps_in_which_a_group_lies_that_is_not_served_are_not_served(monkeypatc
     monkeypatch.setattr(module, "TRACKS_MAX", 4)
     outside, gapped = part(48, 40, heads=(5, 200)), part(0, 40, tokens=(2, 20))
     assert require_right(cache([outside], [gapped])) == ((), (Track(BASE, 40, 4, 3), Track(BASE + 20, 40, 4, 3)))
-
-
-def test_a_group_whose_strides_interleave_too_often_is_not_served():
-    strides = [1000 + step for step in range(LEVELS_MAX + 1)]
-    parts = [part(4 * index, stride) for index, stride in enumerate(strides)]
-    manifest = cache(parts, regions=(Region(BASE, 1 << 20),))
-    assert tracks_of(manifest) == ((),)
-    assert tracks_of(cache(parts[1:], regions=(Region(BASE, 1 << 20),)))[0]
-
-
-def test_tracks_of_several_strides_are_searched_in_levels():
-    found = Tracks([Track(0, 100, 10, 5), Track(20, 100, 10, 5), Track(40, 90, 5, 5), Track(1000, 90, 5, 5)])
-    assert [level.bases.tolist() for level in found.levels] == [[0, 1000], [40]]
-    assert [level.starts.tolist() for level in found.levels] == [[0, 20, 1000], [40]]
 
 
 sizes = st.tuples(st.sampled_from((1, 1, 2, 3)), st.sampled_from((4, 5, 8, 12, 20, 40, 120, 240)))

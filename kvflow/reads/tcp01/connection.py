@@ -17,8 +17,8 @@ from kvflow.errors import ConfigInvalid, FailureCode
 from kvflow.ids import Credentials
 from kvflow.reads.backend import BackendError
 from kvflow.reads.contract import LeaseName
-from kvflow.reads.tcp import wire
-from kvflow.reads.tcp.channel import ByteStream, ChannelClosed, PlainChannel, TlsChannel
+from kvflow.reads.tcp01 import wire
+from kvflow.reads.tcp01.channel import ByteStream, ChannelClosed, PlainChannel, TlsChannel
 
 _AT_ONCE_BYTES = 1 << 20
 """Bytes that one call receives, and that are worth a wake-up while more will come: 0.3 ms of copying."""

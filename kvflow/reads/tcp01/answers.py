@@ -16,8 +16,8 @@ from kvflow.layout.component import Region
 from kvflow.reads.contract import Piece
 from kvflow.reads.device import PORTION_BYTES, portions
 from kvflow.reads.staging import memory_at
-from kvflow.reads.tcp import wire
-from kvflow.reads.tcp.channel import ByteStream
+from kvflow.reads.tcp01 import wire
+from kvflow.reads.tcp01.channel import ByteStream
 
 Integers = list[int] | npt.NDArray[np.int64] | npt.NDArray[np.uint16]
 

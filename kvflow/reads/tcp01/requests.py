@@ -12,12 +12,11 @@ from hashlib import sha256
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.layout.tracks import Tracks
 from kvflow.reads.bounds import FEW, OutOfBounds, joined, joined_few
 from kvflow.reads.contract import Serving
-from kvflow.reads.serving import LeasedBlocks, ServedList
-from kvflow.reads.tcp import wire
-from kvflow.reads.tcp.answers import Answer, Bytes, FetchedBytes, HostMemory, Integers, ReadLease, Words, not_held
+from kvflow.reads.tcp01 import wire
+from kvflow.reads.tcp01.answers import Answer, Bytes, FetchedBytes, HostMemory, Integers, ReadLease, Words, not_held
+from kvflow.reads.tcp01.served import LeasedBlocks, ServedList, Tracks
 
 ROWS_OF_ONE_MAX = 1 << 17
 """Most rows of all prepared lists of one connection: 5 MiB."""

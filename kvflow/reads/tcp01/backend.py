@@ -44,11 +44,11 @@ from kvflow.reads.backend import (
 from kvflow.reads.bounds import Places
 from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, Serving
 from kvflow.reads.device import landing
-from kvflow.reads.tcp import wire
-from kvflow.reads.tcp.answers import HostMemory
-from kvflow.reads.tcp.channel import ChannelClosed
-from kvflow.reads.tcp.connection import Known, Question, SourceConnection
-from kvflow.reads.tcp.exporter import TcpExporter
+from kvflow.reads.tcp01 import wire
+from kvflow.reads.tcp01.answers import HostMemory
+from kvflow.reads.tcp01.channel import ChannelClosed
+from kvflow.reads.tcp01.connection import Known, Question, SourceConnection
+from kvflow.reads.tcp01.exporter import TcpExporter
 
 NAME = "tcp"
 

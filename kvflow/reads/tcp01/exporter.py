@@ -29,11 +29,11 @@ from kvflow.ids import pass_of
 from kvflow.layout.component import Region
 from kvflow.reads.contract import Serving
 from kvflow.reads.staging import memory_at
-from kvflow.reads.tcp import wire
-from kvflow.reads.tcp.answers import Answer, HostMemory, Words
-from kvflow.reads.tcp.channel import ByteStream, ChannelClosed, PlainChannel, TlsChannel, check_tls
-from kvflow.reads.tcp.connection import prepare_socket
-from kvflow.reads.tcp.requests import Desk, PreparedLists
+from kvflow.reads.tcp01 import wire
+from kvflow.reads.tcp01.answers import Answer, HostMemory, Words
+from kvflow.reads.tcp01.channel import ByteStream, ChannelClosed, PlainChannel, TlsChannel, check_tls
+from kvflow.reads.tcp01.connection import prepare_socket
+from kvflow.reads.tcp01.requests import Desk, PreparedLists
 
 _logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from kvflow.layout.tracks import Track
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, Envelope, Portion, Share, seal
 from kvflow.reads.bounds import check_rows
 from kvflow.reads.contract import LeaseName, PeerAddress, PreparedList, Serving
-from kvflow.reads.tcp import wire
-from kvflow.reads.tcp.backend import TcpBackend
-from kvflow.reads.tcp.channel import ChannelClosed, PlainChannel, TlsChannel
-from kvflow.reads.tcp.exporter import TcpExporter
+from kvflow.reads.tcp01 import wire
+from kvflow.reads.tcp01.backend import TcpBackend
+from kvflow.reads.tcp01.channel import ChannelClosed, PlainChannel, TlsChannel
+from kvflow.reads.tcp01.exporter import TcpExporter
 
 KEY = b"k" * 32
 PATIENCE_MS = 60_000

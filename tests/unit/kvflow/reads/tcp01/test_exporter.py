@@ -14,13 +14,13 @@ import pytest
 
 from kvflow.errors import ConfigInvalid, TransportUnavailable
 from kvflow.layout.component import Region
-from kvflow.reads.tcp import answers as tcp_answers
-from kvflow.reads.tcp import exporter as module
-from kvflow.reads.tcp import requests as tcp_requests
-from kvflow.reads.tcp import wire
-from kvflow.reads.tcp.channel import ChannelClosed
-from kvflow.reads.tcp.exporter import HostMemory, TcpExporter
-from tests.unit.kvflow.reads.tcp.peers import EPOCH, Producer, Reader, credentials, read_frame, region_of, settings
+from kvflow.reads.tcp01 import answers as tcp_answers
+from kvflow.reads.tcp01 import exporter as module
+from kvflow.reads.tcp01 import requests as tcp_requests
+from kvflow.reads.tcp01 import wire
+from kvflow.reads.tcp01.channel import ChannelClosed
+from kvflow.reads.tcp01.exporter import HostMemory, TcpExporter
+from tests.unit.kvflow.reads.tcp01.peers import EPOCH, Producer, Reader, credentials, read_frame, region_of, settings
 
 LARGE = {"blocks": 1024, "block_bytes": 32 << 10}
 """More bytes than sockets and TLS keep."""

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from kvflow.layout.component import ADDRESS_MAX
 from kvflow.layout.tracks import Track
-from kvflow.reads import serving as module
 from kvflow.reads.bounds import INDEX_MAX, OutOfBounds
 from kvflow.reads.contract import SERVES_NOTHING, Serving
-from kvflow.reads.serving import LeasedBlocks, ServedList
+from kvflow.reads.tcp01 import served as module
+from kvflow.reads.tcp01.served import LEVELS_MAX, LeasedBlocks, ServedList, Tracks
 
 AT = 1 << 40
 PACKED = (Track(AT, 100, 20, 8), Track(AT + 40, 100, 60, 8))
@@ -26,6 +26,19 @@ def resolved(*rows, tracks=PACKED, index=None):
     made = prepared_list(*rows, tracks=tracks)
     numbers = range(made.count) if index is None else index
     return [column.tolist() for column in made.resolve(np.array(numbers, np.int32))]
+
+
+def test_tracks_of_several_strides_are_searched_in_levels():
+    found = Tracks([Track(0, 100, 10, 5), Track(20, 100, 10, 5), Track(40, 90, 5, 5), Track(1000, 90, 5, 5)])
+    assert [level.bases.tolist() for level in found.levels] == [[0, 1000], [40]]
+    assert [level.starts.tolist() for level in found.levels] == [[0, 20, 1000], [40]]
+
+
+def test_a_group_whose_strides_interleave_too_often_is_not_served():
+    tracks = [Track(AT + 4 * index, 1000 + index, 4, 9) for index in range(LEVELS_MAX + 1)]
+    assert Tracks(tracks[1:]).levels
+    with pytest.raises(OutOfBounds, match="group 3 is not served"):
+        prepared_list((AT, 4, 0, 1000, 9), tracks=tracks)
 
 
 @pytest.mark.parametrize(

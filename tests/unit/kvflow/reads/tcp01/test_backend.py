@@ -17,9 +17,9 @@ from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendError, CheckedList, Envelope, seal
 from kvflow.reads.bounds import check_rows
 from kvflow.reads.contract import NOBODY, Carrier, PeerAddress, PreparedList
-from kvflow.reads.tcp import backend as module
-from kvflow.reads.tcp import wire
-from tests.unit.kvflow.reads.tcp.peers import EPOCH, Consumer, Producer, ScriptedExporter, credentials, done
+from kvflow.reads.tcp01 import backend as module
+from kvflow.reads.tcp01 import wire
+from tests.unit.kvflow.reads.tcp01.peers import EPOCH, Consumer, Producer, ScriptedExporter, credentials, done
 
 WHO = credentials()
 E7 = EPOCH + 7

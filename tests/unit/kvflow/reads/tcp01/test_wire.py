@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvflow.ids import Credentials
 from kvflow.reads.contract import LeaseName
-from kvflow.reads.tcp import wire
-from kvflow.reads.tcp.wire import BadFrame, RequestHeader
+from kvflow.reads.tcp01 import wire
+from kvflow.reads.tcp01.wire import BadFrame, RequestHeader
 
 WHO = Credentials("ab" * 32, "décodeur", 7, "0123456789abcdef" * 2, b"s" * 32)
 NONCES = (b"t" * 32, b"o" * 32, b"binding")

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow.errors import ConfigInvalid
-from kvflow.reads.tcp import channel as tcp_channel
-from kvflow.reads.tcp.channel import FFDHE3072, IOV_MAX, ChannelClosed, PlainChannel, TlsChannel, check_tls
+from kvflow.reads.tcp01 import channel as tcp_channel
+from kvflow.reads.tcp01.channel import FFDHE3072, IOV_MAX, ChannelClosed, PlainChannel, TlsChannel, check_tls
 
 PATIENCE_S = 60
 
