@@ -48,6 +48,7 @@ def choose(ours: VersionRange, theirs: VersionRange) -> int | None:
 
 PASS_BYTES_MAX = 64  # two digests of 32 bytes
 REPORT_BYTES_MAX = 64 << 10  # some two hundred pulls and leases
+CERTIFICATE_BYTES_MAX = 1024  # one of an elliptic curve has some 300
 
 Role = Literal["prefill", "decode", "both"]
 # What became of a lease: still held; this release was counted and others are awaited; ended; unknown.
@@ -63,6 +64,7 @@ Word = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,31}\Z")]
 Seconds = Annotated[float, Meta(ge=0, le=2**40)]
 Pass = Annotated[bytes, Meta(max_length=PASS_BYTES_MAX)]  # admits one client elsewhere; opaque here
 Report = Annotated[bytes, Meta(max_length=REPORT_BYTES_MAX)]
+Certificate = Annotated[bytes, Meta(max_length=CERTIFICATE_BYTES_MAX)]  # of connections elsewhere; opaque here
 # Seconds since 1970 on the sender's wall clock; absent if a peer does not send it.
 ClockTime = Annotated[float, Meta(ge=0, le=2**40)] | UnsetType
 
@@ -75,6 +77,7 @@ class Identity(Struct, frozen=True, kw_only=True):
         rank: below ``num_ranks``.
         incarnation: 32 lower-case hexadecimal digits, drawn at each start, never reused.
         software: name and version of the program, for people.
+        certificate: with which it encrypts connections elsewhere; absent if it does not.
     """
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -83,6 +86,7 @@ class Identity(Struct, frozen=True, kw_only=True):
     incarnation: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
     role: Role
     software: Annotated[str, Meta(max_length=64)] = ""
+    certificate: Certificate | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         if self.rank >= self.num_ranks:

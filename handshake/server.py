@@ -48,7 +48,7 @@ _DIAL_AGAIN = "Dial again in a moment."
 WAITING_MAX = 1024
 """Newcomers that wait for a place; they hold 4 MiB at most."""
 HELLO_BYTES_MAX = 4 << 10
-"""Of a first message that may wait for a place: twice the largest Hello, which may grow."""
+"""Of a first message that may wait for a place: more than the largest Hello, which may grow."""
 WAITING_SHARE = 0.5
 """Share of ``Limits.handshake_s`` that a newcomer waits for a place: it must hear why before its own deadline."""
 

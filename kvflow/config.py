@@ -60,12 +60,14 @@ class TcpSettings(Struct, frozen=True, kw_only=True):
         advertise: the same as peers reach it; port 0 stands for the port that was taken.
         connections: connections to each peer that is read from.
         encryption: ``tls`` or ``off``; both sides must have the same.
+        handshake_s: budget for opening one connection.
     """
 
     bind: str
     advertise: str
     connections: int
     encryption: Encryption
+    handshake_s: float = 5.0
 
 
 class SecuritySettings(Struct, frozen=True, kw_only=True):
@@ -303,6 +305,7 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
             advertise=self.tuning.tcp_advertise or f"tcp://{reached}:{host_and_port(bind)[1]}",
             connections=self.tuning.tcp_connections,
             encryption=self.tuning.tcp_encryption,
+            handshake_s=self.tuning.handshake_s,
         )
 
     def settings(self) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """The types that all of kvflow uses: identities, block ids, and time as an argument."""
 
+import hashlib
 import hmac
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 FEW = 64  # up to this many block ids or units, Python is faster than NumPy, whose calls take a microsecond each
 ABSENT = -1  # the block id of an absent block
@@ -62,6 +63,7 @@ class Credentials(Struct, frozen=True):
     rank: int
     incarnation: str
     pass_: bytes  # what the producer gave to this reader on the control channel; empty if nothing
+    certificate: bytes = b""  # of the producer's TCP plane, as its control channel states it; empty without encryption
 
     def __repr__(self) -> str:
         return f"Credentials({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
@@ -71,7 +73,32 @@ class Credentials(Struct, frozen=True):
         return [(name, getattr(self, name)) for name in self.__struct_fields__ if name != "pass_"]
 
 
-def pass_of(pass_key: bytes, public_key: str, engine_id: str, rank: int, incarnation: str) -> bytes:
+class ReaderId(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A reader, as the TCP plane of a producer knows it. Its text is for people, as that of ``PeerId``.
+
+    Attributes:
+        certificate: with which it encrypts; empty without encryption.
+    """
+
+    public_key: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    engine_id: Annotated[str, Meta(min_length=1, max_length=256)]
+    rank: Annotated[int, Meta(ge=0, le=65535)]
+    incarnation: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    certificate: Annotated[bytes, Meta(max_length=1024)] = b""
+
+    def __str__(self) -> str:
+        return worker_name(self.engine_id, self.rank, self.incarnation)
+
+
+def pass_of(
+    pass_key: bytes, public_key: str, engine_id: str, rank: int, incarnation: str, *, certificate: bytes = b""
+) -> bytes:
     """Return the pass of one reader: 32 bytes that only a holder of ``pass_key`` can compute (HMAC-SHA256)."""
     # With the lengths of the fields, so that no two readers have the same pass.
-    return hmac.digest(pass_key, msgspec.msgpack.encode((public_key, engine_id, rank, incarnation)), "sha256")
+    reader = ReaderId(public_key, engine_id, rank, incarnation, certificate)
+    return pass_of_digest(pass_key, hashlib.sha256(msgspec.msgpack.encode(reader)).digest())
+
+
+def pass_of_digest(pass_key: bytes, digest: bytes) -> bytes:
+    """Return the pass of the reader whose ``ReaderId``, as MessagePack, has this SHA-256."""
+    return hmac.digest(pass_key, digest, "sha256")

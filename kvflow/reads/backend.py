@@ -145,10 +145,12 @@ class Backend(Protocol):
     Attributes:
         metadata: what a peer needs to read from us over this plane.
         data_endpoint: where the plane listens, as peers reach it; empty if it does not listen.
+        certificate: with which it encrypts, both ways; empty if it does not.
     """
 
     metadata: bytes = b""
     data_endpoint: str = ""
+    certificate: bytes = b""
 
     def fileno(self) -> int:
         """Return a file descriptor that is readable while ``progress`` has work; -1 if there is none."""

@@ -197,10 +197,12 @@ class Published(Struct, frozen=True, kw_only=True):
     Attributes:
         planes: name of each data plane -> opaque description of its exporter.
         data_endpoint: where the TCP plane is reached, ``tcp://HOST:PORT``; empty without one.
+        certificate: with which the TCP plane encrypts; empty if it does not.
     """
 
     planes: dict[str, bytes]
     data_endpoint: str = ""
+    certificate: bytes = b""
     missing: tuple[PlaneOmitted, ...] = ()
 
     @property

@@ -44,6 +44,7 @@ class PlaneBackends:
         self.published = Published(
             planes={name: backend.metadata for name, backend in backends.items()},
             data_endpoint="".join(endpoints),
+            certificate=b"".join(backend.certificate for backend in backends.values()),
             missing=tuple(missing),
         )
 

@@ -255,7 +255,7 @@ async def open_link(
                 client.refuse(error.code, error.message, error.remedy)
                 raise
             agent = agent_name(str(peer), server_key)
-            credentials = local.credentials(peer, client.pass_)
+            credentials = local.credentials(peer, client.identity, client.pass_)
             yield Link(
                 client,
                 peer,

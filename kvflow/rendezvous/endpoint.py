@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from handshake import AllowedKeys, ClusterSecurity, Identity, Limits, Publication
 from handshake import errors as theirs
@@ -151,10 +151,10 @@ class LocalEndpoint(Struct, frozen=True):
         """
         return self.security.towards(peer.public_key).server.public_key
 
-    def credentials(self, peer: PeerId, pass_: bytes) -> Credentials:
-        """Return what we send to the TCP plane of a producer rank that gave us this pass; raises as ``key_of``."""
-        keys, ours = self.security.towards(peer.public_key), self.identity
-        return Credentials(keys.client.public_key, ours.engine_id, ours.rank, ours.incarnation, pass_)
+    def credentials(self, peer: PeerId, theirs: Identity, pass_: bytes) -> Credentials:
+        """Return what we need for the TCP plane of a producer rank that gave us this pass; raises as ``key_of``."""
+        key, ours = self.security.towards(peer.public_key).client.public_key, self.identity
+        return Credentials(key, ours.engine_id, ours.rank, ours.incarnation, pass_, _certificate_of(theirs))
 
     def trusts(self, peer: PeerId) -> bool:
         """Return whether we trust the key of this producer rank."""
@@ -186,8 +186,12 @@ def build_local_endpoint(
     network: Network = ZEROMQ,
     *,
     pass_key: bytes | None = None,
+    certificate: bytes = b"",
 ) -> LocalEndpoint:
-    """Build what a worker sends to its peers; ``pass_key`` makes the passes of its readers, None gives none."""
+    """Build what a worker sends to its peers.
+
+    ``pass_key`` makes the passes of its readers, None gives none. ``certificate``: of its TCP plane.
+    """
     return LocalEndpoint(
         identity=Identity(
             engine_id=config.engine_id,
@@ -196,6 +200,7 @@ def build_local_endpoint(
             incarnation=incarnation,
             role="both",
             software=f"kvflow {__version__}",
+            certificate=certificate or UNSET,
         ),
         publication=encode(advertisement),
         security=security,
@@ -208,9 +213,14 @@ def build_local_endpoint(
 def _passes(pass_key: bytes) -> MakePass:
     # A function and not a partial, whose repr would show the key.
     def make_pass(public_key: str, reader: Identity) -> bytes:
-        return pass_of(pass_key, public_key, reader.engine_id, reader.rank, reader.incarnation)
+        who = (reader.engine_id, reader.rank, reader.incarnation)
+        return pass_of(pass_key, public_key, *who, certificate=_certificate_of(reader))
 
     return make_pass
+
+
+def _certificate_of(identity: Identity) -> bytes:
+    return b"" if isinstance(identity.certificate, UnsetType) else identity.certificate
 
 
 def cluster_key(config: WorkerConfig) -> str:

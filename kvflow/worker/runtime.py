@@ -272,6 +272,7 @@ class _Parts:
             self.security,
             self.environment.network,
             pass_key=self.pass_key,
+            certificate=published.certificate,
         )
 
     def rank_address(self, local: LocalEndpoint, endpoint: str) -> RankAddress:

@@ -99,6 +99,18 @@ async def test_a_reader_has_a_pass_for_the_key_that_it_has_dialed_with(by):
             assert link.credentials == Credentials(shown.public_key, *reader, pass_)
 
 
+async def test_each_side_states_its_certificate_before_the_pass_is_made():
+    identity = msgspec.structs.replace
+    environment = msgspec.structs.replace(PRODUCTION, draw_bits=lambda _bits: 7)
+    async with open_worker(config(), cache_of(), environment=environment) as producer:
+        local = side(READER_INCARNATION, engine_id="decode-0")
+        local = identity(local, identity=identity(local.identity, certificate=b"of the reader"))
+        async with linked(producer, local=local) as link:
+            who = (SECURITY.client.public_key, "decode-0", 0, READER_INCARNATION)
+            assert link.credentials.pass_ == pass_of((7).to_bytes(32), *who, certificate=b"of the reader")
+            assert link.credentials.certificate == b""  # the producer does not encrypt
+
+
 @pytest.mark.parametrize(
     ("expected", "error"),
     [({"engine_id": "prefill-1"}, PeerLost), ({"rank": 1}, PeerLost), ({"incarnation": "c" * 32}, StaleLease)],
