@@ -106,7 +106,7 @@ def test_the_wheel_states_version_license_and_what_it_needs(wheel):
     needed = stated.get_all("Requires-Dist")
     always = {each.partition(">=")[0] for each in needed if "extra ==" not in each}
     assert always == {"msgspec", "nixl", "numpy", "pyzmq", "structlog", "torch", "uvloop"}
-    assert stated.get_all("Provides-Extra") == ["demo", "metrics", "otel", "proxy"]
+    assert stated.get_all("Provides-Extra") == ["demo", "metrics", "otel", "proxy", "tls"]
 
 
 def test_every_installed_module_can_be_imported_without_a_checkout(programs, tmp_path):
