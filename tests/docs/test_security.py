@@ -14,6 +14,7 @@ from msgspec import inspect as kinds
 import handshake.messages
 import kvflow.tools.bench.source
 import kvflow.tools.demo.messages
+from kvflow.ids import ReaderId
 from kvflow.leases.tickets import Grant
 from kvflow.reads.backend import Envelope
 from kvflow.rendezvous.endpoint import Advertisement
@@ -30,6 +31,7 @@ WIRE = {
     "kvflow/leases/tickets.py": [Grant],
     "kvflow/rendezvous/endpoint.py": [Advertisement],
     "kvflow/reads/backend.py": [Envelope],
+    "kvflow/reads/tcp/access.py": [ReaderId],
     "kvflow/worker/snapshot.py": [Inspection],
     "kvflow/tools/proxy/completions.py": [
         completions._LongFields,
@@ -47,6 +49,7 @@ WIRE = {
 
 UNPACKED = {
     "kvflow/reads/nixl/metadata.py": {"kvflow.reads.backend:Envelope.blob"},
+    "kvflow/reads/tcp/opening.py": {"kvflow.reads.tcp.opening:Hello"},
     "kvflow/reads/tcp01/channel.py": {"kvflow.reads.tcp01.channel:TlsChannel"},
     "kvflow/reads/tcp01/wire.py": {"kvflow.reads.tcp01.wire:Introduction", "kvflow.reads.tcp01.wire:RequestHeader"},
     "kvflow/reads/tcp01/requests.py": {"slots, epochs and descriptor numbers of a read over TCP"},
@@ -55,6 +58,7 @@ UNPACKED = {
 """Modules that take numbers out of bytes that others send -> the inputs of their rows."""
 
 NOT_UNPACKED = {
+    "kvflow/reads/tcp/stream.py": "addresses of this process",
     "handshake/intake.py": "the kernel's counters of a socket",
     "handshake/sockets.py": "what ZeroMQ reports of our own sockets",
     "kvflow/tools/bench/ceilings.py": "requests of a benchmark to the source that it has named",

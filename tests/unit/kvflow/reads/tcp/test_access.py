@@ -1,0 +1,490 @@
+"""Who gets in, and who does not: both sides of an opening over real sockets."""
+
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+import pytest
+
+from kvflow.config import TcpSettings
+from kvflow.errors import TransportUnavailable
+from kvflow.ids import Credentials, pass_of
+from kvflow.reads.contract import Serving
+from kvflow.reads.tcp import access, opening
+from kvflow.reads.tcp.access import Access, Accounts, Member
+from kvflow.reads.tcp.certificates import TlsIdentity, draw_identity
+from kvflow.reads.tcp.opening import Opening, Rejected
+from kvflow.reads.tcp.stream import ChannelClosed, Stream
+
+PASS_KEY = bytes(range(32))
+KEY, OTHER_KEY = "ab" * 32, "cd" * 32
+IN_TIME_S = 60.0
+
+OURS, THEIRS, NOBODYS = draw_identity(), draw_identity(), draw_identity()
+"""Certificates of the exporter, of its readers, and of someone else."""
+
+BOTH_WAYS = pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+
+
+class Exporter:
+    """An entrance that keeps whom it has let in."""
+
+    def __init__(
+        self, *, tls: bool, keys_differ: bool = False, admits: Callable[[str], bool] = lambda _key: True
+    ) -> None:
+        anywhere = "tcp://127.0.0.1:0"
+        settings = TcpSettings(bind=anywhere, advertise=anywhere, connections=2, encryption="tls" if tls else "off")
+        serving = Serving((), lambda _slot, _epoch: None, admits, PASS_KEY, keys_differ=keys_differ)
+        self.tls = tls
+        self.members: list[Member] = []
+        self._changed = threading.Condition()
+        self.access = Access(settings, serving, OURS if tls else None, self._admit)
+        self.place = ("127.0.0.1", int(self.access.endpoint.rpartition(":")[2]))
+        self.access.start()
+
+    def _admit(self, member: Member) -> None:
+        with self._changed:
+            self.members.append(member)
+            self._changed.notify_all()
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Wait until something has come in."""
+        with self._changed:
+            assert self._changed.wait_for(until, IN_TIME_S)
+
+    def credentials(self, name: str = "decode-0", key: str = KEY, *, identity: TlsIdentity = THEIRS) -> Credentials:
+        """Return what a reader has got over the control channel."""
+        mine, producers = (identity.certificate, OURS.certificate) if self.tls else (b"", b"")
+        who = (key, name, 0, "ef" * 16)
+        return Credentials(*who, pass_of(PASS_KEY, *who, certificate=mine), producers)
+
+    def reader(
+        self, who: Credentials | None = None, *, at: tuple[str, int] | None = None, within_s: float = IN_TIME_S
+    ) -> Opening:
+        """Begin to open a connection, ``at`` another place."""
+        identity = THEIRS if self.tls else None
+        return Opening(at or self.place, who or self.credentials(), identity, time.monotonic() + within_s)
+
+    def stranger(self, words: bytes = b"") -> socket.socket:
+        """Connect without a pass."""
+        sock = socket.create_connection(self.place, IN_TIME_S)
+        sock.sendall(words)
+        return sock
+
+    def close(self) -> None:
+        """Close everything."""
+        self.access.close()
+        for member in self.members:
+            member.account.leave()
+            member.stream.close()
+
+
+@contextmanager
+def exporting(
+    *, tls: bool, keys_differ: bool = False, admits: Callable[[str], bool] = lambda _key: True
+) -> Iterator[Exporter]:
+    exporter = Exporter(tls=tls, keys_differ=keys_differ, admits=admits)
+    with closing(exporter):
+        yield exporter
+
+
+def opened(*openings: Opening) -> list[Stream]:
+    """Advance openings as a read thread does, until all are open; raise what one of them raises."""
+    with select.epoll() as epoll, ExitStack() as stack:
+        waiting = {each.fileno(): stack.enter_context(closing(each)) for each in openings}
+        streams: dict[int, Stream] = {}
+        for descriptor in waiting:
+            epoll.register(descriptor, select.EPOLLIN)
+        ready = set(waiting)
+        while len(streams) < len(openings):
+            for descriptor in ready - set(streams):
+                if (stream := waiting[descriptor].advance()) is not None:
+                    streams[descriptor] = stream
+            due = min((waiting[each].due for each in waiting if each not in streams), default=0.0)
+            ready = {descriptor for descriptor, _ in epoll.poll(max(0.0, due - time.monotonic()))}
+            ready |= {each for each in waiting if waiting[each].due <= time.monotonic()}
+        return [streams[each.fileno()] for each in openings]
+
+
+def read(stream: Stream, nbytes: int) -> bytes:
+    """Read from a stream."""
+    content = bytearray(nbytes)
+    done = 0
+    while done < nbytes:
+        done += stream.read(memoryview(content)[done:])
+        select.select([stream], [], [], 0.01)
+    return bytes(content)
+
+
+@contextmanager
+def forwarding(
+    to: tuple[str, int], *, at_once: int = 65536, first: Iterable[Callable[[socket.socket], None]] = ()
+) -> Iterator[tuple[tuple[str, int], bytearray]]:
+    """Forward one connection; treat others ``first``. Yield where to dial, and what the dialing side has said."""
+    recorded = bytearray()
+
+    def forward(listener: socket.socket) -> None:
+        for treat in first:
+            sock, _ = listener.accept()
+            with sock:
+                treat(sock)
+        sock, _ = listener.accept()
+        with sock, socket.create_connection(to) as onward:
+            onward.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while True:
+                for each in select.select([sock, onward], [], [], IN_TIME_S)[0]:
+                    content = _received(each, at_once)
+                    if not content:
+                        return
+                    (onward if each is sock else sock).sendall(content)
+                    if each is sock:
+                        recorded.extend(content)
+
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        thread = threading.Thread(target=forward, args=(listener,), daemon=True)
+        thread.start()
+        yield listener.getsockname(), recorded
+        thread.join(IN_TIME_S)
+        assert not thread.is_alive()
+
+
+def _received(sock: socket.socket, nbytes: int = 4096) -> bytes:
+    try:
+        return sock.recv(nbytes)
+    except ConnectionError:
+        return b""
+
+
+@BOTH_WAYS
+def test_a_reader_gets_in_and_both_ends_have_a_stream(tls):
+    with exporting(tls=tls) as exporter:
+        [stream] = opened(exporter.reader())
+        exporter.wait(lambda: len(exporter.members) == 1)
+        member = exporter.members[0]
+        assert str(member.who) == "decode-0/0/" + "ef" * 16
+        assert (member.who.public_key, bool(member.who.certificate)) == (KEY, tls)
+        stream.write(b"a request")
+        assert read(member.stream, 9) == b"a request"
+        member.stream.write(b"an answer")
+        assert read(stream, 9) == b"an answer"
+        stream.close()
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("number", [64, 256])
+def test_readers_that_arrive_together_all_get_in(tls, number):
+    with exporting(tls=tls) as exporter:
+        readers = [exporter.reader(exporter.credentials(f"decode-{each}")) for each in range(number)]
+        streams = opened(*readers)
+        exporter.wait(lambda: len(exporter.members) == number)
+        assert len({str(member.who) for member in exporter.members}) == number
+        for stream in streams:
+            stream.close()
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("wrong", ["pass", "name", "key", "certificate"])
+def test_a_wrong_pass_is_refused_at_once_and_for_good(tls, wrong):
+    with exporting(tls=tls) as exporter:
+        who = exporter.credentials()
+        changed = {
+            "pass": {"pass_": bytes(32)},
+            "name": {"engine_id": "decode-1"},
+            "key": {"public_key": OTHER_KEY},
+            "certificate": {"pass_": exporter.credentials(identity=NOBODYS).pass_ if tls else bytes(32)},
+        }[wrong]
+        fields = {name: getattr(who, name) for name in who.__struct_fields__}
+        with pytest.raises(Rejected, match="does not accept our pass"):
+            opened(exporter.reader(Credentials(**fields | changed)))
+        assert exporter.members == []
+
+
+@BOTH_WAYS
+def test_a_key_that_is_not_allowed_any_longer_is_refused(tls):
+    with exporting(tls=tls, admits=lambda key: key != KEY) as exporter:
+        with pytest.raises(Rejected):
+            opened(exporter.reader())
+        [stream] = opened(exporter.reader(exporter.credentials(key=OTHER_KEY)))
+        stream.close()
+
+
+def test_an_exporter_without_the_pass_key_is_no_producer():
+    """It greets, and can then only answer with a proof of its own."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener, exporting(tls=False) as exporter:
+        reader = exporter.reader(at=listener.getsockname())
+        with closing(reader):
+            reader.advance()
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(opening.MAGIC + bytes(32) + b"x" * 32)
+                with pytest.raises(Rejected, match="not proven"):
+                    opened(reader)
+
+
+def test_a_reader_with_a_stolen_pass_and_another_key_stays_out():
+    """Whoever has read a pass has not the private key."""
+    with exporting(tls=True) as exporter:
+        reader = exporter.reader(within_s=1.0)
+        thief = TlsIdentity(THEIRS.certificate, NOBODYS.key)
+        reader._context = thief.context(OURS.certificate, server=False)
+        with pytest.raises(ChannelClosed):
+            opened(reader)
+        assert exporter.members == []
+        assert exporter.access.accounts.count == 0
+
+
+def test_a_reader_refuses_a_producer_with_another_certificate():
+    with exporting(tls=True) as exporter:
+        reader = exporter.reader()
+        reader._context = THEIRS.context(NOBODYS.certificate, server=False)
+        with pytest.raises(Rejected, match="another certificate"):
+            opened(reader)
+        assert exporter.members == []
+
+
+@BOTH_WAYS
+def test_a_recorded_opening_does_not_get_in_again(tls):
+    with exporting(tls=tls) as exporter:
+        with forwarding(exporter.place) as (place, recorded):
+            [stream] = opened(exporter.reader(at=place))
+            exporter.wait(lambda: len(exporter.members) == 1)
+            stream.close()
+        with exporter.stranger(bytes(recorded)) as sock:
+            said = b""
+            while part := _received(sock):
+                said += part
+        assert said[opening.GREETING_BYTES :] in (opening.REJECTION, b"")
+        assert len(exporter.members) == 1
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize(
+    "words", [b"", b"kvft", b"kvftcp02", b"kvftcp02" + bytes(50)], ids=["silent", "part", "ours", "half"]
+)
+def test_strangers_in_all_places_keep_no_reader_out(tls, words, monkeypatch):
+    monkeypatch.setattr(access, "PLACES_MAX", 4)
+    with exporting(tls=tls) as exporter, ExitStack() as stack:
+        for _ in range(16):
+            stack.enter_context(exporter.stranger(words))
+        [stream] = opened(exporter.reader())
+        stream.close()
+
+
+@BOTH_WAYS
+def test_a_stranger_pushes_out_nobody_who_is_opening(tls, monkeypatch):
+    monkeypatch.setattr(access, "PLACES_MAX", 2)
+    monkeypatch.setattr(access, "YOUNG_S_MAX", IN_TIME_S)
+    monkeypatch.setattr(access, "STRANGER_S_MAX", IN_TIME_S)
+    with exporting(tls=tls) as exporter, ExitStack() as stack:
+        reader = exporter.reader()
+        with closing(reader):
+            while reader._step != reader._greet:
+                reader.advance()
+            exporter_has_greeted = select.select([reader._sock], [], [], IN_TIME_S)[0]
+            assert exporter_has_greeted
+            for _ in range(32):
+                stack.enter_context(exporter.stranger())
+            [stream] = opened(reader)
+            assert reader._pause_s == opening._PAUSE_S  # it was dialed once
+        stream.close()
+
+
+@pytest.mark.parametrize("content", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01\x02\x00\x01", b"kvftcp01"])
+@BOTH_WAYS
+def test_a_stranger_that_speaks_something_else_is_closed(tls, content):
+    with exporting(tls=tls) as exporter, exporter.stranger(content) as sock:
+        while _received(sock):
+            pass
+        assert exporter.members == []
+
+
+@BOTH_WAYS
+def test_bytes_may_arrive_one_by_one(tls):
+    with exporting(tls=tls) as exporter, forwarding(exporter.place, at_once=1) as (place, _):
+        [stream] = opened(exporter.reader(at=place))
+        stream.close()
+
+
+@BOTH_WAYS
+def test_a_connection_that_ends_before_the_welcome_is_dialed_again(tls):
+    dialed: list[str] = []
+
+    def reset(sock: socket.socket) -> None:
+        dialed.append("reset")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def greet(sock: socket.socket) -> None:
+        dialed.append("greeted")
+        sock.sendall(opening.MAGIC + bytes(32))
+
+    treated = (lambda _sock: dialed.append("closed"), reset, greet)
+    with exporting(tls=tls) as exporter, forwarding(exporter.place, first=treated) as (place, _):
+        [stream] = opened(exporter.reader(at=place))
+        assert dialed == ["closed", "reset", "greeted"]
+        stream.close()
+
+
+def test_an_exporter_that_never_answers_is_given_up_at_the_deadline():
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener, exporting(tls=False) as exporter:
+        reader = exporter.reader(at=listener.getsockname(), within_s=0.3)
+        with pytest.raises(ChannelClosed, match="did not open in time"):
+            opened(reader)
+
+
+def test_an_address_at_which_nobody_listens_is_given_up_at_once():
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        place = listener.getsockname()
+    with exporting(tls=False) as exporter, pytest.raises(ChannelClosed, match="nobody listens"):
+        opened(exporter.reader(at=place))
+
+
+def test_a_producer_that_states_no_certificate_is_not_dialed():
+    with exporting(tls=True) as exporter:
+        who = exporter.credentials()
+        fields = {name: getattr(who, name) for name in who.__struct_fields__} | {"certificate": b"none"}
+        with pytest.raises(Rejected, match="certificate"):
+            exporter.reader(Credentials(**fields))
+
+
+def test_an_address_that_is_taken_is_named():
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        bind = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        settings = TcpSettings(bind=bind, advertise=bind, connections=1, encryption="off")
+        serving = Serving((), lambda _slot, _epoch: None, lambda _key: True, PASS_KEY)
+        with pytest.raises(TransportUnavailable, match="cannot listen"):
+            Access(settings, serving, None, lambda _member: None)
+
+
+# --- accounts ---
+
+
+@contextmanager
+def connections(accounts: Accounts, keys: str) -> Iterator[list[tuple[access.Account, socket.socket]]]:
+    """Enter one connection for each letter; each with the other end of its socket."""
+    with ExitStack() as stack:
+        found = []
+        for key in keys:
+            ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
+            theirs.setblocking(False)
+            account = accounts.enter(key, ours)
+            assert account is not None
+            found.append((account, theirs))
+        yield found
+
+
+def is_ended(end: socket.socket) -> bool:
+    """Return whether the connection has been shut down."""
+    try:
+        return end.recv(1) == b""
+    except BlockingIOError:
+        return False
+
+
+def test_a_key_with_too_many_connections_loses_its_own(monkeypatch):
+    monkeypatch.setattr(access, "CONNECTIONS_OF_ONE_MAX", 2)
+    accounts = Accounts()
+    with connections(accounts, "baa") as [(other, at_other), (first, at_first), (second, at_second)]:
+        for account, at in ((other, 0.0), (first, 2.0), (second, 1.0)):
+            account.used_at = at
+        with connections(accounts, "a"):
+            assert [is_ended(each) for each in (at_other, at_first, at_second)] == [False, False, True]
+            assert accounts.count == 3
+
+
+def test_when_all_connections_are_taken_a_key_pays_for_itself(monkeypatch):
+    monkeypatch.setattr(access, "CONNECTIONS_MAX", 3)
+    accounts = Accounts()
+    with connections(accounts, "aab") as [(first, at_first), (_, at_second), (_, at_other)], ExitStack() as stack:
+        ours, _ = (stack.enter_context(each) for each in socket.socketpair())
+        assert accounts.enter("new", ours) is None
+        first.touch()
+        with connections(accounts, "a"):
+            assert [is_ended(each) for each in (at_first, at_second, at_other)] == [False, True, False]
+        assert accounts.count == 3
+        first.leave()
+        first.leave()
+        assert accounts.count == 2
+        assert accounts.enter("new", ours) is not None
+
+
+def test_half_requests_of_one_key_end_its_largest_connection(monkeypatch):
+    monkeypatch.setattr(access, "BUFFERED_OF_ONE_MAX", 100)
+    accounts = Accounts()
+    with connections(accounts, "aab") as [(small, at_small), (large, at_large), (other, at_other)]:
+        assert other.grow(100)
+        assert large.grow(60)
+        assert small.grow(40)
+        assert small.grow(1)  # above the bound; another connection ends for it
+        assert [is_ended(each) for each in (at_small, at_large, at_other)] == [False, True, False]
+        assert not large.grow(1)
+        assert accounts.buffered == 141
+        assert not small.grow(60)  # it is the largest itself
+        assert accounts.buffered == 100
+        other.shrink(30)
+        assert accounts.buffered == 70
+        other.leave()
+        assert (accounts.buffered, accounts.count) == (0, 0)
+
+
+def test_half_requests_of_all_end_the_largest_of_the_largest_key(monkeypatch):
+    monkeypatch.setattr(access, "BUFFERED_BYTES_MAX", 100)
+    accounts = Accounts()
+    with connections(accounts, "aaab") as [*many, (honest, at_honest)]:
+        for account, _ in many:
+            assert account.grow(30)
+        assert honest.grow(20)
+        assert not is_ended(at_honest)
+        assert [is_ended(each) for _, each in many].count(True) == 1
+        assert accounts.buffered == 80
+
+
+@pytest.mark.parametrize("keys_differ", [False, True])
+def test_readers_with_their_own_keys_are_counted_by_key(keys_differ, monkeypatch):
+    monkeypatch.setattr(access, "CONNECTIONS_OF_ONE_MAX", 2)
+    with exporting(tls=False, keys_differ=keys_differ) as exporter:
+        [honest] = opened(exporter.reader(exporter.credentials("decode-0", OTHER_KEY)))
+        names = opened(*[exporter.reader(exporter.credentials(f"decode-{each}")) for each in range(6)])
+        exporter.wait(lambda: len(exporter.members) == 7)
+        assert exporter.access.accounts.count == (3 if keys_differ else 7)
+        for stream in (honest, *names):
+            stream.close()
+
+
+def test_a_key_opens_only_so_many_connections_in_a_second(monkeypatch):
+    monkeypatch.setattr(access, "OPENED_AT_ONCE", 1)
+    monkeypatch.setattr(access, "OPENED_PER_S", 0)
+    with exporting(tls=True) as exporter:
+        [stream] = opened(exporter.reader())
+        with pytest.raises(ChannelClosed, match="did not open in time"):
+            opened(exporter.reader(within_s=0.5))
+        [other] = opened(exporter.reader(exporter.credentials(key=OTHER_KEY)))
+        stream.close()
+        other.close()
+
+
+def test_closing_ends_what_is_opening_and_keeps_who_is_in():
+    with exporting(tls=False) as exporter, exporter.stranger(b"kvftcp02") as sock:
+        [stream] = opened(exporter.reader())
+        exporter.wait(lambda: len(exporter.members) == 1)
+        exporter.access.close()
+        exporter.access.close()
+        while _received(sock):
+            pass
+        stream.write(b"still in")
+        assert read(exporter.members[0].stream, 8) == b"still in"
+        stream.close()
+
+
+def test_a_socket_of_tls_is_what_a_member_has():
+    with exporting(tls=True) as exporter:
+        [stream] = opened(exporter.reader())
+        exporter.wait(lambda: len(exporter.members) == 1)
+        sock = exporter.members[0].account.sock
+        assert isinstance(sock, ssl.SSLSocket)
+        assert sock.version() == "TLSv1.3"
+        stream.close()
