@@ -27,9 +27,10 @@ from kvflow.layout.component import Region
 from kvflow.reads.backend import Backend, BackendError, CheckedList, Chunk, PostedWork, share_numbers
 from kvflow.reads.bounds import OutOfBounds, check_inside, merge
 from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, Serving
+from kvflow.reads.serving import LeasedBlocks
 from kvflow.reads.staging import memory_at
 from kvflow.reads.tcp01.backend import Told
-from kvflow.reads.tcp01.served import LeasedBlocks, ServedList
+from kvflow.reads.tcp01.served import ServedList
 from tests.fakes.memory import SimulatedCache
 from tests.fakes.network import Wires
 from tests.fakes.process import Process

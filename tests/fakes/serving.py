@@ -5,8 +5,9 @@ import numpy.typing as npt
 
 from kvflow.reads.backend import CheckedList, Chunk, Share, share_numbers
 from kvflow.reads.bounds import MergedDescriptor, merge
+from kvflow.reads.serving import LeasedBlocks
 from kvflow.reads.tcp01.answers import ReadLease
-from kvflow.reads.tcp01.served import LeasedBlocks, ServedList
+from kvflow.reads.tcp01.served import ServedList
 from tests.fakes.world import Violation
 
 Part = tuple[MergedDescriptor, ReadLease | None]

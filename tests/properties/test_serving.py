@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from kvflow.errors import LayoutMismatch
 from kvflow.layout.tracks import tracks_of
 from kvflow.planning.bind import bind_plan
-from kvflow.reads.bounds import OutOfBounds
+from kvflow.reads.bounds import OutOfBounds, check_rows, joined
 from kvflow.reads.contract import Serving
-from kvflow.reads.tcp01.served import LeasedBlocks, ServedList, Tracks
+from kvflow.reads.serving import LeasedBlocks
+from kvflow.reads.tcp import wire
+from kvflow.reads.tcp.runs import FEW, ServedGroup, SourceList
+from kvflow.reads.tcp01.served import ServedList, Tracks
 from tests.fakes.staging import plan_at
 
 from .caches import descriptors, thorough
@@ -114,6 +117,25 @@ def require_served(source, binding):
     mine = source.blocks[group]
     for at, length, block in zip((address - source.address).tolist(), nbytes.tolist(), resolved.block, strict=True):
         assert (mine[at : at + length] == block + 1).all()
+    published = wire.decode_layout(wire.encode_layout(source.tracks))
+    listed = SourceList(check_rows(table), published.groups[group], published.num_blocks, binding.source.memory)
+    served = ServedGroup(source.tracks[group])
+    for some in (index[:1], index[:FEW], np.sort(index[:FEW]), np.sort(index[: 2 * FEW]), index, np.sort(index)):
+        few = some[: wire.RUNS_MAX]
+        assert require_runs(listed, served, table, few) == {*prepared_list.resolve(few).block}
+
+
+def require_runs(listed, served, table, index):
+    """What the producer finds for the runs of some descriptors are the bytes of these, in order."""
+    runs = listed.runs(index)
+    found = served.resolve(wire.encode_read(0, 0, 0, runs)[wire.REQUEST.size :])
+    address, nbytes = descriptors(table, index.astype(np.int64))
+    assert found.nbytes == nbytes.sum()
+    starts, lengths, _ = joined(address, nbytes)
+    assert [*found.starts] == [*starts]
+    assert [*found.lengths] == [*lengths]
+    assert found.devices == {-1}
+    return {*found.blocks}
 
 
 @thorough
@@ -201,6 +223,52 @@ def require_served_rightly(owned, group, table):
         begins = [(track.address + block * track.stride, track.span) for track in owned.tracks[group]]
         assert any(begin <= at and at + length <= begin + span for begin, span in begins)
     return "served", len(set(resolved.block.tolist())) > 1
+
+
+def random_run(choose, tracks):
+    """A run that a peer may ask for: near the bounds of a stretch, or any numbers."""
+    stretch = choose.randrange(len(tracks))
+    track = tracks[stretch]
+    times = choose.choice((1, 1, 2, 3, 50))
+    stride = choose.choice((0, 1, track.span // times, track.span, track.stride))
+    offset = choose.choice((0, 0, 1, track.span // 2, track.span))
+    nbytes = choose.choice((1, track.span // times, track.span - offset, track.span))
+    first = choose.choice((0, 0, track.count - 1, track.count))
+    run = [stretch, first, choose.choice((1, track.count, track.count - first)), offset, nbytes, stride, times]
+    if not choose.randrange(4):
+        run[choose.randrange(7)] += choose.choice((-1, 1, 2 ** choose.randrange(63), -(2 ** choose.randrange(63))))
+    return [max(-(2**63), min(each, 2**63 - 1)) for each in run]
+
+
+def test_runs_that_are_served_have_bytes_of_their_blocks_only():
+    tries = Counter()
+
+    @thorough
+    @given(cases(), seeds)
+    def ask(case, seed):
+        choose = random.Random(seed)
+        owned = Owned(*case.sources[0], choose.choice((1, 2, 3, 5)), np.random.default_rng(seed))
+        for _ in range(12):
+            group = choose.randrange(len(owned.tracks))
+            # Few runs are looked up one by one, and many by arrays.
+            runs = [random_run(choose, owned.tracks[group])] * choose.choice((1, FEW + 1))
+            try:
+                found = ServedGroup(owned.tracks[group]).resolve(wire.encode_read(0, 0, 0, runs)[wire.REQUEST.size :])
+            except OutOfBounds:
+                tries["refused", len(runs)] += 1
+                continue
+            tries["served", len(runs)] += 1
+            _, first, count, _, nbytes, _, times = runs[0]
+            assert {*found.blocks} == {*range(first, first + count)}
+            assert found.nbytes == sum(found.lengths) == nbytes * count * times * len(runs)
+            for start, length in zip(found.starts, found.lengths, strict=True):
+                inside = start - owned.address
+                assert 0 <= inside <= inside + length <= owned.blocks.shape[1]
+                owners = {*np.unique(owned.blocks[group, inside : inside + length])} - {0}
+                assert owners <= {block + 1 for block in found.blocks}
+
+    ask()
+    assert min(tries[each, count] for each in ("served", "refused") for count in (1, FEW + 1)) > 50, tries
 
 
 @thorough

@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from kvflow.reads.bounds import FEW, OutOfBounds, joined, joined_few
 from kvflow.reads.contract import Serving
+from kvflow.reads.serving import LeasedBlocks
 from kvflow.reads.tcp01 import wire
 from kvflow.reads.tcp01.answers import Answer, Bytes, FetchedBytes, HostMemory, Integers, ReadLease, Words, not_held
-from kvflow.reads.tcp01.served import LeasedBlocks, ServedList, Tracks
+from kvflow.reads.tcp01.served import ServedList, Tracks
 
 ROWS_OF_ONE_MAX = 1 << 17
 """Most rows of all prepared lists of one connection: 5 MiB."""
