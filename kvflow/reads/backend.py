@@ -5,7 +5,7 @@ removes a peer only when nothing of that peer is in flight. All calls except ``p
 thread that created the backend.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from hashlib import blake2b
 from types import MappingProxyType
@@ -177,6 +177,10 @@ class Backend(Protocol):
         """Forget a peer and its prepared lists, if it is known. If ``gone`` is false, it may be added again soon."""
         ...
 
+    def cancel(self, read_ids: Collection[int]) -> None:
+        """End what is in flight of these reads soon, without ending other reads; ``poll`` then reports it."""
+        return
+
     def leave(self, peer: PeerId) -> None:
         """End what is in flight from a peer that is being removed, if possible; ``poll`` then reports it."""
         return
@@ -194,7 +198,7 @@ class Backend(Protocol):
         ...
 
     def ends_at_once(self, peer: PeerId) -> bool:
-        """Return whether most posts for a peer have ended when they return: only then are reads posted inline."""
+        """Return whether most posts have ended when they return, or are short requests: only then are they inline."""
         return False
 
     def chunk_descriptors(self, peer: PeerId) -> int:

@@ -297,17 +297,25 @@ class Places:
         self._fields = rows.table[:, [0, 3, 1]].tolist()
 
     def stretches(self, index: Int32s) -> tuple[list[int], list[int]]:
-        """Return address and length of descriptors, by checked numbers, in order. Neighbors that touch are joined."""
+        """Return the columns of ``table`` as lists."""
+        starts, lengths = self.table(index).T.tolist()
+        return starts, lengths
+
+    def table(self, index: Int32s) -> Int64s:
+        """Return address and length of descriptors, by checked numbers, in order: int64, shape (n, 2).
+
+        Neighbors that touch are joined.
+        """
         if len(index) > FEW:
             row = _row_of(self._rows, index)
             address, nbytes, _ = joined(_addresses(self._rows, index, row), self._rows.table[row, 1])
-            return address.tolist(), nbytes.tolist()
+            return np.stack([address, nbytes], axis=1)
         parts = []
         for number in index.tolist():
             at = bisect_right(self._firsts, number) - 1
             address, stride, nbytes = self._fields[at]
             parts.append((address + (number - self._firsts[at]) * stride, nbytes))
-        return joined_few(parts)
+        return np.array(joined_few(parts), np.int64).T.copy()
 
 
 def joined_few(parts: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:

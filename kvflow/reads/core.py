@@ -180,6 +180,7 @@ class ReadCore:
                         self._admit(read)
                 case CancelReads(read_ids):
                     self._lanes.cancel(read_ids)
+                    self._backend.cancel(read_ids)
                 case PeerAddress():
                     self._add(command)
                 case PreparedList():

@@ -5,7 +5,7 @@ pair. Each side of a pair chooses the plane for its own reads.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 import msgspec
@@ -76,7 +76,12 @@ class PlaneBackends:
 
     def of(self, peer: PeerId) -> Backend:
         """Return the backend that reads from a peer that was added."""
-        return self._peers[peer]
+        return self._peers[peer].of(peer)
+
+    def cancel(self, read_ids: Collection[int]) -> None:
+        """End what is in flight of these reads, on the planes that can."""
+        for backend in self.backends.values():
+            backend.cancel(read_ids)
 
     def progress(self) -> None:
         """Advance what is in flight on every plane."""

@@ -4,6 +4,7 @@ With one-sided reads, a peer can read all registered memory. A plane that serves
 lease. The lease table is asked each time; the sorted ids are cached.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -114,3 +115,14 @@ def _sorted(ids: Sequence[int]) -> Int64s:
     """Return block ids in the form that ``held`` searches, without absent blocks (-1)."""
     found = np.unique(np.array(ids, np.int64))
     return np.append(found[found >= 0], _NO_BLOCKS)
+
+
+def order_memory() -> None:
+    """Order this thread's loads before the call ahead of its loads after it, also on weakly ordered machines.
+
+    Releasing a lock and then acquiring one is such a barrier on every machine that CPython runs on.
+    """
+    lock = threading.Lock()
+    lock.acquire()
+    lock.release()
+    lock.acquire()

@@ -39,7 +39,7 @@ from kvflow.reads.loopback import LoopbackBackend
 from kvflow.reads.nixl.backend import Uses, nixl_factory
 from kvflow.reads.planes import open_planes
 from kvflow.reads.staging import StagingMemory
-from kvflow.reads.tcp01.backend import TcpBackend
+from kvflow.reads.tcp.backend import TcpBackend
 
 _logger = logging.getLogger(__name__)
 
@@ -79,6 +79,11 @@ class Bell:
             self._epoll = select.epoll()
             for each in (self._event, descriptor):
                 self._epoll.register(each, select.EPOLLIN)
+
+    @property
+    def watches(self) -> bool:
+        """Whether a descriptor ends pauses, too."""
+        return self._epoll is not None
 
     def wait(self, pause_s: float) -> None:
         """Pause for ``pause_s`` seconds, or until the next ring if that is negative.
@@ -179,8 +184,8 @@ class ThreadedTransport:
                 core = None if self._commands or self._closed else self._core
                 answers = None if core is None else core.post_inline(reads, self._inline_s_max)
                 if answers is not None:
-                    if len(answers) < len(reads):
-                        self._bell.ring()  # the read thread does the rest
+                    if len(answers) < len(reads) and (core is None or core.must_poll):
+                        self._bell.ring()  # otherwise the read thread waits for the descriptor of the backend
                     return answers
             finally:
                 self._guard.release()
@@ -252,7 +257,7 @@ class ThreadedTransport:
                     backoff_s = 0.0 if rest_s else min(max(PAUSE_S_MIN, backoff_s * 2), PAUSE_S_MAX)
                     pause_s = max(PAUSE_S_MIN, rest_s) if rest_s else backoff_s
                 else:
-                    pause_s = IDLE_PROGRESS_S if core.in_flight else -1.0
+                    pause_s = IDLE_PROGRESS_S if self._bell.watches or core.in_flight else -1.0
 
     def _drain(self, core: ReadCore, deadline: float) -> None:
         while core.in_flight and time.monotonic() < deadline:
@@ -284,9 +289,9 @@ def create_transport(config: WorkerConfig, agent_name: str, sink: Sink, staging_
         known_only=config.transport == "auto",
         params=config.tuning.nixl_backend_params,
     )
-    factories = {
+    factories: dict[str, BackendFactory] = {
         "nixl": nixl,
-        "tcp": _tcp_factory(config, agent_name, staging),
+        "tcp": partial(TcpBackend, agent_name, config.tcp),
         "loopback": lambda regions, epochs, _serving: LoopbackBackend(agent_name, regions, epochs),
     }
     return ThreadedTransport(
@@ -297,11 +302,3 @@ def create_transport(config: WorkerConfig, agent_name: str, sink: Sink, staging_
         # A caller that names an address for the TCP plane requires it; without it some peers could not be read.
         required=frozenset() if config.tuning.tcp_bind is None else frozenset({"tcp"}),
     )
-
-
-def _tcp_factory(config: WorkerConfig, agent_name: str, staging: StagingMemory) -> BackendFactory:
-    def open_tcp(regions: Sequence[Region], epochs: Region, serving: Serving) -> TcpBackend:
-        in_host_memory = [region for region in staging.regions if region.memory == "DRAM"]
-        return TcpBackend(agent_name, config.tcp, regions, epochs, serving, staging=in_host_memory)
-
-    return open_tcp

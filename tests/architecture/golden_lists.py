@@ -26,7 +26,7 @@ from kvflow.integrations.vllm import admission, blocks, messages, params
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.leases import tickets
 from kvflow.reads import backend
-from kvflow.reads.tcp01 import wire
+from kvflow.reads.tcp import opening, wire
 from kvflow.rendezvous.endpoint import Advertisement
 from kvflow.worker.snapshot import Inspection
 from tests.docs.api_page import MADE_BY_KVFLOW, fields, is_record, members, public_names, signature
@@ -118,15 +118,14 @@ WORDS = {
     "publication: schema": MANIFEST_SCHEMA,
     "data plane's metadata: first bytes": backend._MAGIC,
     "data plane's metadata: bytes of the digest": backend._DIGEST_BYTES,
-    "TCP: first bytes": wire.MAGIC,
-    "TCP: hello": wire._HELLO.format,
-    "TCP: header of a request": wire.HEADER.format,
-    "TCP: kinds of requests": (wire.PROGRAM, wire.READ, wire.EPOCH),
-    "TCP: lease of a request": wire.LEASE.format,
-    "TCP: bytes of a row": wire.ROW_BYTES,
+    "TCP: first bytes": opening.MAGIC,
+    "TCP: hello": opening._HELLO.format,
+    "TCP: header of a request": wire.REQUEST.format,
+    "TCP: kinds of requests": (wire.LEASE, wire.READ, wire.EPOCH),
+    "TCP: run of a request": wire.RUN.format,
     "TCP: header of an answer": wire.ANSWER.format,
-    "TCP: kinds of answers": (wire.DONE, wire.NOT_HELD, wire.REFUSED),
-    "TCP: value of an epoch slot": wire.EPOCH_VALUE.format,
+    "TCP: kinds of answers": (wire.PIECE, wire.DONE, wire.ENDED, wire.REFUSED),
+    "TCP: stretches of a producer": wire.Row.__struct_fields__,
     "vLLM: fields of kv_transfer_params": sorted(params.ticket_params(TICKET)),
     "vLLM: start of the digests": blocks.START.hex(),
     "vLLM: bytes of a MAC of an early admission": admission.MAC_BYTES,

@@ -1,20 +1,19 @@
 """Hooks at the last instants of a read, where every data plane passes: sockets, device memory, and the clock."""
 
 import ctypes
-import select
-import socket
 import time
 from contextlib import suppress
 from pathlib import Path
 
-MARK_BYTES = 64
+from kvflow.reads.tcp import exporter as tcp_exporter
 
 
 class LastBytes:
-    """Calls a function just before the last bytes of some blocks are copied out of an exporter's memory.
+    """Calls a function when the last bytes of some blocks are copied out of an exporter's memory.
 
-    A plane that serves reads copies host memory into a socket, and device memory by ``DeviceMemory.fetch``. Within one
-    process a reader copies with ``ctypes``. NIXL copies by itself: there the function is called before all bytes.
+    A plane that serves reads compares the epoch after it has copied host memory, or fetched that of a device: there the
+    function is called between the two. Within one process a reader copies with ``ctypes``, and the function is called
+    just before. NIXL copies by itself: there it is called before all bytes.
 
     Args:
         world: the world of both ends.
@@ -22,13 +21,11 @@ class LastBytes:
         block: bytes of a block.
         numbers: the blocks that are read.
         hook: called once, on the thread that copies.
-        alone: whether a socket takes the last block with none of the blocks before it.
+        answer: the number of the read among those of its chunk.
     """
 
-    def __init__(self, world, exporter, block, numbers, hook, *, alone=False):
-        self._world, self._hook, self._alone = world, hook, alone
-        content = exporter.cache.bytes()
-        self._left = {content[at * block : at * block + MARK_BYTES].tobytes() for at in numbers}
+    def __init__(self, world, exporter, block, numbers, hook, *, answer=0):
+        self._world, self._hook, self._answer = world, hook, answer
         self._addresses = {exporter.region.address + at * block for at in numbers}
         self._device = exporter.cache.device_memory
         if world.serves and self._device is not None:
@@ -43,14 +40,12 @@ class LastBytes:
             self._move = ctypes.memmove
             monkeypatch.setattr(ctypes, "memmove", self._moved)
         elif self._device is None:
-            self._send, self._sendmsg = socket.socket.send, socket.socket.sendmsg
-            monkeypatch.setattr(socket.socket, "send", lambda *given: self._sent(self._send, *given))
-            monkeypatch.setattr(socket.socket, "sendmsg", lambda *given: self._sent(self._sendmsg, *given))
+            monkeypatch.setattr(tcp_exporter, "order_memory", self._copied)
 
     def fetch(self, device, parts, into):
         """See ``DeviceMemory.fetch``."""
-        self._read(parts)
         self._device.fetch(device, parts, into)
+        self._read(parts)
 
     def store(self, device, parts, content):
         """See ``DeviceMemory.store``."""
@@ -65,22 +60,10 @@ class LastBytes:
         if not self._addresses:
             self._happen()
 
-    def _sent(self, send, sock, data, *rest):
-        if self.happened:
-            return send(sock, data, *rest)
-        content = bytes(data) if send is self._send else b"".join(data)
-        places = {mark: at for mark in self._left if (at := content.find(mark)) >= 0}
-        if self._left <= places.keys():
-            last = max(places.values())
-            if self._alone and last > min(places.values()):
-                data = content[:last] if send is self._send else [content[:last]]
-            elif not select.select([], [sock], [], 0)[1]:
-                raise BlockingIOError
-            else:
-                self._happen()
-        count = send(sock, data, *rest)
-        self._left -= {mark for mark, at in places.items() if at < count}
-        return count
+    def _copied(self):
+        self._answer -= 1
+        if self._answer < 0:
+            self._happen()
 
     def _happen(self):
         if not self.happened:

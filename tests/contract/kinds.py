@@ -8,7 +8,7 @@ from kvflow.layout.tracks import Track
 from kvflow.reads.contract import Serving
 from kvflow.reads.loopback import LoopbackBackend
 from kvflow.reads.staging import StagingMemory
-from kvflow.reads.tcp01.backend import TcpBackend
+from kvflow.reads.tcp.backend import TcpBackend
 from kvflow.reads.thread import ThreadedTransport
 from tests.helpers.async_backend import AsyncTransport
 from tests.helpers.transports import loopback_transport, nixl_transport
@@ -25,7 +25,7 @@ def tcp_transport(name, sink, staging_bytes=0, bind=HERE, inline_s_max=0.0):
     settings = TcpSettings(bind=bind, advertise=bind, connections=2, encryption="off")
 
     def open_tcp(regions, epochs, serving):
-        return TcpBackend(name, settings, regions, epochs, serving, staging=staging.regions)
+        return TcpBackend(name, settings, regions, epochs, serving)
 
     return ThreadedTransport("tcp", {"tcp": open_tcp}, sink, staging, inline_s_max=inline_s_max)
 

@@ -1,7 +1,6 @@
 """Every transport: leases that end at the last instant of a read, and connections that last."""
 
 import threading
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -38,25 +37,24 @@ def blocks_of(end, block):
 
 
 READS = {
-    "one block": (SMALL, [3], False),
-    "blocks apart": (SMALL, [9, 1, 15, 4], False),
-    "the last block alone": (SMALL, [9, 1, 15, 4], True),
-    "several sends": (LARGE, range(COUNT), True),
-    "several sends, apart": (LARGE, range(COUNT - 1, -1, -1), True),
+    "one block": (SMALL, [3]),
+    "blocks apart": (SMALL, [9, 1, 15, 4]),
+    "several sends": (LARGE, range(COUNT)),
+    "several sends, apart": (LARGE, range(COUNT - 1, -1, -1)),
 }
 
 
 @here
 @pytest.mark.parametrize("kind", READS)
 def test_a_lease_that_ends_as_its_last_bytes_are_copied_is_not_held(world, monkeypatch, kind):
-    block, numbers, alone = READS[kind]
+    block, numbers = READS[kind]
     reader, exporter = ends_of(world, block)
 
     def end():
         exporter.epochs[5] = 2
         exporter.cache.write(0, np.full(COUNT * block, 7, np.uint8))  # the engine has the blocks again
 
-    last = LastBytes(world, exporter, block, numbers, end, alone=alone)
+    last = LastBytes(world, exporter, block, numbers, end)
     prepared_list = joined(world, reader, exporter, block)
     last.watch(monkeypatch, prepared_list)
     reader.post(world.read(1, prepared_list, numbers, numbers, slot=5, epoch=1))
@@ -67,8 +65,7 @@ def test_a_lease_that_ends_as_its_last_bytes_are_copied_is_not_held(world, monke
 
 @here
 @pytest.mark.parametrize("ends", [0, 2], ids=["first", "last"])
-@pytest.mark.parametrize("alone", [False, True], ids=["in one send", "in several"])
-def test_of_leases_read_together_the_one_that_ends_is_not_held(world, monkeypatch, ends, alone):
+def test_of_leases_read_together_the_one_that_ends_is_not_held(world, monkeypatch, ends):
     reader, exporter = ends_of(world, SMALL)
     before = blocks_of(exporter, SMALL).copy()
     numbers = [[1, 8], [2, 9], [3, 10]]
@@ -78,7 +75,7 @@ def test_of_leases_read_together_the_one_that_ends_is_not_held(world, monkeypatc
         for at in numbers[ends]:
             exporter.cache.write(at * SMALL, np.full(SMALL, 7, np.uint8))
 
-    last = LastBytes(world, exporter, SMALL, [*chain(*numbers)], end, alone=alone)
+    last = LastBytes(world, exporter, SMALL, numbers[ends], end, answer=ends)
     prepared_list = joined(world, reader, exporter, SMALL)
     last.watch(monkeypatch, prepared_list)
     reader.post(*(world.read(at, prepared_list, numbers[at], numbers[at], slot=at, epoch=1) for at in range(3)))
@@ -98,7 +95,7 @@ def test_a_read_may_go_on_for_longer_than_connecting_may_take(world, monkeypatch
         held.set()
         assert go_on.wait(world.patience_s)
 
-    last = LastBytes(world, exporter, LARGE, range(COUNT), hold, alone=True)
+    last = LastBytes(world, exporter, LARGE, range(COUNT), hold)
     prepared_list = joined(world, reader, exporter, LARGE)
     last.watch(monkeypatch, prepared_list)
     reader.post(world.read(1, prepared_list, range(COUNT), range(COUNT), epoch=1))

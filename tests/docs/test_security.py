@@ -17,6 +17,7 @@ import kvflow.tools.demo.messages
 from kvflow.ids import ReaderId
 from kvflow.leases.tickets import Grant
 from kvflow.reads.backend import Envelope
+from kvflow.reads.tcp.wire import Layout
 from kvflow.rendezvous.endpoint import Advertisement
 from kvflow.tools.proxy import completions
 from kvflow.worker.snapshot import Inspection
@@ -32,6 +33,7 @@ WIRE = {
     "kvflow/rendezvous/endpoint.py": [Advertisement],
     "kvflow/reads/backend.py": [Envelope],
     "kvflow/reads/tcp/access.py": [ReaderId],
+    "kvflow/reads/tcp/wire.py": [Layout],
     "kvflow/worker/snapshot.py": [Inspection],
     "kvflow/tools/proxy/completions.py": [
         completions._LongFields,
@@ -51,9 +53,10 @@ UNPACKED = {
     "kvflow/reads/nixl/metadata.py": {"kvflow.reads.backend:Envelope.blob"},
     "kvflow/reads/tcp/opening.py": {"kvflow.reads.tcp.opening:Hello"},
     "kvflow/reads/tcp01/channel.py": {"kvflow.reads.tcp01.channel:TlsChannel"},
-    "kvflow/reads/tcp01/wire.py": {"kvflow.reads.tcp01.wire:Introduction", "kvflow.reads.tcp01.wire:RequestHeader"},
-    "kvflow/reads/tcp01/requests.py": {"slots, epochs and descriptor numbers of a read over TCP"},
-    "kvflow/reads/tcp01/connection.py": {"header of an answer over TCP", "epochs at the end of an answer over TCP"},
+    "kvflow/reads/tcp01/connection.py": {"kvflow.reads.tcp01.connection:OldSourceConnection"},
+    "kvflow/reads/tcp/wire.py": {"kvflow.reads.tcp.wire:Request"},
+    "kvflow/reads/tcp/runs.py": {"runs of a read over TCP"},
+    "kvflow/reads/tcp/connection.py": {"frames of an answer over TCP", "epochs at the end of an answer over TCP"},
 }
 """Modules that take numbers out of bytes that others send -> the inputs of their rows."""
 

@@ -29,12 +29,11 @@ from kvflow.reads.bounds import OutOfBounds, check_inside, merge
 from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, Serving
 from kvflow.reads.serving import LeasedBlocks
 from kvflow.reads.staging import memory_at
-from kvflow.reads.tcp01.backend import Told
-from kvflow.reads.tcp01.served import ServedList
+from kvflow.reads.tcp.connection import Told
 from tests.fakes.memory import SimulatedCache
 from tests.fakes.network import Wires
 from tests.fakes.process import Process
-from tests.fakes.serving import Answer, Part
+from tests.fakes.serving import Answer, Part, Served
 from tests.fakes.staging import SimulatedStaging
 from tests.fakes.world import World
 
@@ -199,7 +198,7 @@ class SimulatedBackend(Backend):
         self._staging = staging
         self._peers: dict[PeerId, Agent] = {}
         self._prepared_lists: dict[tuple[PeerId, int], CheckedList] = {}
-        self._served: dict[tuple[PeerId, int], ServedList] = {}
+        self._served: dict[tuple[PeerId, int], Served] = {}
         self._told = Told()
 
     def add(self, address: PeerAddress) -> Carrier:
@@ -234,7 +233,7 @@ class SimulatedBackend(Backend):
         self._prepared_lists[prepared_list.peer, prepared_list.list_id] = prepared
         if self._fabric.serves != "nothing":
             tracks = self._peers[prepared_list.peer].serving.tracks[prepared_list.group]
-            served = ServedList(prepared.source.table, tracks, prepared_list.group)
+            served = Served(prepared, tracks, prepared_list.group)
             self._served[prepared_list.peer, prepared_list.list_id] = served
 
     def post(self, chunk: Chunk) -> PostedWork | int:

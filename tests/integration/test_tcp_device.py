@@ -20,7 +20,7 @@ from kvflow.reads.bounds import check_rows
 from kvflow.reads.contract import LeaseName, Part, PeerAdded, PeerAddress, PreparedList, RankRead, ReadEnded, Serving
 from kvflow.reads.device import PORTION_BYTES
 from kvflow.reads.staging import StagingMemory
-from kvflow.reads.tcp01.backend import TcpBackend
+from kvflow.reads.tcp.backend import TcpBackend
 from kvflow.reads.thread import ThreadedTransport
 from kvflow.worker import runtime
 from tests.benchmarks.blocks import Blocks

@@ -19,7 +19,6 @@ from kvflow.reads.contract import Serving
 from kvflow.reads.serving import LeasedBlocks
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.runs import FEW, ServedGroup, SourceList
-from kvflow.reads.tcp01.served import ServedList, Tracks
 from tests.fakes.staging import plan_at
 
 from .caches import descriptors, thorough
@@ -104,38 +103,31 @@ def bound(case, **terms):
 
 
 def require_served(source, binding):
-    """Every descriptor of a binding is resolved to the block that has all its bytes."""
+    """The runs of any descriptors of a binding are their bytes, in the blocks that have them."""
     group, table = binding.group.source_group, binding.source.table
-    prepared_list = ServedList(table, source.tracks[group], group)
-    index = np.arange(prepared_list.count, dtype=np.int32)
-    assert len(index) == table[:, 4].sum()
+    index = np.arange(table[:, 4].sum(), dtype=np.int32)
     np.random.default_rng(0).shuffle(index)
-    resolved = prepared_list.resolve(index)
-    address, nbytes = descriptors(table, index.astype(np.int64))
-    assert np.array_equal(resolved.address, address)
-    assert np.array_equal(resolved.nbytes, nbytes)
-    mine = source.blocks[group]
-    for at, length, block in zip((address - source.address).tolist(), nbytes.tolist(), resolved.block, strict=True):
-        assert (mine[at : at + length] == block + 1).all()
     published = wire.decode_layout(wire.encode_layout(source.tracks))
     listed = SourceList(check_rows(table), published.groups[group], published.num_blocks, binding.source.memory)
     served = ServedGroup(source.tracks[group])
     for some in (index[:1], index[:FEW], np.sort(index[:FEW]), np.sort(index[: 2 * FEW]), index, np.sort(index)):
-        few = some[: wire.RUNS_MAX]
-        assert require_runs(listed, served, table, few) == {*prepared_list.resolve(few).block}
+        require_runs(listed, served, source, binding, some[: wire.RUNS_MAX])
 
 
-def require_runs(listed, served, table, index):
+def require_runs(listed, served, source, binding, index):
     """What the producer finds for the runs of some descriptors are the bytes of these, in order."""
-    runs = listed.runs(index)
-    found = served.resolve(wire.encode_read(0, 0, 0, runs)[wire.REQUEST.size :])
-    address, nbytes = descriptors(table, index.astype(np.int64))
+    found = served.resolve(wire.encode_read(0, 0, 0, listed.runs(index))[wire.REQUEST.size :])
+    address, nbytes = descriptors(binding.source.table, index.astype(np.int64))
     assert found.nbytes == nbytes.sum()
     starts, lengths, _ = joined(address, nbytes)
     assert [*found.starts] == [*starts]
     assert [*found.lengths] == [*lengths]
     assert found.devices == {-1}
-    return {*found.blocks}
+    mine = source.blocks[binding.group.source_group]
+    owners = [mine[at - source.address] - 1 for at in address]
+    assert {*found.blocks} == {*owners}
+    for at, length, block in zip(address - source.address, nbytes, owners, strict=True):
+        assert (mine[at : at + length] == block + 1).all()
 
 
 @thorough
@@ -160,69 +152,9 @@ def test_the_plans_above_are_staged_and_direct_and_of_many_units():
                 seen["one row for all units"] += len(binding.source.table) < units.per_block
                 seen["one block"] += source.manifest.num_blocks == 1
                 seen["several tracks"] += len(source.tracks[binding.group.source_group]) > 1
-                seen["packed"] += any(
-                    len(level.bases) < len(level.starts)
-                    for level in Tracks(source.tracks[binding.group.source_group]).levels
-                )
+                seen["packed"] += any(track.span < track.stride for track in source.tracks[binding.group.source_group])
     assert min(seen.values()) > 20, seen
     assert len(seen) == 8
-
-
-def random_row(choose, tracks):
-    """A row that a peer may ask for: near a track, with a stride that has to do with its own, or any numbers."""
-    if not tracks or not choose.randrange(20):
-        return tuple(choose.randrange(-(2 ** choose.randrange(64)), 2 ** choose.randrange(64)) for _ in range(5))
-    track = choose.choice(tracks)
-    stride = track.stride or track.span
-    divisor = choose.choice([each for each in range(1, 13) if stride % each == 0])
-    step = choose.choice((stride, stride // divisor, stride // divisor, 2 * stride, 3 * stride // 2, track.span, 1, 0))
-    whole = choose.choice((track.span // divisor, track.span, 1, step, track.span + 1))
-    within = choose.choice((0, 0, track.span // divisor, max(0, track.span - whole), -1))
-    block = choose.choice((0, 0, 0, track.count - 1, track.count, -1))
-    count = choose.choice((1, track.count, track.count * divisor, 2, 3, 2**31 - 1, 2**62))
-    row = [track.address + block * track.stride + within, whole, not choose.randrange(20), step, count]
-    if not choose.randrange(4):
-        row[choose.randrange(5)] += choose.choice((-1, 1))
-    return tuple(row)
-
-
-def test_a_row_that_is_served_has_bytes_of_its_blocks_only():
-    tries = Counter()
-
-    @thorough
-    @given(cases(), seeds)
-    def ask(case, seed):
-        choose = random.Random(seed)
-        owned = Owned(*case.sources[0], choose.choice((1, 2, 3, 5)), np.random.default_rng(seed))
-        for _ in range(60):
-            group, other = choose.choices(range(len(owned.tracks)), k=2)
-            tracks = owned.tracks[choose.choice((group, group, group, other))]
-            table = [random_row(choose, tracks) for _ in range(choose.choice((1, 1, 2)))]
-            result, several = require_served_rightly(owned, group, table)
-            tries[result] += 1
-            tries["several blocks"] += several
-
-    ask()
-    assert min(tries[each] for each in ("served", "refused", "several blocks")) > 50, tries
-
-
-def require_served_rightly(owned, group, table):
-    """Each descriptor of what is served lies in the stretch of one block, and has no byte of another."""
-    try:
-        prepared_list = ServedList(np.array(table, np.int64), owned.tracks[group], group)
-    except OutOfBounds:
-        return "refused", False
-    assert prepared_list.count == sum(count for *_, count in table) < 10_000
-    resolved = prepared_list.resolve(np.arange(prepared_list.count, dtype=np.int32))
-    address, nbytes = descriptors(np.array(table, np.int64), np.arange(prepared_list.count))
-    assert np.array_equal(resolved.address, address)
-    assert np.array_equal(resolved.nbytes, nbytes)
-    for at, length, block in zip(address.tolist(), nbytes.tolist(), resolved.block.tolist(), strict=True):
-        assert 0 <= block < owned.manifest.num_blocks
-        owned.require_only(group, block, at, length)
-        begins = [(track.address + block * track.stride, track.span) for track in owned.tracks[group]]
-        assert any(begin <= at and at + length <= begin + span for begin, span in begins)
-    return "served", len(set(resolved.block.tolist())) > 1
 
 
 def random_run(choose, tracks):

@@ -42,7 +42,7 @@ class ChannelClosed(Exception):
     """The connection has ended. The text says why."""
 
 
-class Spans:
+class ByteRows:
     """Bytes of this process that are sent or filled in order. ``left``: how many bytes are left.
 
     Args:
@@ -71,21 +71,31 @@ class Spans:
             row[0] += row[1] - left
             row[1] = left
 
-    def cut(self, nbytes_max: int, before: Int64s | None = None, after: Int64s | None = None) -> "Spans":
-        """Take the next bytes, at most ``nbytes_max``, with a row around them; one system call takes the result."""
-        first = self._at
-        stop = min(int(self._ends.searchsorted(self._done + nbytes_max)) + 1, first + ROWS_AT_ONCE - 2, len(self._ends))
-        behind = int(self._ends[stop - 1]) - self._done
-        table = self._table[first:stop].copy()
-        table[-1, 1] -= max(0, behind - nbytes_max)
-        self.skip(min(behind, nbytes_max))
-        return Spans(np.concatenate([each for each in (before, table, after) if each is not None]), self._held)
+    def cut(self, nbytes_max: int, before: Int64s | None = None, after: Int64s | None = None) -> "ByteRows":
+        """Take the next bytes, at most ``nbytes_max``, for one system call.
+
+        ``before`` is a row that comes first, and ``after`` one that comes last if there are ``nbytes_max``.
+        """
+        if not self._done and self.left <= nbytes_max and len(self._ends) <= ROWS_AT_ONCE - 2:  # as in a small read
+            table, whole = self._table, self.left == nbytes_max
+            self.left = 0
+        else:
+            first = self._at
+            stop = int(self._ends.searchsorted(self._done + nbytes_max)) + 1
+            stop = min(stop, first + ROWS_AT_ONCE - 2, len(self._ends))
+            behind = int(self._ends[stop - 1]) - self._done
+            whole = behind >= nbytes_max
+            table = self._table[first:stop].copy()
+            table[-1, 1] -= max(0, behind - nbytes_max)
+            self.skip(min(behind, nbytes_max))
+        around = (before, table, after if whole else None)
+        return ByteRows(np.concatenate([each for each in around if each is not None]), self._held)
 
 
-def spans_of(*buffers: bytearray | memoryview | npt.NDArray[np.uint8]) -> Spans:
+def rows_of(*buffers: bytearray | memoryview | npt.NDArray[np.uint8]) -> ByteRows:
     """Return writable buffers as spans, which keep them alive."""
     arrays = [np.frombuffer(each, np.uint8) for each in buffers]
-    return Spans(np.array([(each.ctypes.data, each.nbytes) for each in arrays], np.int64), arrays)
+    return ByteRows(np.array([(each.ctypes.data, each.nbytes) for each in arrays], np.int64), arrays)
 
 
 class Stream(Protocol):
@@ -99,15 +109,15 @@ class Stream(Protocol):
         """Fill a buffer from the front, and return the number of bytes."""
         ...
 
-    def write(self, content: bytes | memoryview) -> int:
+    def write(self, content: bytes | bytearray | memoryview) -> int:
         """Take bytes from the front, and return their number. After 0, the next call begins with the same bytes."""
         ...
 
-    def receive(self, spans: Spans) -> int:
+    def receive(self, spans: ByteRows) -> int:
         """Fill the next bytes, skip them, and return their number."""
         ...
 
-    def send(self, spans: Spans) -> int:
+    def send(self, spans: ByteRows) -> int:
         """Take the next bytes, skip them, and return their number."""
         ...
 
@@ -145,17 +155,17 @@ class PlainStream:
         except OSError as error:
             return _would_block(error)
 
-    def write(self, content: bytes | memoryview) -> int:
+    def write(self, content: bytes | bytearray | memoryview) -> int:
         try:
             # Python ignores SIGPIPE, but the process that embeds us may have it again.
             return self._sock.send(content, socket.MSG_NOSIGNAL)
         except OSError as error:
             return _would_block(error)
 
-    def receive(self, spans: Spans) -> int:
+    def receive(self, spans: ByteRows) -> int:
         return self._move(_libc.recvmsg, spans)
 
-    def send(self, spans: Spans) -> int:
+    def send(self, spans: ByteRows) -> int:
         return self._move(_libc.sendmsg, spans)
 
     def await_bytes(self, nbytes: int) -> None:
@@ -167,7 +177,7 @@ class PlainStream:
     def close(self, *, reset: bool = False) -> None:
         close_socket(self._sock, reset=reset)
 
-    def _move(self, call: Callable[[int, int, int], int], spans: Spans) -> int:
+    def _move(self, call: Callable[[int, int, int], int], spans: ByteRows) -> int:
         table = spans.rows()
         self._message[2], self._message[3] = table.ctypes.data, len(table)
         nbytes = call(self._sock.fileno(), self._at, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
@@ -201,13 +211,13 @@ class TlsStream:
         except OSError as error:
             return _would_block(error)
 
-    def write(self, content: bytes | memoryview) -> int:
+    def write(self, content: bytes | bytearray | memoryview) -> int:
         try:
             return self._sock.send(memoryview(content)[:RECORD_BYTES])
         except OSError as error:
             return _would_block(error)
 
-    def receive(self, spans: Spans) -> int:
+    def receive(self, spans: ByteRows) -> int:
         done = 0
         try:
             for address, nbytes in spans.rows()[:64].tolist():
@@ -228,7 +238,7 @@ class TlsStream:
         spans.skip(done)
         return done
 
-    def send(self, spans: Spans) -> int:
+    def send(self, spans: ByteRows) -> int:
         done = 0
         while spans.left and done < TURN_BYTES:
             address, nbytes = spans.rows()[0].tolist()
@@ -252,7 +262,7 @@ class TlsStream:
     def close(self, *, reset: bool = False) -> None:
         close_socket(self._sock, reset=reset)
 
-    def _gathered(self, spans: Spans) -> memoryview:
+    def _gathered(self, spans: ByteRows) -> memoryview:
         """Copy the next bytes, so that one record has many rows."""
         filled = 0
         for address, nbytes in spans.rows().tolist():

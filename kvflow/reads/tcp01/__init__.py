@@ -1,1 +1,1 @@
-"""The TCP data plane: an exporter that serves blocks, and connections that read them."""
+"""The reader's side of the TCP data plane of the release before, for producers that publish no stretches."""

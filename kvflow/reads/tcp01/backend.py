@@ -13,42 +13,37 @@ is requested alone, so that the refusal fails only that read.
 
 import select
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from ipaddress import ip_address
 
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.addresses import PORT_MAX, host_and_port
+from kvflow.addresses import place_of
 from kvflow.config import TcpSettings
 from kvflow.errors import FailureCode
 from kvflow.ids import Credentials, PeerId
-from kvflow.layout.component import Region
 from kvflow.reads.backend import (
     Backend,
     BackendError,
     Cause,
     CheckedList,
     Chunk,
-    Envelope,
     PostedWork,
     Share,
-    seal,
     share_numbers,
-    unseal,
 )
 from kvflow.reads.bounds import Places
 from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, Serving
 from kvflow.reads.device import landing
+from kvflow.reads.staging import memory_at
+from kvflow.reads.tcp.connection import Told
+from kvflow.reads.tcp.stream import ChannelClosed
+from kvflow.reads.tcp.wire import BadFrame
 from kvflow.reads.tcp01 import wire
-from kvflow.reads.tcp01.answers import HostMemory
-from kvflow.reads.tcp01.channel import ChannelClosed
-from kvflow.reads.tcp01.connection import Known, Question, SourceConnection
-from kvflow.reads.tcp01.exporter import TcpExporter
+from kvflow.reads.tcp01.connection import Known, OldQuestion, OldSourceConnection
 
 NAME = "tcp"
 
@@ -61,7 +56,7 @@ READS_MAX = 1 << 17
 
 
 @dataclass(eq=False)
-class _Asked(PostedWork):
+class _OldAsked(PostedWork):
     """A chunk or slots that were requested from a peer."""
 
     missing: int = 0
@@ -72,7 +67,7 @@ class _Asked(PostedWork):
 
 
 @dataclass(slots=True, eq=False)
-class _PreparedList:
+class _OldPreparedList:
     """A prepared list."""
 
     known: Known
@@ -81,23 +76,23 @@ class _PreparedList:
 
 
 @dataclass(slots=True, eq=False)
-class _DialedPeer:
+class _OldDialedPeer:
     """A peer that we read from."""
 
     address: PeerAddress
     place: tuple[str, int]
     who: Credentials
-    connections: list[SourceConnection] = field(default_factory=list)
-    prepared_lists: dict[int, _PreparedList] = field(default_factory=dict)
+    connections: list[OldSourceConnection] = field(default_factory=list)
+    prepared_lists: dict[int, _OldPreparedList] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class _Wanted:
     """Descriptors that one request asks for. ``numbers``: uint16, the share of each; None if there is one share."""
 
-    asked: _Asked
-    peer: _DialedPeer
-    prepared_list: _PreparedList
+    asked: _OldAsked
+    peer: _OldDialedPeer
+    prepared_list: _OldPreparedList
     shares: Sequence[Share]
     numbers: npt.NDArray[np.uint16] | None
     source: npt.NDArray[np.int32]
@@ -112,87 +107,33 @@ class _Wanted:
         )
 
 
-class Told:
-    """Values of epoch slots that came with the chunks of reads, so that a fence needs no request."""
-
-    def __init__(self) -> None:
-        self._values: OrderedDict[int, int] = OrderedDict()
-
-    def note(self, share: Share, value: int) -> None:
-        """Record the value of a slot after a chunk was read. For several chunks of one read, keep the worst."""
-        epoch = share.lease.epoch
-        before = self._values.get(share.read_id, epoch)
-        worst = max(before, value)
-        self._values[share.read_id] = worst if worst > epoch else min(before, value)
-        if len(self._values) > READS_MAX:
-            self._values.popitem(last=False)
-
-    def verdicts(self, first: int, last: int, reads: Sequence[tuple[int, LeaseName]]) -> list[int]:
-        """Return and forget the reported values of slots ``first`` to ``last``, for reads whose fence is due."""
-        values = [0] * (last - first + 1)
-        for read_id, lease in reads:
-            value = self._values.pop(read_id, None)
-            if value is None:
-                raise BackendError(
-                    FailureCode.BOUNDS, f"no chunk of read {read_id} reported the lease in slot {lease.slot}"
-                )
-            values[lease.slot - first] = max(values[lease.slot - first], value)
-        return values
-
-
-class TcpBackend(Backend):
-    """Move bytes over TCP.
+class OldTcpBackend(Backend):
+    """Read from peers of the release before.
 
     Args:
-        agent_name: unique per incarnation.
         settings: settings of the plane.
-        regions: the cache.
-        epochs: our epoch table.
-        serving: what readers may get.
-        staging: staging memory, which only this worker writes.
-
-    Raises:
-        TransportUnavailable: the exporter cannot listen.
+        serving: gives the copies to and from device memory.
     """
 
-    def __init__(
-        self,
-        agent_name: str,
-        settings: TcpSettings,
-        regions: Sequence[Region],
-        epochs: Region,
-        serving: Serving,
-        *,
-        staging: Sequence[Region] = (),
-    ) -> None:
+    def __init__(self, settings: TcpSettings, serving: Serving, told: Told) -> None:
         self._settings = settings
-        self._memory = HostMemory([*regions, *staging])
         self._device_memory = serving.device_memory
-        self._peers: dict[PeerId, _DialedPeer] = {}
-        self._connections: dict[int, tuple[SourceConnection, _DialedPeer]] = {}
+        self._peers: dict[PeerId, _OldDialedPeer] = {}
+        self._connections: dict[int, tuple[OldSourceConnection, _OldDialedPeer]] = {}
         self._interest: dict[int, int] = {}
-        self._opening: dict[SourceConnection, float] = {}
-        self._told = Told()
+        self._opening: dict[OldSourceConnection, float] = {}
+        self._told = told
         self._refused: list[_Wanted] = []
-        self._exporter = TcpExporter(settings, regions, epochs, serving)
         self._epoll = select.epoll()
-        self.data_endpoint = self._exporter.endpoint
-        self.metadata = seal(Envelope(NAME, agent_name, b""))
 
     def fileno(self) -> int:
         """Return the epoll of all connections."""
         return self._epoll.fileno()
 
     def add(self, address: PeerAddress) -> Carrier:
-        """Prepare to dial a peer's exporter; its first read connects."""
-        try:
-            unseal(address.planes[NAME], transport=NAME, agent=address.agent)
-            place = _place(address.data_endpoint)
-        except ValueError as error:
-            raise BackendError(FailureCode.METADATA_INVALID, str(error)) from error
-        if not address.credentials.pass_:
-            raise BackendError(FailureCode.PLANE_UNFIT, "the producer has given us no pass for its TCP data plane")
-        peer = _DialedPeer(address, place, address.credentials)
+        """Prepare to dial the exporter of a peer that was checked; its first read connects."""
+        place = place_of(address.data_endpoint)
+        peer = _OldDialedPeer(address, place, address.credentials)
         try:
             self._open(peer)
         except ChannelClosed as error:
@@ -233,7 +174,7 @@ class TcpBackend(Backend):
             )
         frame = wire.encode_list(prepared_list.list_id, prepared_list.group, rows)
         known = Known(prepared_list.list_id, frame)
-        self._peers[prepared_list.peer].prepared_lists[prepared_list.list_id] = _PreparedList(
+        self._peers[prepared_list.peer].prepared_lists[prepared_list.list_id] = _OldPreparedList(
             known, Places(prepared.target), device
         )
 
@@ -244,7 +185,7 @@ class TcpBackend(Backend):
         prepared_list = peer.prepared_lists[portion.list_id]
         part = slice(chunk.first, chunk.stop)
         source, target, numbers = portion.source_index[part], portion.target_index[part], share_numbers(chunk)
-        asked = _Asked()
+        asked = _OldAsked()
         for part in _parts(len(source), numbers):
             shares, renumbered = _named(portion.shares, None if numbers is None else numbers[part])
             self._want(_Wanted(asked, peer, prepared_list, shares, renumbered, source[part], target[part]))
@@ -257,8 +198,10 @@ class TcpBackend(Backend):
         if fence:
             return self._told.verdicts(first, last, reads)
         slots = sorted({lease.slot for _, lease in reads})
-        asked = _Asked(missing=len(slots), values=[0] * (last - first + 1))
-        questions = [Question(wire.encode_epoch(slot), partial(self._on_value, asked, slot - first)) for slot in slots]
+        asked = _OldAsked(missing=len(slots), values=[0] * (last - first + 1))
+        questions = [
+            OldQuestion(wire.encode_epoch(slot), partial(self._on_value, asked, slot - first)) for slot in slots
+        ]
         self._ask(self._peers[peer_id], questions)
         return asked
 
@@ -280,7 +223,7 @@ class TcpBackend(Backend):
 
     def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
         """Return what has arrived."""
-        assert isinstance(posted, _Asked)
+        assert isinstance(posted, _OldAsked)
         if posted.missing:
             return None
         if posted.failure is not None:
@@ -293,17 +236,16 @@ class TcpBackend(Backend):
             self.remove(peer_id, gone=False)
 
     def close(self) -> None:
-        """Close every connection, then the exporter."""
+        """Close every connection."""
         self.reset()
         self._epoll.close()
-        self._exporter.close()
 
     def _want(self, wanted: _Wanted) -> None:
         """Request descriptors."""
         prepared_list = wanted.prepared_list
         leases = [share.lease for share in wanted.shares]
         starts, lengths = prepared_list.places.stretches(wanted.target)
-        question = Question(
+        question = OldQuestion(
             frame=wire.encode_read(prepared_list.known.number, leases, wanted.source, wanted.numbers),
             answered=partial(self._on_epochs, wanted),
             prepared_list=prepared_list.known,
@@ -311,7 +253,7 @@ class TcpBackend(Backend):
             nbytes=sum(lengths),
         )
         if prepared_list.device is None:
-            question.target = self._memory.stretches(starts, lengths)
+            question.target = [memory_at(at, nbytes).data for at, nbytes in zip(starts, lengths, strict=True)]
         else:
             assert self._device_memory is not None
             parts = list(zip(starts, lengths, strict=True))
@@ -337,12 +279,12 @@ class TcpBackend(Backend):
             asked.missing -= 1
             asked.refused[wanted.shares[0].read_id] = failure.reason
 
-    def _on_value(self, asked: _Asked, at: int, epochs: Sequence[int], failure: BackendError | None) -> None:
+    def _on_value(self, asked: _OldAsked, at: int, epochs: Sequence[int], failure: BackendError | None) -> None:
         asked.missing -= 1
         asked.failure = asked.failure or failure
         asked.values[at] = epochs[0] if epochs else 0
 
-    def _ask(self, peer: _DialedPeer, questions: Sequence[Question]) -> None:
+    def _ask(self, peer: _OldDialedPeer, questions: Sequence[OldQuestion]) -> None:
         """Send requests over the connection that owes the fewest bytes, or over a new one if allowed."""
         try:
             connection = min(peer.connections, key=lambda each: each.owed_bytes, default=None) or self._open(peer)
@@ -361,9 +303,9 @@ class TcpBackend(Backend):
         else:
             self._watch(connection)
 
-    def _open(self, peer: _DialedPeer) -> SourceConnection:
+    def _open(self, peer: _OldDialedPeer) -> OldSourceConnection:
         encrypted = self._settings.encryption == "tls"
-        connection = SourceConnection(peer.place, peer.who, encrypted=encrypted)
+        connection = OldSourceConnection(peer.place, peer.who, encrypted=encrypted)
         peer.connections.append(connection)
         self._connections[connection.descriptor] = (connection, peer)
         self._opening[connection] = time.monotonic() + OPENING_S_MAX
@@ -371,28 +313,28 @@ class TcpBackend(Backend):
         self._epoll.register(connection.descriptor, connection.interest)
         return connection
 
-    def _go_on(self, connection: SourceConnection) -> str | None:
+    def _go_on(self, connection: OldSourceConnection) -> str | None:
         """Advance a connection that is ready. Return why it has ended, if it has."""
         try:
             connection.on_ready()
         except ChannelClosed as error:
             return str(error)
-        except wire.BadFrame as error:
+        except BadFrame as error:
             return f"its TCP data plane breaks the protocol: {error}"
         if connection.open:
             self._opening.pop(connection, None)
         self._watch(connection)
         return None
 
-    def _watch(self, connection: SourceConnection) -> None:
+    def _watch(self, connection: OldSourceConnection) -> None:
         interest = connection.interest
         if self._interest[connection.descriptor] != interest:
             self._interest[connection.descriptor] = interest
             self._epoll.modify(connection.descriptor, interest)
 
-    def _end(self, ended: Mapping[SourceConnection, str], *, again: bool = True) -> None:
+    def _end(self, ended: Mapping[OldSourceConnection, str], *, again: bool = True) -> None:
         """Close all of these connections. Then repeat their requests where that is safe, and fail the others."""
-        repeated: list[tuple[_DialedPeer, Question]] = []
+        repeated: list[tuple[_OldDialedPeer, OldQuestion]] = []
         for connection, detail in ended.items():
             _, peer = self._connections.pop(connection.descriptor)
             del self._interest[connection.descriptor]
@@ -427,15 +369,3 @@ def _named(
         return shares, None
     found, renumbered = np.unique(numbers, return_inverse=True)
     return [shares[number] for number in found.tolist()], renumbered.astype(np.uint16) if len(found) > 1 else None
-
-
-def _place(endpoint: str) -> tuple[str, int]:
-    """Return host and port of an endpoint whose name has been resolved."""
-    try:
-        host, number = host_and_port(endpoint)
-        address = ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        number = 0
-    if not 1 <= number <= PORT_MAX:
-        raise ValueError(f"the peer serves TCP at no address: {endpoint!r}")
-    return str(address), number

@@ -24,7 +24,6 @@ import contextlib
 import errno
 import hashlib
 import itertools
-import os
 import socket
 import ssl
 import struct
@@ -32,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar, cast
 
 from kvflow.errors import ConfigInvalid
+from kvflow.reads.tcp.stream import ChannelClosed
 
 IOV_MAX = 1024  # most buffers of one system call: Linux, <linux/uio.h> UIO_MAXIOV
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER on, no seconds: close() sends RST instead of an orderly end
@@ -47,25 +47,7 @@ RECORD_TYPES = frozenset({20, 21, 22})  # change of cipher, alert, handshake: wh
 # Bytes that are encrypted or received at a time: many per system call, and few enough for a CPU cache.
 PART_BYTES = 256 << 10
 PARTS_MAX = 8  # per call, so that one busy connection does not keep its thread from the others
-FFDHE3072 = """\
------BEGIN DH PARAMETERS-----
-MIIBiAKCAYEA//////////+t+FRYortKmq/cViAnPTzx2LnFg84tNpWp4TZBFGQz
-+8yTnc4kmz75fS/jY2MMddj2gbICrsRhetPfHtXV/WVhJDP1H18GbtCFY2VVPe0a
-87VXE15/V8k1mE8McODmi3fipona8+/och3xWKE2rec1MKzKT0g6eXq8CrGCsyT7
-YdEIqUuyyOP7uWrat2DX9GgdT0Kj3jlN9K5W7edjcrsZCwenyO4KbXCeAvzhzffi
-7MA0BM0oNC9hkXL+nOmFg/+OTxIy7vKBg8P+OxtMb61zO7X8vC7CIAXFjvGDfRaD
-ssbzSibBsu/6iGtCOGEfz9zeNVs7ZRkDW7w09N75nAI4YbRvydbmyQd62R0mkff3
-7lmMsPrBhtkcrv4TCYUTknC0EwyTvEN5RPT9RFLi103TZPLiHnH1S/9croKrnJ32
-nuhtK8UiNjoNq8Uhl5sN6todv5pC1cRITgq80Gv6U93vPBsg7j/VnXwl5B0rZsYu
-N///////////AgEC
------END DH PARAMETERS-----
-"""  # RFC 7919, A.2; a public constant, not a secret
-
 Bytes = TypeVar("Bytes", memoryview, memoryview | bytes)
-
-
-class ChannelClosed(Exception):
-    """The connection has ended: closed, reset or broken. The text says which."""
 
 
 class ByteStream(Protocol):
@@ -184,12 +166,11 @@ class TlsChannel:
         ConfigInvalid: the local OpenSSL does not support it.
     """
 
-    def __init__(self, sock: socket.socket, *, server: bool) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
-        self._server = server
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()  # encrypted bytes
-        self._tls = _context(server=server).wrap_bio(self._incoming, self._outgoing, server_side=server)
+        self._tls = _context().wrap_bio(self._incoming, self._outgoing)
         self._unsent = memoryview(b"")  # encrypted
         self._scratch = memoryview(bytearray(PART_BYTES))
         self._record = bytearray()  # of the handshake: the one that is being received
@@ -295,7 +276,7 @@ class TlsChannel:
             unique = self._tls.get_channel_binding("tls-unique")
             if self._tls.session_reused or not unique:
                 raise ChannelClosed("the other side resumed a TLS session; kvflow requires a full handshake")
-            ends = (self._received, self._sent) if self._server else (self._sent, self._received)
+            ends = (self._sent, self._received)
             self._binding = hashlib.sha256(b"".join([unique, *(end.digest() for end in ends)])).digest()
         return done
 
@@ -348,22 +329,6 @@ class TlsChannel:
                 return False
             self._unsent = self._unsent[nbytes:]
         return True
-
-
-def check_tls() -> None:
-    """Check that the local OpenSSL supports what ``TlsChannel`` needs, by a handshake. Raises ``ConfigInvalid``."""
-    pair = socket.socketpair()
-    try:
-        client, server = TlsChannel(pair[0], server=False), TlsChannel(pair[1], server=True)
-        for _ in range(8):  # a handshake takes three turns
-            if all([client.handshake(), server.handshake()]):
-                return
-        raise _unable("the handshake does not end")
-    except ChannelClosed as error:
-        raise _unable(str(error)) from error
-    finally:
-        for sock in pair:
-            sock.close()
 
 
 def receive_some(sock: socket.socket, buffers: Sequence[memoryview]) -> int:
@@ -445,33 +410,18 @@ def _failed(error: ssl.SSLError) -> ChannelClosed:
     return ChannelClosed(f"TLS failed: {(error.reason or str(error)).replace('_', ' ').lower()}")
 
 
-def _context(*, server: bool) -> ssl.SSLContext:
+def _context() -> ssl.SSLContext:
     """Return a new context per connection, so that no session outlives it. It takes 0.2 ms. Raises: ConfigInvalid."""
     try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE  # there is none
         context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
         context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET | ssl.OP_NO_COMPRESSION
         context.set_ciphers(CIPHER)
-        if server:
-            _load_group(context)
     except (OSError, ValueError) as error:  # SSLError is an OSError
         raise _unable(str(error)) from error
     return context
-
-
-def _load_group(context: ssl.SSLContext) -> None:
-    """Load ffdhe3072 through a pipe, because OpenSSL needs a file and a container may have no writable one."""
-    reader, writer = os.pipe()
-    try:
-        try:
-            os.write(writer, FFDHE3072.encode())  # a pipe takes 4096 bytes at least without a reader
-        finally:
-            os.close(writer)
-        context.load_dh_params(f"/dev/fd/{reader}")
-    finally:
-        os.close(reader)
 
 
 def _unable(reason: str) -> ConfigInvalid:

@@ -17,8 +17,10 @@ from kvflow.errors import ConfigInvalid, FailureCode
 from kvflow.ids import Credentials
 from kvflow.reads.backend import BackendError
 from kvflow.reads.contract import LeaseName
+from kvflow.reads.tcp.stream import ChannelClosed
+from kvflow.reads.tcp.wire import BadFrame
 from kvflow.reads.tcp01 import wire
-from kvflow.reads.tcp01.channel import ByteStream, ChannelClosed, PlainChannel, TlsChannel
+from kvflow.reads.tcp01.channel import ByteStream, PlainChannel, TlsChannel
 
 _AT_ONCE_BYTES = 1 << 20
 """Bytes that one call receives, and that are worth a wake-up while more will come: 0.3 ms of copying."""
@@ -39,7 +41,7 @@ class Known:
 
 
 @dataclass(slots=True, eq=False)
-class Question:
+class OldQuestion:
     """One request, and the place of its answer.
 
     Attributes:
@@ -61,7 +63,7 @@ class Question:
     repeated: bool = False
 
 
-class SourceConnection:
+class OldSourceConnection:
     """A connection that is being opened, or is open.
 
     Args:
@@ -78,12 +80,12 @@ class SourceConnection:
     """
 
     def __init__(self, address: tuple[str, int], who: Credentials, *, encrypted: bool) -> None:
-        self.owed: deque[Question] = deque()
+        self.owed: deque[OldQuestion] = deque()
         self.owed_bytes = 0
         self.open = False
         self._who = who
         self._encrypted = encrypted
-        self._unsent: deque[Question] = deque()
+        self._unsent: deque[OldQuestion] = deque()
         self._sending: deque[memoryview] = deque()
         self._known: set[int] = set()
         self._nonce = secrets.token_bytes(wire.NONCE_BYTES)
@@ -105,7 +107,7 @@ class SourceConnection:
         writes = self._channel is None or self._sending or self._channel.wants_write
         return select.EPOLLIN | (select.EPOLLOUT if writes else 0)
 
-    def ask(self, questions: Sequence[Question]) -> None:
+    def ask(self, questions: Sequence[OldQuestion]) -> None:
         """Send requests, at once if the socket has room.
 
         Raises:
@@ -135,7 +137,7 @@ class SourceConnection:
         self._send()
         self._receive(self._channel)
 
-    def close(self) -> list[Question]:
+    def close(self) -> list[OldQuestion]:
         """Close it; then nothing is written to memory.
 
         Returns:
@@ -160,7 +162,7 @@ class SourceConnection:
         except OSError:
             return None  # not yet
         try:
-            return TlsChannel(self._sock, server=False) if self._encrypted else PlainChannel(self._sock)
+            return TlsChannel(self._sock) if self._encrypted else PlainChannel(self._sock)
         except ConfigInvalid as error:
             raise ChannelClosed(str(error)) from error
 
@@ -237,7 +239,7 @@ class SourceConnection:
 
     def _on_welcome(self) -> None:
         if not hmac.compare_digest(self._expected, bytes(self._head)):
-            raise wire.BadFrame(
+            raise BadFrame(
                 "it does not accept our pass" if not any(self._head) else "it has not proven that it is the producer"
             )
         self.open = True
@@ -248,14 +250,14 @@ class SourceConnection:
         """Receive the rest of an answer into its target."""
         status, zero, leases, rest, nbytes = wire.ANSWER.unpack(self._head)
         if not self.owed or zero or rest:
-            raise wire.BadFrame("an answer to no question")
+            raise BadFrame("an answer to no question")
         question = self.owed[0]
         if status == wire.REFUSED and 0 < nbytes <= wire.DETAIL_BYTES_MAX:
             self._expect_head(nbytes, self._on_refusal)
             return
         held = status == wire.DONE and nbytes == question.nbytes
         if leases != len(question.leases) or not (held or (status == wire.NOT_HELD and leases and not nbytes)):
-            raise wire.BadFrame(f"an answer of kind {status} with {nbytes} bytes to a request for {question.nbytes}")
+            raise BadFrame(f"an answer of kind {status} with {nbytes} bytes to a request for {question.nbytes}")
         epochs = bytearray((leases or 1) * wire.EPOCH_VALUE.size)
         self._head = epochs
         if held and question.landing is not None:
@@ -280,7 +282,7 @@ class SourceConnection:
         epochs = memoryview(self._head).cast("Q").tolist()
         for lease, value in zip(self.owed[0].leases, epochs, strict=True):
             if value == lease.epoch:  # otherwise the bytes would count as the lease's
-                raise wire.BadFrame(f"it sends nothing although the lease in slot {lease.slot} is held")
+                raise BadFrame(f"it sends nothing although the lease in slot {lease.slot} is held")
         self._answered(epochs, None)
 
     def _on_refusal(self) -> None:

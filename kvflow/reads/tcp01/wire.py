@@ -31,13 +31,13 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvflow.ids import Credentials
 from kvflow.reads.contract import LeaseName
+from kvflow.reads.tcp.wire import BadFrame
 
 MAGIC = b"kvftcp01"
 NONCE_BYTES = 32
@@ -80,43 +80,6 @@ HELLO_BYTES = _HELLO.size
 """The fixed part of a hello; the engine's name follows."""
 
 
-class BadFrame(ValueError):
-    """The received bytes are not a valid frame of this protocol. The connection ends."""
-
-
-class Introduction(NamedTuple):
-    """What a reader says about itself. Its engine's name follows, ``engine_bytes`` long."""
-
-    nonce: bytes
-    public_key: str
-    incarnation: str
-    rank: int
-    engine_bytes: int
-    proof: bytes
-
-
-class RequestHeader(NamedTuple):
-    """The header of a request, within its bounds.
-
-    Attributes:
-        few: the group of a prepared list, or the number of leases of a read.
-        number: number of a prepared list, or a slot.
-        units: rows or descriptors.
-        nbytes: bytes of the body.
-    """
-
-    kind: int
-    few: int
-    number: int
-    units: int
-    nbytes: int
-
-
-def greeting(nonce: bytes) -> bytes:
-    """Return the exporter's greeting."""
-    return MAGIC + nonce
-
-
 def nonce_of(greeting: bytes) -> bytes:
     """Return the nonce of a greeting. Raises: BadFrame."""
     if not greeting.startswith(MAGIC):
@@ -140,14 +103,6 @@ def encode_hello(who: Credentials, exporter_nonce: bytes, nonce: bytes, binding:
     proof = proof_of_reader(who.pass_, exporter_nonce, nonce, binding)
     key, incarnation = bytes.fromhex(who.public_key), bytes.fromhex(who.incarnation)
     return _HELLO.pack(MAGIC, nonce, key, incarnation, who.rank, len(engine), proof) + engine
-
-
-def decode_hello(frame: bytes) -> Introduction:
-    """Return the fixed part of a hello. Raises: BadFrame."""
-    magic, nonce, key, incarnation, rank, engine_bytes, proof = _HELLO.unpack(frame)
-    if magic != MAGIC or not 1 <= engine_bytes <= ENGINE_BYTES_MAX:
-        raise BadFrame(f"the reader's greeting is {magic!r}, with a name of {engine_bytes} bytes")
-    return Introduction(nonce, key.hex(), incarnation.hex(), rank, engine_bytes, proof)
 
 
 def encode_list(number: int, group: int, rows: npt.NDArray[np.int64]) -> bytes:
@@ -175,49 +130,6 @@ def encode_read(
 def encode_epoch(slot: int) -> bytes:
     """Return the request for the value of a slot."""
     return HEADER.pack(EPOCH, 0, 0, slot, 0, 0)
-
-
-def decode_request(header: bytes) -> RequestHeader:
-    """Return the header of a request after checking each number. Raises ``BadFrame``; no memory was allocated."""
-    kind, zero, few, number, count, nbytes = HEADER.unpack(header)
-    request = RequestHeader(kind, few, number, count, nbytes)
-    if kind == PROGRAM:
-        fits = 1 <= count <= ROWS_MAX and nbytes == count * ROW_BYTES
-    elif kind == READ:
-        per_descriptor = 6 if few > 1 else 4
-        fits = 1 <= few <= LEASES_MAX and 1 <= count <= DESCRIPTORS_MAX
-        fits = fits and nbytes == few * LEASE.size + count * per_descriptor
-    else:
-        fits = kind == EPOCH and few == count == nbytes == 0
-    if zero or not fits:
-        raise BadFrame(f"a request is out of bounds: {request}")
-    return request
-
-
-def decode_rows(body: bytes) -> npt.NDArray[np.int64]:
-    """Return the rows of a prepared list."""
-    rows: npt.NDArray[np.int64] = np.frombuffer(body, "<i8").reshape(-1, 5).astype(np.int64)
-    return rows
-
-
-def decode_read(
-    request: RequestHeader, body: bytes
-) -> tuple[list[tuple[int, int, bytes]], npt.NDArray[np.int32], npt.NDArray[np.uint16] | None]:
-    """Return slots, epochs and MACs of a read's leases, its descriptors, and the lease of each. Raises ``BadFrame``."""
-    leases = [LEASE.unpack_from(body, at * LEASE.size) for at in range(request.few)]
-    at = request.few * LEASE.size
-    index = np.frombuffer(body, "<i4", request.units, at)
-    if request.few == 1:
-        return leases, index, None
-    lease_of = np.frombuffer(body, "<u2", request.units, at + index.nbytes)
-    if int(lease_of.max()) >= request.few:
-        raise BadFrame(f"a descriptor belongs to lease {int(lease_of.max())} of {request.few}")
-    return leases, index, lease_of
-
-
-def decode_few(request: RequestHeader, body: bytes) -> tuple[int, ...]:
-    """Return the descriptor numbers of a read that names one lease."""
-    return struct.unpack_from(f"<{request.units}i", body, LEASE.size)
 
 
 def _proof(secret: bytes, role: bytes, exporter_nonce: bytes, reader_nonce: bytes, binding: bytes) -> bytes:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvflow.reads.tcp import stream as module
-from kvflow.reads.tcp.stream import ChannelClosed, PlainStream, Spans, prepare_socket, spans_of
+from kvflow.reads.tcp.stream import ByteRows, ChannelClosed, PlainStream, prepare_socket, rows_of
 
 PATIENCE_MS = 60_000
 
@@ -53,7 +53,7 @@ def test_rows_arrive_in_the_rows_of_the_other_side(pair, seed):
     count = choose.choice((1, 4097, 3 << 20))
     source, target = np.random.default_rng(seed).integers(0, 256, count, np.uint8), np.zeros(count, np.uint8)
     tables = [rows_in(memory, choose, count) for memory in (source, target)]
-    sending, filling = (Spans(table.copy()) for table in tables)
+    sending, filling = (ByteRows(table.copy()) for table in tables)
     while filling.left:
         if not (sending.left and near.send(sending)) and not far.receive(filling):
             wait(far, select.POLLIN)
@@ -66,11 +66,11 @@ def test_cuts_take_every_byte_once_and_in_order(seed):
     choose = random.Random(seed)
     memory = np.random.default_rng(seed).integers(0, 256, 40_000, np.uint8)
     table = rows_in(memory, choose, len(memory))
-    whole, spans, found = content_of(table.tolist()), Spans(table.copy()), b""
+    whole, spans, found = content_of(table.tolist()), ByteRows(table.copy()), b""
     head = bytearray(b"head")
     while spans.left:
         most = choose.randrange(1, 9000)
-        before = choose.choice((None, spans_of(head).rows()))
+        before = choose.choice((None, rows_of(head).rows()))
         piece = spans.cut(most, before)
         assert len(piece.rows()) <= module.ROWS_AT_ONCE
         taken = content_of(piece.rows().tolist())
@@ -81,9 +81,9 @@ def test_cuts_take_every_byte_once_and_in_order(seed):
 
 def test_what_cannot_go_on_returns_0(pair):
     near, far = pair
-    assert far.read(memoryview(bytearray(9))) == far.receive(spans_of(bytearray(9))) == 0
-    big = spans_of(bytearray(1 << 20))
-    while near.send(big) if big.left else (big := spans_of(bytearray(1 << 20))):
+    assert far.read(memoryview(bytearray(9))) == far.receive(rows_of(bytearray(9))) == 0
+    big = rows_of(bytearray(1 << 20))
+    while near.send(big) if big.left else (big := rows_of(bytearray(1 << 20))):
         pass
     assert near.write(b"more") == 0
 
@@ -105,7 +105,7 @@ def test_the_end_of_the_other_side_closes_the_stream(pair, call, reset):
     wait(far, select.POLLIN)
     into = bytearray(4)
     with pytest.raises(ChannelClosed, match="the other side has " + ("reset" if reset else "closed")):
-        getattr(far, call)(memoryview(into) if call == "read" else spans_of(into))
+        getattr(far, call)(memoryview(into) if call == "read" else rows_of(into))
     near.close()
     with pytest.raises(ChannelClosed, match="this side has closed"):
         near.write(b"a")

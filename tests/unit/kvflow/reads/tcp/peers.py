@@ -1,8 +1,7 @@
 """Both ends of the TCP data plane by hand: a producer with leases, and a reader that says what the test wants."""
 
+import queue
 import select
-import socket
-import struct
 import time
 from contextlib import suppress
 from itertools import count
@@ -16,10 +15,13 @@ from kvflow.layout.tracks import Track
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, Envelope, Portion, Share, seal
 from kvflow.reads.bounds import check_rows
 from kvflow.reads.contract import LeaseName, PeerAddress, PreparedList, Serving
-from kvflow.reads.tcp01 import wire
-from kvflow.reads.tcp01.backend import TcpBackend
-from kvflow.reads.tcp01.channel import ChannelClosed, PlainChannel, TlsChannel
-from kvflow.reads.tcp01.exporter import TcpExporter
+from kvflow.reads.tcp import wire
+from kvflow.reads.tcp.access import Access
+from kvflow.reads.tcp.backend import TcpBackend
+from kvflow.reads.tcp.certificates import draw_identity
+from kvflow.reads.tcp.exporter import TcpExporter
+from kvflow.reads.tcp.opening import Opening
+from kvflow.reads.tcp.stream import ChannelClosed
 
 KEY = b"k" * 32
 PATIENCE_MS = 60_000
@@ -31,13 +33,21 @@ def region_of(array):
     return Region(array.ctypes.data, array.nbytes)
 
 
-def settings(*, encryption="off", connections=2):
+def settings(*, encryption="off", connections=2, handshake_s=5.0):
     anywhere = "tcp://127.0.0.1:0"
-    return TcpSettings(bind=anywhere, advertise=anywhere, connections=connections, encryption=encryption)
+    return TcpSettings(
+        bind=anywhere, advertise=anywhere, connections=connections, encryption=encryption, handshake_s=handshake_s
+    )
 
 
-def credentials(*, name="reader", key="ab" * 32, rank=0, incarnation="1" * 32, pass_key=KEY):
-    return Credentials(key, name, rank, incarnation, pass_of(pass_key, key, name, rank, incarnation))
+def credentials(*, name="reader", key="ab" * 32, rank=0, incarnation="1" * 32, ours=b"", theirs=b""):
+    """What a reader presents; ``ours`` and ``theirs`` are certificates."""
+    pass_ = pass_of(KEY, key, name, rank, incarnation, certificate=ours)
+    return Credentials(key, name, rank, incarnation, pass_, theirs)
+
+
+def certificate_of(identity):
+    return b"" if identity is None else identity.certificate
 
 
 class Leases:
@@ -51,6 +61,7 @@ class Leases:
         self.epochs = np.full(SLOTS, EPOCH, np.uint64)
         self.held = {}
         self.barred = set()
+        self.macs = None
         self.before_answer = lambda: None
 
     def lease(self, slot, *blocks):
@@ -70,31 +81,36 @@ class Leases:
         self.before_answer()
         return found
 
-    @property
-    def regions(self):
-        return [region_of(self.cache)]
+    def vouches(self, slot, epoch, mac):
+        self.vouched.append(mac)
+        return (slot, epoch) in self.held and mac == self.macs
 
     @property
     def serving(self):
         nbytes, blocks = self.block_bytes, self.num_blocks
-        tracks = [(Track(each.ctypes.data, nbytes, nbytes, blocks),) for each in self.cache]
+        tracks = tuple((Track(each.ctypes.data, nbytes, nbytes, blocks),) for each in self.cache)
         admits, differ = (lambda key: key not in self.barred), self.keys_differ
-        return Serving(tuple(tracks), self.blocks_of, admits, KEY, keys_differ=differ)
+        self.vouched = []
+        vouches = None if self.macs is None else self.vouches
+        return Serving(tracks, self.blocks_of, admits, KEY, vouches, keys_differ=differ)
 
     def rows(self, group=0):
         return np.array([[self.cache[group].ctypes.data, self.block_bytes, 0, self.block_bytes, self.num_blocks]])
 
 
 class Producer(Leases):
-    """Leases, and an exporter that serves them."""
+    """Leases, and an exporter that serves them; ``macs``: the MAC of each ticket, None if readers need none."""
 
-    def __init__(self, encryption="off", **cache):
+    def __init__(self, encryption="off", *, macs=None, **cache):
         super().__init__(**cache)
-        self.encryption = encryption
-        self.exporter = TcpExporter(settings(encryption=encryption), self.regions, region_of(self.epochs), self.serving)
+        self.macs = macs
+        self.identity = draw_identity() if encryption == "tls" else None
+        self.exporter = TcpExporter(
+            settings(encryption=encryption), region_of(self.epochs), self.serving, self.identity
+        )
         host, port = self.exporter.endpoint.removeprefix("tcp://").split(":")
-        self.address = (host, int(port))
-        self._sockets = []
+        self.place = (host, int(port))
+        self._readers = []
 
     @property
     def sender(self):
@@ -107,49 +123,41 @@ class Producer(Leases):
     def put_away(self):
         """Close it and every reader that it has made."""
         self.close()
-        for sock in self._sockets:
-            sock.close()
+        for reader in self._readers:
+            reader.close()
 
-    def stranger(self, *, receive_bytes=None):
-        """Return a socket that is connected."""
-        sock = socket.socket()
-        self._sockets.append(sock)
-        if receive_bytes:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        sock.settimeout(PATIENCE_MS / 1e3)
-        sock.connect(self.address)
-        return sock
-
-    def visitor(self, **options):
-        """Return a reader that has said nothing."""
-        return Reader(self.stranger(**options), encrypted=self.encryption == "tls")
-
-    def reader(self, who=None, **options):
-        """Return a reader that was let in, and has told of both groups as prepared lists 0 and 1."""
-        reader = self.visitor(**options)
-        reader.open(who or credentials())
-        for group in range(2):
-            reader.say(wire.encode_list(group, group, self.rows(group)))
-        return reader
+    def reader(self, **who):
+        """Return a reader that was let in."""
+        ours = None if self.identity is None else draw_identity()
+        who = credentials(ours=certificate_of(ours), theirs=certificate_of(self.identity), **who)
+        opening = Opening(self.place, who, ours, time.monotonic() + PATIENCE_MS / 1e3)
+        poll = select.poll()
+        poll.register(opening.fileno(), select.POLLIN)
+        try:
+            while (stream := opening.advance()) is None:
+                poll.poll(50)
+        finally:
+            opening.close()
+        self._readers.append(Reader(stream))
+        return self._readers[-1]
 
 
 class Reader:
     """One connection, which says and hears bytes, and waits for them."""
 
-    def __init__(self, sock, *, encrypted=False, server=False, pump=None):
-        self.channel = TlsChannel(sock, server=server) if encrypted else PlainChannel(sock)
+    def __init__(self, stream, pump=None):
+        self.stream = stream
         self._pump = pump
         self._poll = select.poll()
-        self._poll.register(self.channel.fileno(), select.POLLIN)
-        self._wait_until(self.channel.handshake)
+        self._poll.register(stream.fileno(), select.POLLIN)
 
     def say(self, *frames):
         """Send all of it."""
         left = memoryview(b"".join(frames))
-        while left or self.channel.wants_write:
-            count = self.channel.send([left])
+        while left:
+            count = self.stream.write(left)
             left = left[count:]
-            if not count and (left or self.channel.wants_write):
+            if not count:
                 self._wait(select.POLLOUT)
 
     def hear(self, nbytes):
@@ -157,58 +165,50 @@ class Reader:
         heard = bytearray(nbytes)
         left = memoryview(heard)
         while left:
-            count = self.channel.receive([left])
+            count = self.stream.read(left)
             left = left[count:]
             if not count:
                 self._wait(select.POLLIN)
         return bytes(heard)
 
-    def open(self, who):
-        """Prove who we are, and return whether the exporter has proven that it knows us."""
-        theirs = wire.nonce_of(self.hear(wire.GREETING_BYTES))
-        ours = b"n" * wire.NONCE_BYTES
-        nonces = (theirs, ours, self.channel.binding())
-        self.say(wire.encode_hello(who, *nonces))
-        return self.hear(wire.WELCOME_BYTES) == wire.proof_of_exporter(who.pass_, *nonces)
-
     def answer(self):
-        """Receive one answer: its status, its bytes, and the epochs at its end."""
-        status, _, leases, _, nbytes = wire.ANSWER.unpack(self.hear(wire.ANSWER.size))
-        data = self.hear(nbytes)
-        return status, data, list(struct.unpack(f"<{leases}Q", self.hear(8 * leases)))
+        """Receive one answer: the kind of its end, all of its bytes, and the value or text at its end."""
+        data = b""
+        while True:
+            kind, *zeros, value = wire.ANSWER.unpack(self.hear(wire.ANSWER.size))
+            assert zeros == [0, 0, 0]
+            if kind == wire.REFUSED:
+                return kind, data, self.hear(value).decode()
+            if kind != wire.PIECE:
+                return kind, data, value
+            data += self.hear(value)
+
+    def read(self, slot, epoch, *runs, group=0, mac=b""):
+        """Show a lease, and ask for runs of it."""
+        self.say(wire.encode_lease(slot, epoch, mac), wire.encode_read(group, slot, epoch, runs))
+        return self.answer()
 
     def epoch(self, slot=0):
         """Ask for the value of a slot."""
         self.say(wire.encode_epoch(slot))
-        status, data, _ = self.answer()
-        assert status == wire.DONE
-        return int.from_bytes(data, "little")
+        kind, data, value = self.answer()
+        assert (kind, data) == (wire.DONE, b"")
+        return value
 
     def ended(self):
         """Wait until the other end has closed the connection, after what it had said."""
-        self.hear_all()
-        return True
-
-    def hear_all(self):
-        """Receive everything until the other end has closed the connection."""
-        heard, part = bytearray(), memoryview(bytearray(1 << 16))
+        part = memoryview(bytearray(1 << 16))
         with suppress(ChannelClosed):
             while True:
-                if count := self.channel.receive([part]):
-                    heard += part[:count]
-                else:
+                if not self.stream.read(part):
                     self._wait(select.POLLIN)
-        return bytes(heard)
+        return True
 
     def close(self):
-        self.channel.close(reset=True)
-
-    def _wait_until(self, done):
-        while not done():
-            self._wait(select.POLLIN | (select.POLLOUT if self.channel.wants_write else 0))
+        self.stream.close(reset=True)
 
     def _wait(self, events):
-        self._poll.modify(self.channel.fileno(), events)
+        self._poll.modify(self.stream.fileno(), events)
         wait_for(self._poll, self._pump)
 
 
@@ -221,10 +221,9 @@ def wait_for(poll, pump):
         pump()
 
 
-def read_frame(prepared_list, leases, blocks, owners=None):
-    """Return a request for blocks; each lease is a slot and an epoch."""
-    lease_of = None if owners is None else np.array(owners, np.uint16)
-    return wire.encode_read(prepared_list, [_Named(*lease) for lease in leases], np.array(blocks, np.int32), lease_of)
+def block(number, count=1, *, stretch=0, offset=0, nbytes=512, stride=0, times=1):
+    """Return a run: by default of one whole block."""
+    return stretch, number, count, offset, nbytes, stride, times
 
 
 class Consumer:
@@ -235,13 +234,23 @@ class Consumer:
         self.settings = settings(**options)
         region = region_of(self.target)
         self.backend = TcpBackend("consumer", self.settings, [region], region, Leases().serving)
+        self.identity = self.backend._identity
         self._reads = count(1)
 
-    def add(self, endpoint, *, number=0, who=None):
-        """Add the producer at an endpoint, and return who it is."""
+    def add(self, endpoint, leases, *, number=0, certificate=b"", blob=None):
+        """Add the producer of these leases at an endpoint, and return who it is."""
         peer = PeerId("producer", number, "0" * 32, "tcp://127.0.0.1:1", "")
-        planes = {"tcp": seal(Envelope("tcp", "producer", b""))}
-        self.backend.add(PeerAddress(peer, planes, Region(8, 8), None, endpoint, who or credentials()))
+        blob = wire.encode_layout(leases.serving.tracks) if blob is None else blob
+        who = credentials(ours=certificate_of(self.identity), theirs=certificate)
+        planes = {"tcp": seal(Envelope("tcp", "producer", blob))}
+        self.backend.add(PeerAddress(peer, planes, Region(8, 8), None, endpoint, who))
+        return peer
+
+    def join(self, producer, **options):
+        """Add a producer, and prepare list 1 of all blocks of its group 0."""
+        certificate = certificate_of(producer.identity)
+        peer = self.add(producer.exporter.endpoint, producer, certificate=certificate, **options)
+        self.prepare(peer, producer.rows())
         return peer
 
     def prepare(self, peer, source_rows, target_rows=None, *, list_id=1, group=0):
@@ -275,15 +284,16 @@ class Consumer:
         reads = [(next(self._reads), LeaseName(slot, EPOCH)) for slot in slots]
         return self.backend.post_check(peer, first, last, reads, fence=False)
 
-    def wait(self, posted):
-        """Drive the backend until a post is over."""
+    def wait(self, *all_posted):
+        """Drive the backend until posts are over, and return the value of the last."""
         poll = select.poll()
         poll.register(self.backend.fileno(), select.POLLIN)
         until = time.monotonic() + PATIENCE_MS / 1e3
-        while (value := self.backend.poll(posted)) is None:
-            assert time.monotonic() < until, "the other end does not go on"
-            poll.poll(100)
-            self.backend.progress()
+        for posted in all_posted:
+            while (value := self.backend.poll(posted)) is None:
+                assert time.monotonic() < until, "the other end does not go on"
+                poll.poll(100)
+                self.backend.progress()
         return value
 
     def failure(self, posted):
@@ -299,58 +309,47 @@ class Consumer:
         self.backend.close()
 
 
-class ScriptedExporter:
-    """What a consumer dials, and says what the test wants."""
+class ScriptedExporter(Leases):
+    """What a consumer dials, and what says to a reader that is in what the test wants."""
 
-    def __init__(self, consumer):
+    def __init__(self, consumer, **cache):
+        super().__init__(**cache)
         self._consumer = consumer
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._poll = select.poll()
-        self._poll.register(self._listener, select.POLLIN)
+        self.identity = None if consumer.identity is None else draw_identity()
+        self._members = queue.SimpleQueue()
+        self._access = Access(consumer.settings, self.serving, self.identity, self._members.put)
+        self._access.start()
+        self.endpoint = self._access.endpoint
         self._accepted = []
-        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-
-    def accept(self):
-        """Wait for the next connection, of which nothing has been said."""
-        wait_for(self._poll, self._consumer.backend.progress)
-        sock, _ = self._listener.accept()
-        encrypted = self._consumer.settings.encryption == "tls"
-        self._accepted.append(sock)
-        return Reader(sock, encrypted=encrypted, server=True, pump=self._consumer.backend.progress)
+        self.exporter = self
 
     def open(self):
-        """Wait for the next connection, and let it in."""
-        reader = self.accept()
-        self.prove(reader)
-        return reader
-
-    def prove(self, reader, pass_=None):
-        """Greet, hear the hello, and prove that we know the pass."""
-        ours = b"t" * wire.NONCE_BYTES
-        reader.say(wire.greeting(ours))
-        hello = wire.decode_hello(reader.hear(wire.HELLO_BYTES))
-        name = reader.hear(hello.engine_bytes).decode()
-        known = pass_of(KEY, hello.public_key, name, hello.rank, hello.incarnation)
-        nonces = (ours, hello.nonce, reader.channel.binding())
-        assert hello.proof == wire.proof_of_reader(known, *nonces)
-        reader.say(wire.proof_of_exporter(known if pass_ is None else pass_, *nonces))
+        """Wait for the next connection that is let in."""
+        until = time.monotonic() + PATIENCE_MS / 1e3
+        while self._members.empty():
+            assert time.monotonic() < until, "nobody has come"
+            self._consumer.backend.progress()
+        member = self._members.get()
+        self._accepted.append(member)
+        return Reader(member.stream, pump=self._consumer.backend.progress)
 
     def request(self, reader):
-        """Hear one request and its body."""
-        request = wire.decode_request(reader.hear(wire.HEADER.size))
-        return request, reader.hear(request.nbytes)
+        """Hear one request that is not LEASE, and its body."""
+        while True:
+            request = wire.decode_request(reader.hear(wire.REQUEST.size))
+            body = reader.hear(request.nbytes)
+            if request.kind != wire.LEASE:
+                return request, body
 
     def close(self):
-        self._listener.close()
-        for sock in self._accepted:
-            sock.close()
+        self._access.close()
+        for member in self._accepted:
+            member.stream.close(reset=True)
 
 
-def done(data, *epochs):
-    """Return an answer with bytes."""
-    return wire.ANSWER.pack(wire.DONE, 0, len(epochs), 0, len(data)) + data + struct.pack(f"<{len(epochs)}Q", *epochs)
+def frame(kind, value):
+    return wire.ANSWER.pack(kind, 0, 0, 0, value)
 
 
-class _Named:
-    def __init__(self, slot, epoch, mac=b""):
-        self.slot, self.epoch, self.mac = slot, epoch, mac
+def piece(data):
+    return frame(wire.PIECE, len(data)) + data

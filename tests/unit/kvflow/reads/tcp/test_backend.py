@@ -1,0 +1,448 @@
+"""The reader's side: what it asks for, what it believes, and what becomes of requests whose connection ends."""
+
+import select
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvflow.errors import FailureCode
+from kvflow.ids import Credentials
+from kvflow.layout.component import Region
+from kvflow.reads.backend import BackendError, Envelope, seal
+from kvflow.reads.bounds import OutOfBounds
+from kvflow.reads.contract import PeerAddress
+from kvflow.reads.tcp import connection as module
+from kvflow.reads.tcp import wire
+from kvflow.reads.tcp.connection import Told
+from kvflow.reads.tcp01.backend import OldTcpBackend
+from tests.unit.kvflow.reads.tcp.peers import (
+    EPOCH,
+    Consumer,
+    Leases,
+    Producer,
+    ScriptedExporter,
+    block,
+    certificate_of,
+    frame,
+    piece,
+)
+
+HELD = EPOCH + 1
+WANTED = bytes(range(1, 129)) * 4
+
+
+@pytest.fixture
+def consume():
+    made = []
+
+    def open_consumer(**options):
+        made.append(Consumer(**options))
+        return made[-1]
+
+    yield open_consumer
+    for each in made:
+        each.close()
+
+
+@pytest.fixture(params=["off", "tls"])
+def encryption(request):
+    return request.param
+
+
+@pytest.fixture
+def consumer(consume, encryption):
+    return consume(encryption=encryption)
+
+
+@pytest.fixture
+def producer(encryption):
+    made = Producer(encryption)
+    yield made
+    made.put_away()
+
+
+class Pair:
+    """A consumer with a peer that says what the test wants."""
+
+    def __init__(self, consumer):
+        self.consumer = consumer
+        self.far = ScriptedExporter(consumer)
+        self.epoch = self.far.lease(0, range(64), [])
+        self.peer = consumer.join(self.far)
+        self.backend = consumer.backend
+
+    def ask(self, *blocks, leases=None):
+        """Post a read of some blocks, each to the place of its number; return what was posted, and the portion."""
+        leases = [(0, HELD, len(blocks))] if leases is None else leases
+        portion = self.consumer.read(self.peer, blocks, blocks, leases)
+        return self.consumer.post(portion), portion
+
+
+@pytest.fixture
+def pair(consume, encryption):
+    made = Pair(consume(encryption=encryption, connections=1))
+    yield made
+    made.far.close()
+
+
+@pytest.fixture
+def pair_of_two(consume, encryption):
+    made = Pair(consume(encryption=encryption, connections=2))
+    yield made
+    made.far.close()
+
+
+def runs_of(body):
+    return [*wire.RUN.iter_unpack(body)]
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "tcp://", "tcp://localhost:1", "tcp://127.0.0.1", "tcp://127.0.0.1:0", "tcp://127.0.0.1:65536"]
+)
+def test_an_endpoint_that_is_no_address_is_refused(consumer, endpoint):
+    with pytest.raises(BackendError, match="at no address") as refused:
+        consumer.add(endpoint, Leases())
+    assert refused.value.reason.code == FailureCode.METADATA_INVALID
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        b"\x00",
+        msgspec.msgpack.encode((0, ())),
+        msgspec.msgpack.encode((1, (((0, 0, 0, 1, 1, -1),),))),
+        msgspec.msgpack.encode((1, (((0, 0, 1, 0, 1, -1),),))),
+        msgspec.msgpack.encode((1, (((1, 2**62, 5, 1, 1, -1),),))),
+        msgspec.msgpack.encode((1, (((1, 1, 2**15, 1, 1, -1), (1, 1, 1, 1, 1, -1)),))),
+        msgspec.msgpack.encode((1, ((),) * (wire.GROUPS_MAX + 1))),
+    ],
+    ids=range(7),
+)
+def test_stretches_that_make_no_sense_are_refused(consumer, blob):
+    with pytest.raises(BackendError) as refused:
+        consumer.add("tcp://127.0.0.1:1", Leases(), blob=blob)
+    assert refused.value.reason.code == FailureCode.METADATA_INVALID
+
+
+def test_without_a_pass_nobody_is_dialed(consumer, producer):
+    who = Credentials("ab" * 32, "reader", 0, "1" * 32, b"")
+    planes = {"tcp": producer_metadata(producer)}
+    with pytest.raises(BackendError, match="no pass"):
+        consumer.backend.add(PeerAddress("p", planes, Region(8, 8), None, producer.exporter.endpoint, who))
+
+
+def producer_metadata(producer):
+    return seal(Envelope("tcp", "producer", wire.encode_layout(producer.serving.tracks)))
+
+
+def test_a_peer_that_publishes_no_stretches_is_read_over_the_wire_before(consumer):
+    peer = consumer.add("tcp://127.0.0.1:1", Leases(), blob=b"")
+    assert type(consumer.backend.of(peer)) is OldTcpBackend
+    consumer.backend.remove(peer, gone=True)
+    consumer.backend.reset()
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ((0, 512, 0, 512, 63), "does not go through all 64 blocks"),
+        ((1, 512, 0, 512, 64), "leaves the stretches"),
+        ((-1, 16, 0, 512, 64), "leaves the stretches"),
+        ((0, 512, 0, 1024, 64), "leaves the stretches"),
+        ((0, 512, 1, 512, 64), None),
+    ],
+)
+def test_rows_outside_the_stretches_cannot_be_prepared(pair, rows, why):
+    address = pair.far.cache[0].ctypes.data
+    table = np.array([[address + rows[0], *rows[1:]]])
+    if why is None:  # the device of host memory means nothing
+        pair.consumer.prepare(pair.peer, table, list_id=5)
+        return
+    with pytest.raises(OutOfBounds, match=why):
+        pair.consumer.prepare(pair.peer, table, list_id=5)
+
+
+def test_blocks_arrive_where_they_belong(consumer, producer):
+    epoch = producer.lease(3, range(64), [])
+    peer = consumer.join(producer)
+    source, target = [5, 9, 10, 63], [60, 2, 3, 1]
+    assert consumer.wait(consumer.post(consumer.read(peer, source, target, [(3, epoch, 4)]))) == 0
+    assert np.array_equal(consumer.target[target], producer.cache[0][source])
+    assert not consumer.target[[0, *range(4, 60)]].any()
+
+
+def test_neighbors_are_one_run_as_they_are_one_descriptor_over_nixl(pair):
+    pair.ask(*range(10, 50), 3)
+    request, body = pair.far.request(pair.far.open())
+    assert (request.group, request.slot, request.epoch) == (0, 0, HELD)
+    assert runs_of(body) == [block(10, 40), block(3)]
+
+
+def test_a_lease_is_shown_once_on_a_connection(pair):
+    pair.ask(1)
+    reader = pair.far.open()
+    heard = reader.hear(wire.REQUEST.size + wire.MAC_BYTES)
+    assert wire.decode_request(heard).kind == wire.LEASE
+    pair.ask(2)
+    frames = reader.hear(2 * (wire.REQUEST.size + wire.RUN.size))
+    assert wire.decode_request(frames).kind == wire.READ
+    assert wire.decode_request(frames[wire.REQUEST.size + wire.RUN.size :]).kind == wire.READ
+
+
+def test_epoch_slots_are_read_with_one_post_over_one_connection(pair_of_two):
+    posted = pair_of_two.consumer.check(pair_of_two.peer, 2, 4, 4, first=2, last=5)
+    reader = pair_of_two.far.open()
+    for slot in (2, 4):
+        assert pair_of_two.far.request(reader)[0].slot == slot
+        reader.say(frame(wire.DONE, EPOCH + slot))
+    found = pair_of_two.consumer.wait(posted)
+    assert (found[0], found[2]) == (EPOCH + 2, EPOCH + 4)
+
+
+def test_a_chunk_beyond_the_bounds_of_a_request_is_divided(monkeypatch, consumer, producer):
+    monkeypatch.setattr(wire, "RUNS_MAX", 5)
+    epoch = producer.lease(3, range(64), [])
+    peer = consumer.join(producer)
+    source = np.random.default_rng(0).permutation(64)
+    consumer.wait(consumer.post(consumer.read(peer, source, range(64), [(3, epoch, 64)])))
+    assert np.array_equal(consumer.target, producer.cache[0][source])
+
+
+def test_of_reads_that_share_a_chunk_each_is_refused_alone(consumer, producer):
+    epochs = [producer.lease(slot, [slot], []) for slot in range(3)]
+    peer = consumer.join(producer)
+    portion = consumer.read(peer, [0, 7, 2], [0, 1, 2], [(slot, epoch, 1) for slot, epoch in enumerate(epochs)])
+    posted = consumer.post(portion)
+    consumer.wait(posted)
+    assert [*posted.refused] == [portion.shares[1].read_id]
+    assert "block 7 of group 0" in posted.refused[portion.shares[1].read_id].detail
+    assert np.array_equal(consumer.target[[0, 2]], producer.cache[0][[0, 2]])
+    assert [consumer.fence(peer, slot, portion) for slot in (0, 2)] == [epochs[0], epochs[2]]
+
+
+def test_a_lease_that_is_not_held_gives_no_byte_and_is_told(consumer, producer):
+    epochs = [producer.lease(slot, [slot], []) for slot in range(2)]
+    producer.end(0)
+    peer = consumer.join(producer)
+    portion = consumer.read(peer, [0, 1], [0, 1], [(slot, epoch, 1) for slot, epoch in enumerate(epochs)])
+    posted = consumer.post(portion)
+    consumer.wait(posted)
+    assert posted.unheld == {(0, epochs[0])}
+    assert not consumer.target[0].any()
+    assert [consumer.fence(peer, slot, portion) for slot in (0, 1)] == [epochs[0] + 1, epochs[1]]
+
+
+@pytest.mark.parametrize(
+    ("seen", "verdict"),
+    [
+        ([HELD, HELD], HELD),
+        ([HELD + 2, HELD], HELD + 2),
+        ([HELD, HELD - 1], HELD - 1),
+        ([HELD - 1, HELD + 1], HELD + 1),
+    ],
+)
+def test_a_fence_says_the_worst_that_any_chunk_has_told(pair, seen, verdict):
+    told = Told()
+    share = pair.ask(1, 2)[1].shares[0]
+    for value in seen:
+        told.note(share, value)
+    assert told.verdicts(0, 0, [(share.read_id, share.lease)]) == [verdict]
+    with pytest.raises(BackendError, match="no chunk of read"):
+        told.verdicts(0, 0, [(share.read_id, share.lease)])
+
+
+def test_what_reads_have_told_is_remembered_for_a_while(monkeypatch, pair):
+    monkeypatch.setattr(module, "READS_MAX", 1)
+    told = Told()
+    first, second = (pair.ask(1)[1].shares[0] for _ in range(2))
+    told.note(first, HELD)
+    told.note(second, HELD)
+    with pytest.raises(BackendError, match="no chunk of read"):
+        told.verdicts(0, 0, [(first.read_id, first.lease)])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        frame(wire.DONE, HELD),
+        piece(WANTED) + frame(wire.DONE, HELD + 1),
+        piece(WANTED) + piece(b"x"),
+        frame(wire.PIECE, 0),
+        frame(wire.PIECE, 513),
+        frame(wire.ENDED, HELD),
+        piece(WANTED[:5]) + frame(wire.REFUSED, 4) + b"text",
+        frame(wire.REFUSED, 0),
+        frame(wire.REFUSED, wire.DETAIL_BYTES_MAX + 1),
+        frame(7, 1),
+        piece(WANTED[:5]) + wire.ANSWER.pack(wire.PIECE, 1, 0, 0, 507),
+    ],
+    ids=range(11),
+)
+def test_an_answer_that_breaks_the_protocol_ends_the_connection(pair, said):
+    posted, _ = pair.ask(3)
+    reader = pair.far.open()
+    pair.far.request(reader)
+    reader.say(said)
+    reason = pair.consumer.failure(posted)
+    assert reason.code == FailureCode.PEER_LOST
+    assert "breaks the protocol" in reason.detail
+    assert not pair.consumer.target[[*range(3), *range(4, 64)]].any()
+
+
+def test_an_answer_may_come_in_any_pieces(pair):
+    posted, portion = pair.ask(3, 9)
+    reader = pair.far.open()
+    pair.far.request(reader)
+    content = WANTED + WANTED[::-1]
+    for first in range(0, 1024, 300):
+        for byte in piece(content[first : first + 300]):
+            reader.say(bytes([byte]))
+    reader.say(frame(wire.DONE, HELD))
+    pair.consumer.wait(posted)
+    assert pair.consumer.target[[3, 9]].tobytes() == content
+    assert pair.consumer.fence(pair.peer, 0, portion) == HELD
+
+
+@pytest.mark.parametrize("detail", [b"why", b"\xff\xfe", b"x" * wire.DETAIL_BYTES_MAX])
+def test_a_refusal_is_any_text_and_the_connection_lives(pair, detail):
+    posted, _ = pair.ask(3)
+    reader = pair.far.open()
+    pair.far.request(reader)
+    reader.say(frame(wire.REFUSED, len(detail)) + detail)
+    assert pair.consumer.failure(posted).detail == detail.decode(errors="replace")
+    again, _ = pair.ask(3)
+    pair.far.request(reader)
+    reader.say(piece(WANTED) + frame(wire.DONE, HELD))
+    assert pair.consumer.wait(again) == 0
+
+
+def test_what_was_asked_over_a_connection_that_ends_is_asked_once_more(pair):
+    posted, _ = pair.ask(3)
+    reader = pair.far.open()
+    pair.far.request(reader)
+    reader.close()
+    again = pair.far.open()
+    assert runs_of(pair.far.request(again)[1]) == [block(3)]
+    again.close()
+    assert pair.consumer.failure(posted).code == FailureCode.PEER_LOST
+
+
+def test_an_answer_that_has_begun_is_not_requested_again_later_ones_are(pair):
+    posted, later = pair.ask(3)[0], pair.ask(4)[0]
+    reader = pair.far.open()
+    for _ in range(2):
+        pair.far.request(reader)
+    reader.say(frame(wire.PIECE, 512) + WANTED[:7])
+    pair.consumer.backend.progress()
+    while not pair.consumer.target[3, 6]:
+        pair.consumer.backend.progress()
+    reader.close()
+    again = pair.far.open()
+    assert runs_of(pair.far.request(again)[1]) == [block(4)]
+    again.say(piece(WANTED) + frame(wire.DONE, HELD))
+    assert pair.consumer.failure(posted).code == FailureCode.PEER_LOST
+    assert pair.consumer.wait(later) == 0
+
+
+def test_a_cancelled_read_ends_at_once_and_others_are_asked_again(pair):
+    (posted, portion), other = pair.ask(3), pair.ask(4)[0]
+    check = pair.consumer.check(pair.peer, 0)
+    reader = pair.far.open()
+    for _ in range(3):
+        pair.far.request(reader)
+    reader.say(frame(wire.PIECE, 512) + WANTED[:7])
+    while not pair.consumer.target[3, 6]:
+        pair.consumer.backend.progress()
+    pair.backend.cancel([portion.shares[0].read_id])
+    assert pair.backend.poll(posted) == 0
+    assert [each.code for each in posted.refused.values()] == [FailureCode.CANCELLED]
+    before = pair.consumer.target.copy()
+    assert reader.ended()
+    again = pair.far.open()
+    assert runs_of(pair.far.request(again)[1]) == [block(4)]
+    again.say(piece(WANTED) + frame(wire.DONE, HELD))
+    assert pair.far.request(again)[0].kind == wire.EPOCH
+    again.say(frame(wire.DONE, EPOCH))
+    assert pair.consumer.wait(other, check) == [EPOCH]
+    assert np.array_equal(pair.consumer.target[3], before[3])
+    pair.backend.cancel([portion.shares[0].read_id, 10**6])
+    assert pair.consumer.check(pair.peer, 0)
+    assert pair.far.request(again)[0].kind == wire.EPOCH, "the connection lives"
+
+
+def test_a_pass_that_is_not_accepted_is_told(consumer, producer):
+    producer.barred.add("ab" * 32)
+    peer = consumer.join(producer)
+    reason = consumer.failure(consumer.check(peer, 0))
+    assert (reason.code, reason.detail) == (FailureCode.PEER_LOST, "it does not accept our pass")
+
+
+def test_nobody_at_the_endpoint_fails_what_waits(consumer):
+    far = ScriptedExporter(consumer)
+    far.close()
+    peer = consumer.add(far.endpoint, far, certificate=certificate_of(far.identity))
+    assert consumer.failure(consumer.check(peer, 0)).code == FailureCode.PEER_LOST
+
+
+def test_a_peer_that_does_not_answer_is_dialed_until_its_time_is_over(consume, encryption):
+    consumer = consume(encryption=encryption, handshake_s=0.5)
+    far = ScriptedExporter(consumer)
+    far._access.close()  # nobody accepts, and the kernel refuses
+    peer = consumer.add(far.endpoint, far, certificate=certificate_of(far.identity))
+    assert consumer.failure(consumer.check(peer, 0)).code == FailureCode.PEER_LOST
+
+
+@pytest.mark.parametrize("end", ["leave", "remove", "reset"])
+def test_what_is_in_flight_ends_at_once_and_nothing_is_written_after_that(pair, end):
+    posted, _ = pair.ask(3)
+    reader = pair.far.open()
+    pair.far.request(reader)
+    reader.say(frame(wire.PIECE, 512) + WANTED[:7])
+    while not pair.consumer.target[3, 6]:
+        pair.backend.progress()
+    match end:
+        case "leave":
+            pair.backend.leave(pair.peer)
+        case "remove":
+            pair.backend.remove(pair.peer, gone=True)
+        case _:
+            pair.backend.reset()
+    with pytest.raises(BackendError, match="removed"):
+        pair.backend.poll(posted)
+    assert reader.ended()
+    assert pair.consumer.target[3].tobytes() == WANTED[:7] + bytes(505)
+
+
+def test_another_peer_is_not_touched(pair, encryption):
+    other = Producer(encryption)
+    peer = pair.consumer.join(other, number=1)
+    posted = pair.consumer.check(peer, 0)
+    pair.backend.remove(pair.peer, gone=False)
+    assert pair.consumer.wait(posted) == [EPOCH]
+    other.put_away()
+
+
+def test_no_descriptor_of_a_file_is_left(encryption):
+    before = len([*Path("/proc/self/fd").iterdir()])
+    producer, consumer = Producer(encryption), Consumer(encryption=encryption)
+    consumer.wait(consumer.check(consumer.join(producer), 0))
+    consumer.close()
+    producer.put_away()
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
+def test_readable_means_news_and_nothing_is_polled(pair):
+    poll = select.poll()
+    poll.register(pair.backend.fileno(), select.POLLIN)
+    posted, _ = pair.ask(3)
+    assert not posted.polled
+    reader = pair.far.open()
+    pair.far.request(reader)
+    pair.backend.progress()
+    assert not poll.poll(0)
+    reader.say(piece(WANTED) + frame(wire.DONE, HELD))
+    assert poll.poll(60_000)
+    pair.consumer.wait(posted)
+    assert not poll.poll(0)

@@ -1,0 +1,380 @@
+"""What the exporter serves, and what it refuses, to readers that say anything over real sockets."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvflow.reads.tcp import exporter as module
+from kvflow.reads.tcp import wire
+from tests.unit.kvflow.reads.tcp.peers import EPOCH, SLOTS, Producer, block
+
+BIG = 1 << 20
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def open_producer(*given, **options):
+        made.append(Producer(*given, **options))
+        return made[-1]
+
+    yield open_producer
+    for producer in made:
+        producer.put_away()
+
+
+@pytest.fixture(params=["off", "tls"])
+def producer(request, make):
+    return make(request.param)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Returns a function that moves the exporter's clock on."""
+    moved, now = [0.0], time.monotonic
+    monkeypatch.setattr(module.time, "monotonic", lambda: now() + moved[0])
+
+    def move(seconds):
+        moved[0] += seconds
+
+    return move
+
+
+def still_serves(producer):
+    reader = producer.reader()
+    assert reader.epoch(SLOTS - 1) == producer.epochs[SLOTS - 1]
+    reader.close()
+
+
+def held_bytes(producer, *blocks, group=0):
+    return b"".join(producer.cache[group, each].tobytes() for each in blocks)
+
+
+def test_a_read_has_the_bytes_of_its_runs_in_order_and_the_epoch(producer):
+    epoch = producer.lease(3, [1, 2, 3, 9], [4])
+    reader = producer.reader()
+    runs = [block(9), block(1, 3, offset=16, nbytes=8, stride=100, times=2)]
+    cache = producer.cache[0]
+    wanted = cache[9].tobytes() + b"".join(cache[at, 16 + t * 100 :][:8].tobytes() for at in (1, 2, 3) for t in (0, 1))
+    assert reader.read(3, epoch, *runs) == (wire.DONE, wanted, epoch)
+    many = [block(1 + at % 3, offset=at, nbytes=2) for at in range(200)]
+    wanted = b"".join(cache[1 + at % 3, at : at + 2].tobytes() for at in range(200))
+    assert reader.read(3, epoch, *many) == (wire.DONE, wanted, epoch)
+    assert reader.read(3, epoch, block(4), group=1) == (wire.DONE, held_bytes(producer, 4, group=1), epoch)
+
+
+def test_large_answers_come_in_pieces(make):
+    producer = make(blocks=8, block_bytes=BIG)
+    epoch = producer.lease(0, range(8), [])
+    reader = producer.reader()
+    reader.say(wire.encode_lease(0, epoch, b""), wire.encode_read(0, 0, epoch, [block(0, 8, nbytes=BIG)]))
+    sizes = []
+    while (found := wire.ANSWER.unpack(reader.hear(wire.ANSWER.size)))[0] == wire.PIECE:
+        at = sum(sizes)
+        sizes.append(found[-1])
+        assert reader.hear(found[-1]) == producer.cache[0].tobytes()[at : at + found[-1]]
+    assert found[0] == wire.DONE
+    assert (max(sizes), sum(sizes)) == (wire.PIECE_BYTES_MAX, 8 * BIG)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\0" * wire.REQUEST.size,
+        wire.REQUEST.pack(9, 0, 0, 0, 0, 0, 0),
+        wire.REQUEST.pack(wire.READ, 0, 0, 0, 0, 0, 1),
+        wire.REQUEST.pack(wire.READ, 0, 0, wire.RUNS_MAX + 1, 0, 0, 1),
+        wire.REQUEST.pack(wire.READ, 1, 0, 1, 0, 0, 1),
+        wire.REQUEST.pack(wire.LEASE, 0, 0, 1, 0, 0, 1),
+        wire.REQUEST.pack(wire.EPOCH, 0, 1, 0, 0, 0, 1),
+        wire.REQUEST.pack(wire.EPOCH, 0, 0, 0, 0, 5, 1),
+        wire.encode_read(0, 0, EPOCH, [block(0)]),
+    ],
+    ids=range(9),
+)
+def test_a_request_out_of_bounds_ends_its_connection_only(producer, frame):
+    other, reader = producer.reader(), producer.reader()
+    reader.say(frame)
+    assert reader.ended()
+    assert other.epoch() == EPOCH
+
+
+@pytest.mark.parametrize(
+    ("runs", "options", "why"),
+    [
+        ([block(0)], {"group": 2}, "there is no group 2"),
+        ([block(0)], {"slot": SLOTS}, f"there is no epoch slot {SLOTS}"),
+        ([block(0, stretch=1)], {}, "stretch 1 has a number out of bounds"),
+        ([block(64)], {}, "leaves the blocks"),
+        ([block(0, nbytes=513)], {}, "leaves the blocks or the bytes"),
+        ([block(0, offset=2**62, nbytes=2**62)], {}, "leaves the blocks or the bytes"),
+        ([block(0, stride=511, times=2)], {}, "leaves the blocks or the bytes"),
+        ([block(-1)], {}, "out of bounds"),
+        ([block(0, 0)], {}, "out of bounds"),
+        ([block(5)], {}, "block 5 of group 0 is not one of the lease in slot 3"),
+        ([block(0, 9)], {}, "block 4 of group 0 is not one"),
+        ([block(1)], {"group": 1}, "block 1 of group 1 is not one"),
+        ([block(0, nbytes=1)] * 40 + [block(0, nbytes=513)], {}, "out of bounds"),
+        ([block(0, nbytes=1)] * 40 + [block(5)], {}, "block 5 of group 0 is not one"),
+        ([block(0, 4, nbytes=1, times=64)] * 40, {}, "runs of 10240 pieces"),
+    ],
+)
+def test_what_is_not_leased_or_not_there_is_refused(producer, runs, options, why):
+    epoch = producer.lease(3, [0, 1, 2, 3], [])
+    reader = producer.reader()
+    kind, data, detail = reader.read(options.get("slot", 3), epoch, *runs, group=options.get("group", 0))
+    assert (kind, data) == (wire.REFUSED, b"")
+    assert why in detail
+    assert reader.epoch(3) == epoch
+
+
+@pytest.mark.parametrize("step", [-1, 1, -(1 << 39), 1 << 62])
+def test_under_an_epoch_that_is_not_held_nothing_is_sent(producer, step):
+    epoch = producer.lease(3, [0], [])
+    assert producer.reader().read(3, epoch + step, block(0)) == (wire.ENDED, b"", epoch)
+
+
+def test_nothing_is_sent_under_a_free_slot_even_with_its_epoch(producer):
+    assert producer.reader().read(3, EPOCH, block(0)) == (wire.ENDED, b"", EPOCH - 1)
+
+
+def test_a_mac_is_required_and_looked_at_once(make):
+    producer = make(macs=b"m" * 32)
+    epoch = producer.lease(3, [0], [])
+    reader = producer.reader()
+    for _ in range(3):
+        assert reader.read(3, epoch, block(0), mac=b"m" * 32)[0] == wire.DONE
+    assert producer.reader().read(3, epoch, block(0), mac=b"m" * 32)[0] == wire.DONE
+    assert producer.sender._leased._vouches.__self__.vouched == [b"m" * 32]
+    liar = producer.reader()
+    liar.say(wire.encode_lease(3, epoch, b"x" * 32), wire.encode_read(0, 3, epoch, [block(0)]))
+    assert liar.ended()
+    assert reader.read(3, epoch, block(0), mac=b"m" * 32)[0] == wire.DONE
+
+
+def test_both_sides_forget_all_leases_when_there_are_too_many(monkeypatch, producer):
+    monkeypatch.setattr(wire, "LEASES_MAX", 2)
+    epochs = [producer.lease(slot, [slot], []) for slot in range(3)]
+    reader = producer.reader()
+    for slot, epoch in enumerate(epochs):
+        assert reader.read(slot, epoch, block(slot))[0] == wire.DONE
+    reader.say(wire.encode_read(0, 2, epochs[2], [block(2)]))
+    assert reader.answer()[0] == wire.DONE
+    reader.say(wire.encode_read(0, 0, epochs[0], [block(0)]))
+    assert reader.ended()
+
+
+def test_a_key_that_is_not_admitted_any_longer_has_no_further_answer(producer):
+    reader = producer.reader()
+    assert reader.epoch() == EPOCH
+    producer.barred.add("ab" * 32)
+    reader.say(wire.encode_epoch(0))
+    assert reader.ended()
+
+
+def stuck(producer, other):
+    """Wait until the kernel takes no more of the answer to a long read: turns of the thread send nothing."""
+    left = -1
+    while (now := sum(each.piece.left for each in [*producer.sender.clients.values()] if each.piece)) != left:
+        left = now
+        for _ in range(3):
+            other.epoch()
+
+
+def long_read(producer, reader, slot, epoch):
+    """Ask for all blocks of group 0, and hear the first byte."""
+    runs = [block(0, producer.num_blocks, nbytes=producer.block_bytes)]
+    reader.say(wire.encode_lease(slot, epoch, b""), wire.encode_read(0, slot, epoch, runs))
+    kind, *_, nbytes = wire.ANSWER.unpack(reader.hear(wire.ANSWER.size))
+    assert kind == wire.PIECE
+    return nbytes
+
+
+def test_the_rest_of_a_piece_is_zeros_after_the_end_of_its_lease(make):
+    producer = make(blocks=16, block_bytes=BIG)
+    epoch = producer.lease(0, range(16), [])
+    reader = producer.reader()
+    promised = long_read(producer, reader, 0, epoch)
+    stuck(producer, producer.reader())
+    producer.end(0)
+    producer.before = producer.cache[0].tobytes()
+    producer.cache[:] = 0xEE  # the engine has the blocks again
+    heard = promised
+    content = reader.hear(promised)
+    while (found := wire.ANSWER.unpack(reader.hear(wire.ANSWER.size)))[0] == wire.PIECE:
+        heard += found[-1]
+        content += reader.hear(found[-1])
+    assert (found[0], found[-1]) == (wire.ENDED, epoch + 1)
+    assert heard < 16 * BIG, "all was sent before the lease ended"
+    sent = producer.before[: len(content)]
+    assert content.rstrip(b"\0") == sent[: len(content.rstrip(b"\0"))], "bytes of blocks that are not leased any longer"
+    assert producer.reader().read(0, producer.lease(0, [1], []), block(1))[0] == wire.DONE
+
+
+def test_a_slot_that_is_leased_again_does_not_count_as_held(make):
+    producer = make(blocks=16, block_bytes=BIG)
+    epoch = producer.lease(0, range(16), [])
+    reader = producer.reader()
+    promised = long_read(producer, reader, 0, epoch)
+    stuck(producer, producer.reader())
+    producer.end(0)
+    producer.lease(0, range(16), [])
+    reader.hear(promised)
+    assert reader.answer()[::2] == (wire.ENDED, epoch + 2)
+
+
+def test_a_lease_that_begins_while_it_is_looked_up_is_not_taken_for_held(producer):
+    epoch = EPOCH + 1
+
+    def begin():
+        producer.before_answer = lambda: None
+        producer.lease(3, [0], [])
+
+    producer.before_answer = begin
+    assert producer.reader().read(3, epoch, block(0)) == (wire.ENDED, b"", epoch - 1)
+
+
+def test_the_epoch_is_compared_after_the_last_byte_was_copied(monkeypatch, producer):
+    epoch = producer.lease(3, [0], [])
+    ordered = []
+
+    def order():
+        if not ordered:
+            ordered.append(True)
+            producer.end(3)
+
+    monkeypatch.setattr(module, "order_memory", order)
+    assert producer.reader().read(3, epoch, block(0)) == (wire.ENDED, b"", epoch + 1)
+
+
+def test_requests_may_come_byte_by_byte_and_many_at_once(producer):
+    epoch = producer.lease(3, range(64), [])
+    reader = producer.reader()
+    requests = [wire.encode_lease(3, epoch, b"")]
+    requests += [wire.encode_read(0, 3, epoch, [block(at), block(63 - at)]) for at in range(64)]
+    for byte in b"".join(requests[:2]):
+        reader.say(bytes([byte]))
+    reader.say(*requests[2:])
+    for at in range(64):
+        assert reader.answer() == (wire.DONE, held_bytes(producer, at, 63 - at), epoch)
+
+
+def test_while_a_reader_takes_nothing_no_further_request_is_received(make):
+    """What waits is bounded by the buffers of the kernel, and one request and answer of ours."""
+    producer = make(blocks=16, block_bytes=BIG)
+    epoch = producer.lease(0, range(16), [])
+    reader = producer.reader()
+    long_read(producer, reader, 0, epoch)
+    frame = wire.encode_read(0, 0, epoch, [block(0, nbytes=1)] * wire.RUNS_MAX)
+    reader.stream._sock.setblocking(False)
+    said = 0
+    while (count := reader.stream.write(frame)) and said < 64 << 20:
+        said += count
+    still_serves(producer)
+    kept = max(len(each.buffer) + len(each.said) for each in [*producer.sender.clients.values()])
+    assert kept <= wire.FRAME_BYTES_MAX + module.COPIED_BYTES_MAX
+    assert said < 64 << 20
+
+
+def test_half_a_request_is_counted_has_its_time_and_harms_nobody(clock, producer):
+    reader = producer.reader()
+    frame = wire.encode_read(0, 0, EPOCH, [block(0)] * 900)
+    reader.say(frame[:-1])
+    accounts = producer.exporter._access.accounts
+    while accounts.buffered != len(frame) - 1:
+        still_serves(producer)
+    clock(module.HALF_S_MAX + 1)
+    assert reader.ended()
+    while accounts.buffered:
+        still_serves(producer)
+
+
+def test_a_reader_that_takes_nothing_is_closed_in_time(clock, make):
+    producer = make(blocks=16, block_bytes=BIG)
+    epoch = producer.lease(0, range(16), [])
+    reader, idle = producer.reader(), producer.reader()
+    long_read(producer, reader, 0, epoch)
+    assert idle.epoch(1) == EPOCH
+    while len(producer.sender.clients) > 1:
+        clock(module.STALLED_S_MAX + 1)  # again, because the kernel may have taken some meanwhile
+        assert idle.epoch(1) == EPOCH
+    assert reader.ended()
+
+
+def test_a_reader_that_asks_for_much_work_has_it_done_in_turns(producer):
+    """The answer to another reader comes before the last one of many."""
+    epoch = producer.lease(3, [0], [])
+    busy, other = producer.reader(), producer.reader()
+    frame = wire.encode_read(0, 3, epoch, [block(0, nbytes=1)] * 4096)
+    answered = threading.Event()
+
+    def ask():
+        other.epoch()
+        answered.set()
+
+    busy.say(wire.encode_lease(3, epoch, b""))
+    thread = threading.Thread(target=ask)
+    thread.start()
+    for _ in range(2000):
+        busy.say(frame)
+        assert busy.answer()[0] == wire.DONE
+        if answered.is_set():
+            break
+    thread.join()
+    assert answered.is_set()
+
+
+@pytest.mark.parametrize("said", [0, 10, 24, 40])
+def test_a_reader_that_goes_in_the_middle_of_a_request_is_let_go(producer, said):
+    reader = producer.reader()
+    reader.say(wire.encode_read(0, 0, EPOCH, [block(0)])[:said])
+    reader.close()
+    while producer.sender.clients:
+        still_serves(producer)
+
+
+def test_a_defect_of_ours_ends_one_connection(monkeypatch, producer, caplog):
+    broken = producer.reader()
+    monkeypatch.setattr(producer.sender, "_read", None)
+    broken.say(wire.encode_lease(3, EPOCH, b""), wire.encode_read(0, 3, EPOCH, [block(0)]))
+    assert broken.ended()
+    assert "serving a reader over TCP failed" in caplog.text
+    still_serves(producer)
+
+
+def test_closing_ends_every_connection_and_every_read_of_the_cache(make):
+    producer = make(blocks=16, block_bytes=BIG)
+    epoch = producer.lease(0, range(16), [])
+    readers = [producer.reader() for _ in range(3)]
+    for reader in readers[:2]:
+        long_read(producer, reader, 0, epoch)
+    producer.close()
+    producer.close()
+    assert all(reader.ended() for reader in readers)
+    assert "kvflow-tcp-0" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize(("cores", "senders"), [(None, 1), (1, 1), (4, 1), (8, 2), (64, 4)])
+def test_senders_leave_cores_to_the_engine(cores, senders):
+    assert module.senders_for(cores) == senders
+
+
+def test_members_are_divided_among_the_threads(monkeypatch, make):
+    monkeypatch.setattr(module, "senders_for", lambda _cores: 3)
+    producer = make()
+    for _ in range(6):
+        assert producer.reader().epoch() == EPOCH
+    assert sorted(len(sender.clients) for sender in producer.exporter._senders) == [2, 2, 2]
+
+
+def test_cached_blocks_of_a_lease_do_not_outlive_it(producer):
+    epoch = producer.lease(3, [0, 1], [])
+    reader = producer.reader()
+    assert reader.read(3, epoch, block(0, 2))[0] == wire.DONE
+    producer.end(3)
+    epoch = producer.lease(3, [0], [])
+    assert reader.read(3, epoch, block(1))[0] == wire.REFUSED
+    assert np.array_equal(np.frombuffer(reader.read(3, epoch, block(0))[1], np.uint8), producer.cache[0, 0])
