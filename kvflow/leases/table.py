@@ -4,7 +4,7 @@ A lease ends by release, expiry or revocation. Each end raises the epoch *before
 free. A lease is released when all ranks of one consumer engine have released it; each rank counts once.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from hmac import compare_digest
 from itertools import islice, takewhile
@@ -80,7 +80,11 @@ class LeaseState(Struct, frozen=True, kw_only=True):
 
 
 class Lease(Struct, eq=False):
-    """One lease that is held. ``released_by``: by engine and number of its ranks, those that have released it."""
+    """One lease that is held.
+
+    ``released_by``: by engine and number of its ranks, those that have released it; ``named_by``: the key that has
+    named this engine first.
+    """
 
     grant: Grant
     epoch: int
@@ -89,6 +93,7 @@ class Lease(Struct, eq=False):
     read: bool = False
     released_by: dict[tuple[str, int], set[int]] = {}
     macs: Sequence[bytes] = ()
+    named_by: dict[tuple[str, int], str] = {}
 
     @property
     def released(self) -> bool:
@@ -102,17 +107,22 @@ READERS_MAX = 1024  # engines that one lease counts: as many as a worker has pee
 EARLY_MAX = 1 << 16  # releases before admission: sixteen per slot for 4,096 slots, about 20 MiB
 
 
-def _ranks_of(released_by: dict[tuple[str, int], set[int]], reader: Reader) -> set[int] | None:
-    """Return the ranks of a reader's engine that have released; None if too many engines are known."""
+def _ranks_of(lease: Lease, reader: Reader) -> set[int] | None:
+    """Return the ranks of a reader's engine that have released; None if its key has named too many engines."""
     engine = (reader.engine_id, reader.num_ranks)
-    if len(released_by) >= READERS_MAX and engine not in released_by:
-        return None
-    return released_by.setdefault(engine, set())
+    if len(lease.released_by) >= READERS_MAX and engine not in lease.released_by:
+        [(most, _)] = Counter(lease.named_by.values()).most_common(1)
+        if most == reader.public_key:
+            return None
+        last = next(each for each in reversed(lease.named_by) if lease.named_by[each] == most)
+        del lease.released_by[last], lease.named_by[last]
+    lease.named_by.setdefault(engine, reader.public_key)
+    return lease.released_by.setdefault(engine, set())
 
 
-def _count(released_by: dict[tuple[str, int], set[int]], reader: Reader) -> bool | None:
-    """Count a release. Return whether all ranks of the engine have released; None if too many engines are known."""
-    ranks = _ranks_of(released_by, reader)
+def _count(lease: Lease, reader: Reader) -> bool | None:
+    """Count a release. Return whether all ranks of the engine have released; None as ``_ranks_of``."""
+    ranks = _ranks_of(lease, reader)
     if ranks is None:
         return None
     ranks.add(reader.rank)
@@ -181,7 +191,7 @@ class LeaseTable:
             for early, read in list(self._early[slot].items()):
                 self._forget_early(early)
                 if early.epoch == epoch and not grant.admitted:
-                    _count(lease.released_by, early.reader)
+                    _count(lease, early.reader)
                     lease.read |= read
             if lease.released:
                 return self._end([lease], "released", now)[0]
@@ -206,7 +216,7 @@ class LeaseTable:
             if lease is None or lease.epoch != epoch:
                 answers.append(self._release_early(slot, epoch, reader, read))
                 continue
-            complete = alone or _count(lease.released_by, reader)
+            complete = alone or _count(lease, reader)
             if complete is None:
                 answers.append("unknown")  # the lease ends when it runs out
                 continue
@@ -229,7 +239,7 @@ class LeaseTable:
             lease.ends_at = now + lease_ms / 1000
             self._ends[lease_ms].move_to_end(slot)
             if reader is not None:
-                _ranks_of(lease.released_by, reader)
+                _ranks_of(lease, reader)
             answers.append("held")
         return answers
 

@@ -132,6 +132,22 @@ def test_engines_that_release_in_part_are_bounded(leases):
     assert released(leases, key, Reader("engine 7", 1, 2), 2.0)[0] == "ended"
 
 
+def test_a_key_that_names_a_thousand_engines_harms_only_itself(leases):
+    grant = grant_of()
+    leases.admit(grant, now=1.0)
+    key = (grant.slot, grant.epoch_value)
+    honest = [Reader("decode-0", rank, 2, "its key") for rank in range(2)]
+    assert released(leases, key, honest[0], 2.0) == ("counted", None)
+    for number in range(READERS_MAX + 5):
+        released(leases, key, Reader(f"engine {number}", 0, 2, "one key"), 2.0)
+    late = [Reader("decode-1", rank, 2, f"key {rank}") for rank in range(2)]
+    assert released(leases, key, late[0], 3.0) == ("counted", None)
+    (lease,) = leases._by_slot.values()
+    assert len(lease.released_by) == len(lease.named_by) == READERS_MAX
+    assert released(leases, key, Reader("one more", 0, 2, "one key"), 3.0) == ("unknown", None)
+    assert released(leases, key, honest[1], 3.0)[0] == "ended"
+
+
 def test_a_renewed_lease_expires_later(leases):
     grant = grant_of()
     leases.admit(grant, now=0.0)
