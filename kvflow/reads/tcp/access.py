@@ -187,7 +187,7 @@ class Accounts:
             del self._of_key[account.key], self._buffered[account.key]
 
 
-class Member(NamedTuple):
+class Entrant(NamedTuple):
     """A reader that is in: it has proven its pass, and speaks TLS if it must."""
 
     stream: Stream
@@ -233,7 +233,7 @@ class Access:
         settings: TcpSettings,
         serving: Serving,
         identity: TlsIdentity | None,
-        admit: Callable[[Member], None],
+        admit: Callable[[Entrant], None],
     ) -> None:
         self._serving = serving
         self._identity = identity
@@ -411,7 +411,7 @@ class Access:
         say(place.sock, place.welcome)
         self._leave(place)
         stream = TlsStream(place.sock) if isinstance(place.sock, ssl.SSLSocket) else PlainStream(place.sock)
-        self._admit(Member(stream, place.who, place.account))
+        self._admit(Entrant(stream, place.who, place.account))
         return False
 
     def _leave(self, place: _Place) -> None:
