@@ -106,6 +106,9 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
             ``tcp_bind``, ``advertise`` or ``bind``: the first of them that is given and is not a wildcard.
         tcp_connections: TCP connections to each peer that is read from.
         tcp_encryption: ``tls`` encrypts what the TCP plane sends. All workers of a cluster must have the same value.
+            Requires ``kvflow[tls]``.
+        require_encryption: refuses every data plane between hosts that does not encrypt, NIXL's included. NIXL within a
+            host, and TCP over a loopback address, are allowed.
         nixl_backend_params: parameters for NIXL's UCX backend, by name, such as ``engine_config`` and ``ucx_devices``.
             ``engine_config`` is added to kvflow's own: a value that it sets replaces kvflow's.
         lease_slots: offers that may be held at once.
@@ -133,6 +136,7 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
     tcp_advertise: Endpoint | None = None
     tcp_connections: Annotated[int, Meta(ge=1, le=16)] = 2  # one core at a time sends a stream
     tcp_encryption: Encryption = "off"  # NIXL does not encrypt, either, and it costs CPU on both sides
+    require_encryption: bool = False
     nixl_backend_params: NixlParams = {}
     lease_slots: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096  # 32 KiB of epochs; more requests than one rank runs
     connect_s: Seconds = 1.5  # a listening peer accepts within milliseconds; a death must be detected within 2 s
@@ -245,8 +249,18 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
         _check_families("", self.bind, self.advertise)
         _check_families("tcp_", self.tcp.bind, self.tcp.advertise)
         _check_nixl_params(self.tuning.nixl_backend_params)
+        self._check_encryption()
         self._check_http()
         _ = self.security
+
+    def _check_encryption(self) -> None:
+        tcp = self.tcp
+        plain = self.transport in ("auto", "tcp") and tcp.encryption == "off"
+        if self.tuning.require_encryption and plain and not is_loopback(host_and_port(tcp.bind)[0]):
+            raise ConfigInvalid(
+                f"require_encryption is true, and TCP would listen at {tcp.bind!r} without encryption",
+                remedy='Set tcp_encryption to "tls".',
+            )
 
     def _check_http(self) -> None:
         if self.http is None:

@@ -211,6 +211,9 @@ class Published(Struct, frozen=True, kw_only=True):
         return "+".join(self.planes)
 
 
+REQUIRED = "require_encryption is true"
+
+
 class PeerAddress(Struct, frozen=True):
     """What a reader must know about a peer's exporter.
 
@@ -224,6 +227,7 @@ class PeerAddress(Struct, frozen=True):
             resolved here. Empty without one.
         credentials: what this worker presents to its TCP plane.
         weight: chunks in one turn of the peer while other peers wait, 1 to 64.
+        encrypted: whether a plane that does not encrypt may read within this host only.
     """
 
     peer: PeerId
@@ -233,6 +237,7 @@ class PeerAddress(Struct, frozen=True):
     data_endpoint: str = ""
     credentials: Credentials = NOBODY
     weight: int = 1
+    encrypted: bool = False
 
 
 class PairBinder(Protocol):

@@ -61,6 +61,7 @@ class Advertisement(Struct, frozen=True, kw_only=True):
         planes: name of each data plane -> the exporter's own description; only the same plane can read it.
         data_endpoint: where the TCP plane listens, as peers reach it: ``tcp://HOST:PORT``; empty without one.
         tcp_encryption: of the TCP plane.
+        require_encryption: whether it may be read from another host only with encryption.
     """
 
     manifest: Manifest
@@ -68,6 +69,7 @@ class Advertisement(Struct, frozen=True, kw_only=True):
     planes: Annotated[dict[PlaneName, Metadata], Meta(min_length=1, max_length=PLANES_MAX)]
     data_endpoint: Annotated[str, Meta(max_length=ENDPOINT_LENGTH_MAX, pattern=ENDPOINT_OR_NONE)] = ""
     tcp_encryption: Annotated[str, Meta(max_length=32)] = "off"
+    require_encryption: bool = False
 
     def check(self) -> None:
         """Check what the types cannot say; raise ``SpecInvalid`` with what is wrong."""

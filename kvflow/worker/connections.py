@@ -29,6 +29,8 @@ from msgspec import Struct
 
 from handshake.rates import pause_s
 from kvflow import events
+from kvflow.addresses import host_and_port
+from kvflow.config import is_loopback
 from kvflow.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
@@ -47,7 +49,7 @@ from kvflow.errors import (
 from kvflow.events import BreakerClosed, BreakerOpened, Hook
 from kvflow.ids import Clock, PeerId
 from kvflow.leases.tickets import Member
-from kvflow.reads.contract import Carrier, PeerAddress, Published
+from kvflow.reads.contract import REQUIRED, Carrier, PeerAddress, Published
 from kvflow.reads.pulls import advance
 from kvflow.rendezvous.dialer import Link, Replaced, Restarted
 from kvflow.rendezvous.endpoint import Advertisement, Distrusted, Network, NotDialed
@@ -59,6 +61,7 @@ NO_PLANE = (
     "Correct what the message names, or set transport to 'auto' on both sides to read over TCP. Two containers of one "
     "host need one PID namespace (docs/howto/deploy.md), and UCX_TLS must not leave out cma."
 )
+ENCRYPT = "Set tcp_encryption to 'tls' on both sides, and transport to 'auto' or 'tcp'."
 SAME_ENCRYPTION = "Set tcp_encryption to the same value on all workers of a cluster."
 
 
@@ -200,6 +203,7 @@ class PlaneNegotiation(Struct, frozen=True):
 
     published: Published
     tcp_encryption: str
+    require_encryption: bool
     network: Network
     within_s: float
     weights: Mapping[str, int]
@@ -228,7 +232,11 @@ class PlaneNegotiation(Struct, frozen=True):
             data_endpoint=endpoint,
             credentials=link.credentials,
             weight=self.weights.get(link.peer.engine_id, 1),
+            encrypted=self._requires(theirs),
         )
+
+    def _requires(self, theirs: Advertisement) -> bool:
+        return self.require_encryption or theirs.require_encryption
 
     async def _tcp_endpoint(self, peer: PeerId, theirs: Advertisement, *, required: bool) -> str:
         """Return the numeric endpoint of a peer's TCP plane; empty if it cannot be used but another plane may."""
@@ -241,20 +249,31 @@ class PlaneNegotiation(Struct, frozen=True):
                 found = await self.network.resolve(theirs.data_endpoint)
                 # A wildcard listens at IPv4 addresses, and a name may have addresses of both kinds.
                 ordered = sorted(found, key=lambda endpoint: "[" in endpoint)
-                return ordered[0] if len(ordered) == 1 else await self.network.first_open(ordered, self.within_s / 2)
+                several = len(ordered) > 1
+                endpoint = await self.network.first_open(ordered, self.within_s / 2) if several else ordered[0]
         except (TimeoutError, OSError, ValueError) as error:  # a name that cannot be written is a ValueError
             if required:
                 reason = f"its TCP plane is at {theirs.data_endpoint}, which cannot be resolved: {error!r}"
                 raise PeerLost(f"{peer} cannot be read from: {reason}", peer=str(peer)) from error
             return ""
+        if self._requires(theirs) and self.tcp_encryption == "off" and not is_loopback(host_and_port(endpoint)[0]):
+            if required:
+                self._refuse_plain(f"{REQUIRED}, and tcp_encryption is 'off'")
+            return ""
+        return endpoint
 
     def refuse(self, theirs: Advertisement, detail: str) -> NoReturn:
         """Refuse a peer that our transport cannot read from: raise ``LayoutMismatch``."""
         both_tcp = "tcp" in theirs.planes and "tcp" in self.published.planes
         if both_tcp and theirs.tcp_encryption != self.tcp_encryption:
             self._refuse_encryption(theirs)
+        if REQUIRED in detail:
+            self._refuse_plain(detail)
         ours = f"{self.published.names} ({detail.removeprefix(f'{self.published.names}: ')})"
         raise LayoutMismatch("transport", _names(theirs), ours, remedy=NO_PLANE)
+
+    def _refuse_plain(self, detail: str) -> NoReturn:
+        raise LayoutMismatch("require_encryption", detail, "only what encrypts between hosts", remedy=ENCRYPT) from None
 
     def _refuse_encryption(self, theirs: Advertisement) -> NoReturn:
         raise LayoutMismatch(

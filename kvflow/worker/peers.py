@@ -72,6 +72,7 @@ class PeerPool:
         self._planes = PlaneNegotiation(
             shared.transport.published(),
             tuning.tcp_encryption,
+            tuning.require_encryption,
             shared.local.network,
             shared.local.limits.handshake_s,
             tuning.peer_weights,

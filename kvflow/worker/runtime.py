@@ -263,6 +263,7 @@ class _Parts:
             planes=published.planes,
             data_endpoint=published.data_endpoint,
             tcp_encryption=self.config.tuning.tcp_encryption,
+            require_encryption=self.config.tuning.require_encryption,
         )
         advertisement.check()
         return build_local_endpoint(

@@ -15,6 +15,7 @@ LARGER = {
     "kvflow/worker/worker.py": "the module has",  # the public class: its docstrings are the reference of every call
     "kvflow/worker/threaded.py": "the module has",  # one class, its thread, and the calls onto that thread's loop
     "kvflow/events.py": "the module has",  # one type after the other: most lines describe their fields
+    "kvflow/config.py": "Tuning has",  # one list of settings, which users search by name
     "kvflow/reads/core.py": "the module has",  # all that a transport decides: half of it would ask the other half
     "kvflow/reads/contract.py": "the module has",  # records and one interface: most lines describe their fields
     # Its records and what is decided from them. One record for each read costs less than two, and reads better.

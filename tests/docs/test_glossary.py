@@ -35,7 +35,7 @@ PLAIN = set(
         factor gb get grace guess heads held hf http id identity ids ignored incoming interval invalid item join
         kind known kvflow leave left level limits list load log logging longest loop lost make max measured
         memory messages min mismatch missing model models name names nbytes nixl num omitted opened out outgoing
-        over params passed path pending per private process public range remedy removed retried retry runtime s
+        over params passed path pending per private process public range remedy removed require retried retry runtime s
         is sequence setting silence size slow sockets source started table tcp time timed timings total type
         unauthenticated unavailable unknown
         unsound use usual value values version violation waited wanted warning wrong

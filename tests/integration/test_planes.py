@@ -197,6 +197,25 @@ async def test_encryption_of_a_plane_that_is_not_taken_need_not_agree(elsewhere,
         assert await pulled(producer, consumer, heard) == ("nixl", "cma")
 
 
+@pytest.mark.nixl
+@pytest.mark.processes
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+async def test_required_encryption_allows_nixl_within_a_host_only(elsewhere, heard, monkeypatch, side):
+    theirs, ours = ({"require_encryption": True} if side == each else {} for each in ("producer", "consumer"))
+    near = [each | {"transport": "nixl"} for each in (theirs, ours)]
+    async with elsewhere.producing(Shape(), **near[0]) as producer:
+        async with consuming(hooks=[heard.append], **near[1]) as consumer:
+            assert await pulled(producer, consumer, heard) == ("nixl", "cma")
+        monkeypatch.setattr("kvflow.reads.nixl.backend.is_within_a_host", lambda *_: False)
+        async with consuming(hooks=[heard.append], **near[1]) as consumer:
+            params = await producer.offer("far", BLOCKS, 8)
+            with pytest.raises(errors.LayoutMismatch, match="does not encrypt between hosts") as caught:
+                await consumer.pull(params, BLOCKS)
+            assert caught.value.field == "require_encryption"
+            assert "tcp_encryption" in caught.value.remedy
+            consumer.untouched()
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("connections", [1, 3])
 async def test_every_byte_of_a_large_pull_arrives_encrypted(elsewhere, heard, connections):

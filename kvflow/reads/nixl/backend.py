@@ -32,7 +32,7 @@ from kvflow.reads.backend import (
     seal,
     unseal,
 )
-from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier, LeaseName, PeerAddress, Serving
+from kvflow.reads.contract import REQUIRED, UNKNOWN_CARRIER, Carrier, LeaseName, PeerAddress, Serving
 from kvflow.reads.device import DeviceOrder, device_order_of
 from kvflow.reads.nixl.binding import (
     ADDING,
@@ -53,7 +53,7 @@ from kvflow.reads.nixl.binding import (
     published_settings,
     words_of,
 )
-from kvflow.reads.nixl.metadata import carrier_between, difference, inspect, inspect_own
+from kvflow.reads.nixl.metadata import carrier_between, difference, inspect, inspect_own, is_within_a_host
 from kvflow.reads.reach import expects_more, host_facts, unreached
 from kvflow.reads.staging import StagingMemory
 
@@ -183,7 +183,7 @@ class NixlBackend(Backend):
         try:
             agent = None if address.agent is None else exporter_name(address.agent)
             envelope = unseal(address.planes["nixl"], transport="nixl", agent=agent)
-            carrier = self._carrier_of(envelope)
+            carrier = self._carrier_of(envelope, encrypted=address.encrypted)
         except ValueError as error:
             raise BackendError(FailureCode.METADATA_INVALID, str(error)) from error
         self._require_reader()
@@ -318,14 +318,19 @@ class NixlBackend(Backend):
         agent = self._reader.agent.add_remote(envelope.blob)
         return _RemoteAgent(agent, envelope.blob, self._reader.agent.prepare_remote(agent, epochs, "DRAM"))
 
-    def _carrier_of(self, envelope: Envelope) -> Carrier:
-        """Return what carries a peer's bytes, if the peer need do nothing for it."""
+    def _carrier_of(self, envelope: Envelope, *, encrypted: bool) -> Carrier:
+        """Return what carries a peer's bytes, if the peer need do nothing for it, and the bytes may be plain."""
         loud = expects_more(self._facts, envelope.facts)
         if differing := difference(self._settings, envelope.settings):
             raise BackendError(FailureCode.PLANE_UNFIT, differing, SAME_NIXL if loud else "")
         carrier: Carrier | None = UNKNOWN_CARRIER
+        near = False
         if self._ours is not None:
-            carrier = carrier_between(self._ours, inspect(envelope.blob, envelope.agent), may_copy_from)
+            theirs = inspect(envelope.blob, envelope.agent)
+            carrier = carrier_between(self._ours, theirs, may_copy_from)
+            near = is_within_a_host(self._ours, theirs, may_copy_from)
+        if encrypted and not near:
+            raise BackendError(FailureCode.PLANE_UNFIT, f"{REQUIRED}, and NIXL does not encrypt between hosts")
         if carrier is None:
             raise BackendError(FailureCode.PLANE_UNFIT, *unreached(self._facts, envelope.facts))
         if self._known_only and carrier == UNKNOWN_CARRIER:

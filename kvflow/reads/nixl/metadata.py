@@ -156,6 +156,14 @@ def carrier_between(ours: Exported, theirs: Exported, may_copy_from: Callable[[i
     return Carrier("|".join(candidates), "addresses" if len(candidates) == 1 else "candidates")
 
 
+def is_within_a_host(ours: Exported, theirs: Exported, may_copy_from: Callable[[int], bool]) -> bool:
+    """Return whether both are on this host: our kernel knows the peer's process, or their GPUs have one host."""
+    hosts = (
+        {here.device[:_HOST_BYTES], there.device[:_HOST_BYTES]} for here, there in _pairs(ours, theirs, "cuda_ipc")
+    )
+    return any(map(may_copy_from, _reached(ours, theirs))) or any(len(each) == 1 for each in hosts)
+
+
 def _pairs(ours: Exported, theirs: Exported, transport: str) -> Iterator[tuple[Interface, Interface]]:
     here, there = ([each for each in side.interfaces if each.transport == transport] for side in (ours, theirs))
     return product(here, there)

@@ -12,14 +12,18 @@ NUMERIC = "tcp://127.0.0.1:5700"
 
 
 SIXTH = "tcp://[fd00::7]:5700"
+REQUIRED = {"require_encryption": True}
 
 
-def negotiating(ours, theirs, names=(SIXTH, NUMERIC), encryption="off", open_at=None):
-    """Open a consumer with our planes and a producer with its planes."""
+def negotiating(ours, theirs, names=(SIXTH, NUMERIC), encryption="off", *, open_at=None, required=""):
+    """Open a consumer with our planes and a producer with its planes; ``required``: who requires encryption."""
     network = FaultyNetwork()
     network.names[DATA_ENDPOINT], network.open_at = names, open_at
     settings = {"transport": "auto", "tcp_encryption": encryption}
-    return opened(network=network, planes=(ours, theirs), theirs=settings, transport="auto")
+    if required == "theirs":
+        settings |= REQUIRED
+    own = REQUIRED if required == "ours" else {}
+    return opened(network=network, planes=(ours, theirs), theirs=settings, transport="auto", **own)
 
 
 async def refusal(world):
@@ -95,3 +99,20 @@ async def test_different_encryption_does_not_keep_another_plane_from_serving():
         world.faults.refused = FailureCode.PLANE_UNFIT
         assert (await refusal(world)).field == "tcp_encryption"
         assert world.of(PeerConnected) == []
+
+
+@pytest.mark.parametrize("required", ["ours", "theirs"])
+async def test_tcp_between_hosts_is_refused_by_name_if_encryption_is_required(required):
+    far = ("tcp://10.0.0.7:5700",)
+    async with negotiating(("tcp",), BOTH, far, required=required) as world:
+        error = await refusal(world)
+        assert error.field == "require_encryption"
+        assert "tcp_encryption is 'off'" in error.message
+        assert "tcp_encryption" in error.remedy
+        assert world.faults.called("add") == []
+    async with negotiating(BOTH, BOTH, far, required=required) as world:
+        assert (await world.pull()).plane == "nixl"
+        (address,) = world.faults.called("add")
+        assert (address.planes.keys(), address.encrypted) == ({"nixl"}, True)
+    async with negotiating(("tcp",), BOTH, required=required) as world:
+        assert (await world.pull()).plane == "tcp"  # over a loopback address

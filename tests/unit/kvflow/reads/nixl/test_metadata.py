@@ -10,7 +10,15 @@ import pytest
 from kvflow.reads.backend import Envelope
 from kvflow.reads.contract import Carrier
 from kvflow.reads.nixl import backend as nixl
-from kvflow.reads.nixl.metadata import Exported, Interface, _checksum, carrier_between, difference, inspect
+from kvflow.reads.nixl.metadata import (
+    Exported,
+    Interface,
+    _checksum,
+    carrier_between,
+    difference,
+    inspect,
+    is_within_a_host,
+)
 
 CORPUS = Path(__file__).parents[4] / "fuzz" / "corpus"
 VALID = bytes.fromhex((CORPUS / "metadata-valid.txt").read_text())
@@ -179,6 +187,18 @@ def test_memory_that_the_kernel_protects_is_not_near(ours, theirs, carrier):
     assert found in (None, Carrier("rc_mlx5", "addresses"))
     assert found != carrier
     assert asked == [int.from_bytes(b"1234", "little")]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "carrier"), NEAR)
+def test_what_is_within_a_host_needs_no_encryption(ours, theirs, carrier):
+    assert is_within_a_host(ours, theirs, lambda _: True)
+    gpus = any(each.transport == "cuda_ipc" for each in (*ours.interfaces, *theirs.interfaces))
+    assert gpus or not is_within_a_host(ours, theirs, lambda _: False)
+
+
+@pytest.mark.parametrize(("ours", "theirs", "carrier"), FAR)
+def test_what_is_between_hosts_needs_encryption(ours, theirs, carrier):
+    assert not is_within_a_host(ours, theirs, lambda _: False)
 
 
 def test_a_process_id_in_a_namespace_has_a_flag_outside_the_number():
