@@ -51,7 +51,7 @@ WIRE = {
 
 UNPACKED = {
     "kvflow/reads/nixl/metadata.py": {"kvflow.reads.backend:Envelope.blob"},
-    "kvflow/reads/tcp/opening.py": {"kvflow.reads.tcp.opening:Hello"},
+    "kvflow/reads/tcp/opening.py": {"kvflow.reads.tcp.opening:ReaderHello"},
     "kvflow/reads/tcp01/channel.py": {"kvflow.reads.tcp01.channel:TlsChannel"},
     "kvflow/reads/tcp01/connection.py": {"kvflow.reads.tcp01.connection:OldSourceConnection"},
     "kvflow/reads/tcp/wire.py": {"kvflow.reads.tcp.wire:Request"},

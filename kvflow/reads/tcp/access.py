@@ -32,7 +32,7 @@ from kvflow.ids import ReaderId, pass_of_digest
 from kvflow.reads.contract import Serving
 from kvflow.reads.tcp import opening
 from kvflow.reads.tcp.certificates import TlsIdentity
-from kvflow.reads.tcp.opening import HELLO_BYTES, Hello, fill, proof_of, say, shake
+from kvflow.reads.tcp.opening import HELLO_BYTES, ReaderHello, fill, proof_of, say, shake
 from kvflow.reads.tcp.stream import ChannelClosed, PlainStream, Stream, TlsStream, close_socket, prepare_socket
 
 _logger = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class _Place:
     step: "Callable[[_Place], bool]"
     nonce: bytes
     received: bytearray = field(default_factory=bytearray)
-    hello: Hello | None = None  # whose proof is right
+    hello: ReaderHello | None = None  # whose proof is right
     who: ReaderId | None = None
     account: Account | None = None
     welcome: bytes = b""

@@ -15,6 +15,13 @@ _SINCE = dt.timedelta(days=1)  # clocks may differ
 _UNTIL = dt.timedelta(days=3650)  # longer than a worker runs: it ends with its incarnation
 
 
+class _TlsSocket(ssl.SSLSocket):
+    """Python drops one without closing it if the connection ends while it is being made."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class TlsIdentity(NamedTuple):
     """The certificate of one incarnation, DER, and its private key with it, PEM. Its ``repr`` shows neither."""
 
@@ -31,6 +38,7 @@ class TlsIdentity(NamedTuple):
             ssl.SSLError: it is no certificate.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.sslsocket_class = _TlsSocket
         context.check_hostname = False  # the certificate is compared as a whole
         context.verify_mode = ssl.CERT_REQUIRED
         context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3

@@ -58,7 +58,7 @@ class Rejected(ChannelClosed):
     """The other side does not accept our pass, or is not who it should be; dialing again would not help."""
 
 
-class Hello(NamedTuple):
+class ReaderHello(NamedTuple):
     """What a reader says first: ``digest`` is the SHA-256 of its ``ReaderId``, which follows with ``nbytes`` bytes."""
 
     nonce: bytes
@@ -67,9 +67,9 @@ class Hello(NamedTuple):
     nbytes: int
 
 
-def decode_hello(frame: bytes | bytearray) -> Hello:
+def decode_hello(frame: bytes | bytearray) -> ReaderHello:
     """Return a hello of ``HELLO_BYTES`` bytes."""
-    return Hello(*_HELLO.unpack(frame))
+    return ReaderHello(*_HELLO.unpack(frame))
 
 
 def proof_of(pass_: bytes, role: str, nonces: tuple[bytes, bytes], certificate: bytes) -> bytes:

@@ -7,6 +7,7 @@ import gc
 import resource
 import socket
 import ssl
+import struct
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -141,3 +142,16 @@ def test_key_updates_without_end_grow_no_memory():
                 largest = max(largest, resident() - began)
         assert renewed > 10_000
         assert largest < 4 << 20
+
+
+def test_a_connection_that_ends_while_it_is_wrapped_leaves_no_socket_open():
+    """Python raises then, and has no reference to the socket any more: it would warn of an open one."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        theirs.close()
+        with pytest.raises(OSError, match="reset"):
+            THEIRS.context(OURS.certificate, server=False).wrap_socket(ours, do_handshake_on_connect=False)
+        assert ours.fileno() == -1
+        gc.collect()
