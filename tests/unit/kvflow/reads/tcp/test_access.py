@@ -234,6 +234,7 @@ def test_a_reader_with_a_stolen_pass_and_another_key_stays_out():
         reader._context = thief.context(OURS.certificate, server=False)
         with pytest.raises(ChannelClosed):
             opened(reader)
+        exporter.access.close()
         assert exporter.members == []
         assert exporter.access.accounts.count == 0
 
