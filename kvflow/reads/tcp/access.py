@@ -52,7 +52,7 @@ OPENING_S_MAX = 5.0
 """Seconds from the accepted connection to our welcome."""
 
 ACCEPTED_PER_S = 2000
-"""Connections that are accepted in a second, and at once after a silence; 0.1 ms each."""
+"""Connections that are accepted in a second, and at once after a silence; 35 us each."""
 
 OPENED_PER_S = 256
 """Openings of one key in a second; ``OPENED_AT_ONCE`` after a silence. Encryption takes 2 ms each."""
