@@ -10,6 +10,7 @@ from functools import partial
 
 import msgspec
 import numpy as np
+from kvflow.reads.tcp01.served import ServedList
 
 from handshake import Publication, codec
 from handshake.connection import Conversation
@@ -33,7 +34,6 @@ from kvflow.reads.bounds import OutOfBounds
 from kvflow.reads.contract import LeaseName
 from kvflow.reads.nixl.metadata import inspect
 from kvflow.reads.tcp01 import wire as tcp_wire
-from kvflow.reads.tcp01.served import ServedList
 from kvflow.rendezvous.endpoint import Advertisement, decode
 from kvflow.tools.cli.inspect import lines_of as report_lines
 from kvflow.worker.connections import PeerState

@@ -10,11 +10,11 @@ from contextlib import suppress
 import msgspec
 import numpy as np
 from msgspec import Struct
+from tests.unit.kvflow.reads.tcp01.peers import EPOCH, PATIENCE_MS, Consumer, Leases, ScriptedExporter, credentials
 
 from kvflow.reads.backend import BackendError
 from kvflow.reads.tcp01 import wire
 from kvflow.reads.tcp01.channel import ChannelClosed
-from tests.unit.kvflow.reads.tcp01.peers import EPOCH, PATIENCE_MS, Consumer, Leases, ScriptedExporter, credentials
 
 from .mutations import Mutator
 from .processes import PATIENCE_S, START_PATIENCE_S, Died, start

@@ -11,10 +11,10 @@ import time
 from contextlib import suppress
 
 import msgspec
+from tests.unit.kvflow.reads.tcp01.peers import PATIENCE_MS, Reader
 
 from kvflow.reads.tcp01 import wire
 from kvflow.reads.tcp01.channel import ChannelClosed
-from tests.unit.kvflow.reads.tcp01.peers import PATIENCE_MS, Reader
 
 from .tcp_frames import MEMBER, Served, talk
 from .tcp_served import SECRET_BYTE

@@ -2,9 +2,9 @@
 
 import numpy as np
 from msgspec import Struct
+from tests.unit.kvflow.reads.tcp01.peers import SLOTS, credentials, read_frame
 
 from kvflow.reads.tcp01 import wire
-from tests.unit.kvflow.reads.tcp01.peers import SLOTS, credentials, read_frame
 
 from .mutations import NUMBERS, Mutator
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from tests.unit.kvflow.reads.tcp01.peers import Producer, region_of
 
 from kvflow.reads.tcp01 import wire
-from tests.unit.kvflow.reads.tcp01.peers import Producer, region_of
 
 from .tcp_frames import Served
 

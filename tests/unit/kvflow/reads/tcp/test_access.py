@@ -1,5 +1,6 @@
 """Who gets in, and who does not: both sides of an opening over real sockets."""
 
+import hashlib
 import select
 import socket
 import ssl
@@ -9,11 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 
+import msgspec
 import pytest
 
 from kvflow.config import TcpSettings
 from kvflow.errors import TransportUnavailable
-from kvflow.ids import Credentials, pass_of
+from kvflow.ids import Credentials, ReaderId, pass_of
 from kvflow.reads.contract import Serving
 from kvflow.reads.tcp import access, opening
 from kvflow.reads.tcp.access import Access, Accounts, Entrant
@@ -202,6 +204,29 @@ def test_a_wrong_pass_is_refused_at_once_and_for_good(tls, wrong):
         with pytest.raises(Rejected, match="does not accept our pass"):
             opened(exporter.reader(Credentials(**fields | changed)))
         assert exporter.members == []
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("said", ["another name", "the same name", "no reader"])
+def test_a_pass_is_good_for_one_identity_only(tls, said):
+    """The proof is right; what follows it is, or is not, what the pass is made for."""
+    with exporting(tls=tls) as exporter, exporter.stranger() as sock:
+        who = exporter.credentials()
+        mine = THEIRS.certificate if tls else b""
+        own = msgspec.msgpack.encode(ReaderId(who.public_key, who.engine_id, who.rank, who.incarnation, mine))
+        other = msgspec.msgpack.encode(ReaderId(OTHER_KEY, "decode-9", who.rank, who.incarnation, mine))
+        follows = {"another name": other, "the same name": own, "no reader": b"\xc1"}[said]
+        greeting = sock.recv(opening.GREETING_BYTES, socket.MSG_WAITALL)
+        nonces = greeting[len(opening.MAGIC) :], bytes(32)
+        proof = opening.proof_of(who.pass_, "reader", nonces, OURS.certificate if tls else b"")
+        hello = opening._HELLO.pack(nonces[1], hashlib.sha256(own).digest(), proof, len(follows))
+        sock.sendall(hello + follows)
+        if said != "the same name":
+            assert _received(sock, 32) == opening.REJECTION
+        elif not tls:
+            assert _received(sock, 32) == opening.proof_of(who.pass_, "exporter", nonces, b"")
+        exporter.access.close()
+        assert len(exporter.members) == (said == "the same name" and not tls)
 
 
 @BOTH_WAYS

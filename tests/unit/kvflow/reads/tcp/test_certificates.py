@@ -17,6 +17,7 @@ from cryptography import x509
 
 from kvflow.errors import ConfigInvalid
 from kvflow.reads.tcp.certificates import TlsIdentity, draw_identity, is_of
+from kvflow.reads.tcp.opening import Rejected, shake
 
 OURS, THEIRS, NOBODYS = draw_identity(), draw_identity(), draw_identity()
 
@@ -63,6 +64,14 @@ def test_each_side_knows_the_other_by_its_certificate():
 def test_each_side_refuses_another_certificate(side):
     with pytest.raises(ssl.SSLCertVerificationError):
         shaken(OURS, THEIRS, refuses=side)
+
+
+def test_a_handshake_counts_only_with_the_certificate_that_was_stated():
+    server, client = shaken(OURS, THEIRS)
+    with server, client:
+        assert shake(server, THEIRS.certificate) == 0
+        with pytest.raises(Rejected, match="another certificate"):
+            shake(server, NOBODYS.certificate)
 
 
 def test_no_session_can_be_resumed():
