@@ -12,6 +12,7 @@ import os
 import resource
 import secrets
 import select
+import signal
 import socket
 import ssl
 import threading
@@ -274,6 +275,7 @@ class Access:
         os.close(self._bell)
 
     def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})  # OpenSSL writes without MSG_NOSIGNAL
         tidied_at = 0.0
         while not self._closing:
             idle = self._listens and not self._places

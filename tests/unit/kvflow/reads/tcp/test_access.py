@@ -1,7 +1,9 @@
 """Who gets in, and who does not: both sides of an opening over real sockets."""
 
 import hashlib
+import re
 import select
+import signal
 import socket
 import ssl
 import struct
@@ -9,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -512,3 +515,13 @@ def test_a_socket_of_tls_is_what_a_member_has():
         assert isinstance(sock, ssl.SSLSocket)
         assert sock.version() == "TLSv1.3"
         stream.close()
+
+
+def test_a_reader_that_goes_while_it_is_answered_ends_no_process():
+    """An embedding process may have SIGPIPE again, which Python ignores: the thread that makes handshakes blocks it."""
+    with exporting(tls=True) as exporter:
+        [stream] = opened(exporter.reader())
+        stream.close()
+        status = Path(f"/proc/self/task/{exporter.access._thread.native_id}/status").read_text()
+        blocked = int(re.search(r"^SigBlk:\s*(\w+)$", status, re.MULTILINE)[1], 16)
+        assert blocked >> (signal.SIGPIPE - 1) & 1
