@@ -10,7 +10,6 @@ from functools import partial
 
 import msgspec
 import numpy as np
-from kvflow.reads.tcp01.served import ServedList
 
 from handshake import Publication, codec
 from handshake.connection import Conversation
@@ -30,10 +29,10 @@ from kvflow.leases.tickets import FORMAT, FORMAT_BEFORE, HEAD_BYTES, MAC_BYTES, 
 from kvflow.planning.pairs import pair_units
 from kvflow.planning.plan import plan_transfer
 from kvflow.reads.backend import Envelope, seal, unseal
-from kvflow.reads.bounds import OutOfBounds
-from kvflow.reads.contract import LeaseName
+from kvflow.reads.bounds import OutOfBounds, check_rows
 from kvflow.reads.nixl.metadata import inspect
-from kvflow.reads.tcp01 import wire as tcp_wire
+from kvflow.reads.tcp import wire as tcp_wire
+from kvflow.reads.tcp.runs import ServedGroup, SourceList
 from kvflow.rendezvous.endpoint import Advertisement, decode
 from kvflow.tools.cli.inspect import lines_of as report_lines
 from kvflow.worker.connections import PeerState
@@ -227,43 +226,45 @@ def take_blocks(data):
     return "paired"
 
 
-TCP_ROWS = np.array([[1 << 40, 512, 0, 512, 64]], np.int64)
-TCP_TRACKS = (Track(1 << 40, 512, 512, 64),)
+TCP_TRACKS = tuple(Track((1 << 40) + at * 256, 512, 256, 64) for at in range(2))
+TCP_RUN = [0, 0, 2, 0, 256, 0, 1]
 TCP_FRAMES = (
-    tcp_wire.encode_list(1, 0, TCP_ROWS),
-    tcp_wire.encode_list(1, 0, np.repeat(TCP_ROWS, 20, axis=0)),
-    tcp_wire.encode_read(1, [LeaseName(3, 7)], np.arange(4, dtype=np.int32), None),
-    tcp_wire.encode_read(
-        1,
-        [LeaseName(slot, 7) for slot in range(3)],
-        np.arange(12, dtype=np.int32),
-        np.repeat(np.arange(3, dtype=np.uint16), 4),
-    ),
+    tcp_wire.encode_lease(3, 7, b"m" * tcp_wire.MAC_BYTES),
+    tcp_wire.encode_read(0, 3, 7, [TCP_RUN]),
+    tcp_wire.encode_read(0, 3, 7, [[1, 5, 3, 16, 8, 32, 4]] * 40),
     tcp_wire.encode_epoch(3),
 )
+TCP_LAYOUT = tcp_wire.encode_layout([TCP_TRACKS, TCP_TRACKS[:1]])
+TCP_LIST = check_rows(np.array([[(1 << 40) + at * 256, 256, 0, 512, 64] for at in range(2)]))
 
 
 def take_tcp(data):
     """Read what a reader says to the TCP data plane, as the exporter does before it sends a byte."""
-    head, body = data[: tcp_wire.HEADER.size], data[tcp_wire.HEADER.size :]
+    size = tcp_wire.REQUEST.size
     try:
-        request = tcp_wire.decode_request(head.ljust(tcp_wire.HEADER.size, b"\0"))
-        assert request.nbytes <= tcp_wire.BODY_BYTES_MAX
-        if len(body) < request.nbytes:
+        request = tcp_wire.decode_request(data[:size].ljust(size, b"\0"))
+        assert request.nbytes <= tcp_wire.FRAME_BYTES_MAX
+        if len(data) < size + request.nbytes:
             return "half"
-        body = body[: request.nbytes]
-        if request.kind == tcp_wire.PROGRAM:
-            prepared_list = ServedList(tcp_wire.decode_rows(body), TCP_TRACKS, request.few)
-            ends = [prepared_list.resolve(np.array([number], np.int32)) for number in (0, prepared_list.count - 1)]
-            for address, nbytes, block in ends:
-                assert (TCP_TRACKS[0].address + block * 512 <= address).all()
-                assert (address + nbytes <= TCP_TRACKS[0].address + (block + 1) * 512).all()
-        elif request.kind == tcp_wire.READ:
-            _, index, _ = tcp_wire.decode_read(request, body)
-            ServedList(TCP_ROWS, TCP_TRACKS, 0).resolve(index)
+        if request.kind == tcp_wire.READ:
+            found = ServedGroup(TCP_TRACKS).resolve(data[size : size + request.nbytes])
+            starts, lengths, blocks = (np.array(each) for each in (found.starts, found.lengths, found.blocks))
+            first, last = int(starts.min()), int((starts + lengths).max())
+            assert TCP_TRACKS[0].address + 512 * int(blocks.min()) <= first
+            assert last <= TCP_TRACKS[0].address + 512 * (int(blocks.max()) + 1)
     except (tcp_wire.BadFrame, OutOfBounds) as error:
         return type(error).__name__
     return "served"
+
+
+def take_layout(data):
+    """Read what a producer publishes, and look up a list in it, as a reader does."""
+    try:
+        layout = tcp_wire.decode_layout(data)
+        SourceList(TCP_LIST, layout.groups[0] if layout.groups else (), layout.num_blocks, "DRAM")
+    except (ValueError, OutOfBounds) as error:
+        return type(error).__name__
+    return "found"
 
 
 def _json(value):
@@ -348,6 +349,7 @@ TARGETS = {
         take_tcp,
         lambda mutator: mutator.of_bytes(mutator.draw.choice(TCP_FRAMES), mutator.draw.choice(TCP_FRAMES)),
     ),
+    "layout": (take_layout, lambda mutator: mutator.of_packed(TCP_LAYOUT, TCP_LAYOUT)),
     "blocks": (take_blocks, lambda mutator: _json(mutator.of_value([[0, 1], [2, 3]], TEXTS))),
 }
 """Name -> what takes the bytes, and what draws them."""

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import multiprocessing
+import select
 import threading
 import time
 from collections import Counter, deque
@@ -10,15 +12,17 @@ from contextlib import suppress
 import msgspec
 import numpy as np
 from msgspec import Struct
-from tests.unit.kvflow.reads.tcp01.peers import EPOCH, PATIENCE_MS, Consumer, Leases, ScriptedExporter, credentials
 
-from kvflow.reads.backend import BackendError
-from kvflow.reads.tcp01 import wire
-from kvflow.reads.tcp01.channel import ChannelClosed
+from kvflow.reads.backend import BackendError, Envelope, seal
+from kvflow.reads.tcp import wire
+from kvflow.reads.tcp.access import Access
+from kvflow.reads.tcp.certificates import draw_identity
+from kvflow.reads.tcp.stream import ChannelClosed
 
 from .mutations import Mutator
 from .processes import PATIENCE_S, START_PATIENCE_S, Died, start
-from .tcp_frames import Served, mutated_answer
+from .tcp_ends import Consumer, Leases, Line, settings, wait_for
+from .tcp_frames import Served, head, mutated_answer
 
 ATTACKERS = 2
 WARM = 0.2
@@ -130,26 +134,24 @@ class Honest:
 
     def _run(self):
         served = self._served
-        consumer = Consumer(blocks=served.blocks, block_bytes=served.block_bytes, encryption=served.encryption)
+        consumer = Consumer("honest", served.blocks, served.block_bytes, served.encryption)
         draw = np.random.default_rng(1)
         try:
-            peer = consumer.add(served.endpoint, who=credentials(name="honest", incarnation="7" * 32))
-            for group in (0, 1):
-                consumer.prepare(peer, served.rows(group), list_id=group, group=group)
+            peer = consumer.add(served)
             while not self._stopping.wait(BETWEEN_HONEST_S):
-                group, count = draw.integers(2), draw.integers(1, HONEST_BLOCKS_MAX)
+                group, count = int(draw.integers(2)), int(draw.integers(1, HONEST_BLOCKS_MAX))
                 source, target = draw.integers(0, served.leased, count), draw.permutation(served.blocks)[:count]
-                leases = [(0, served.epochs[0], int(count))]
-                read = consumer.read(peer, source, target, leases, nbytes=served.block_bytes, list_id=int(group))
                 begun_at = time.monotonic()
-                consumer.wait(consumer.post(read))
+                lease = (0, served.epochs[0], count)
+                posted, shares = consumer.post(peer, group, [lease], source, target)
+                consumer.wait(posted)
                 self.seconds.append(time.monotonic() - begun_at)
-                assert consumer.fence(peer, 0, read) == served.epochs[0], "a lease that lasts"
+                assert consumer.fence(peer, shares) == served.epochs[0], "a lease that lasts"
                 assert (consumer.target[target] == self._cache[group, source]).all(), "a wrong byte"
         except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
             self.failed = error
         finally:
-            consumer.close()
+            consumer.backend.close()
 
 
 async def attack(frames, seed, *, encryption="off", first=0, tell=lambda *_: None):
@@ -191,7 +193,7 @@ async def _attacked(exporter, frames, drawn, tell):
     found.seconds = time.monotonic() - begun_at
     found.end = await exporter.counts()
     found.requests = found.end["requests"]
-    found.invalid = found.end["invalid"] + found.end["hellos_invalid"]
+    found.invalid = found.end["invalid"]
     for name in ("frames", "answered", "conversations", "turned_away"):
         setattr(found, name, sum(report[name] for report in reports))
     return found
@@ -237,10 +239,8 @@ def lie(answers, seed, *, encryption="off", first=0, rss=lambda: 0, tell=lambda 
         Died: a read has not ended, or a byte was written beside what was read into; says how to draw it again.
     """
     found, begun_at = Lied(said=Counter()), time.monotonic()
-    consumer = Consumer(blocks=64, block_bytes=BLOCK_BYTES, encryption=encryption, connections=1)
-    exporter = ScriptedExporter(consumer)
+    liar = _Liar(encryption, found)
     try:
-        liar = _Liar(consumer, exporter, found)
         number = first
         while found.answers < answers:
             try:
@@ -253,33 +253,65 @@ def lie(answers, seed, *, encryption="off", first=0, rss=lambda: 0, tell=lambda 
             tell(found.answers, answers)
         liar.be_honest()
     finally:
-        exporter.close()
-        consumer.close()
+        liar.close()
     found.seconds, found.rss_end = time.monotonic() - begun_at, rss()
     return found
 
 
-class _Liar:
-    """Exporters that a consumer dials one after the other."""
+BLOCKS = 64
+LEASE = (3, 1 << 40)
 
-    def __init__(self, consumer, exporter, found):
-        self._consumer = consumer
-        self._exporter = exporter
+
+class _Liar:
+    """An exporter that a consumer dials again and again."""
+
+    def __init__(self, encryption, found):
         self._found = found
-        self._rows = Leases().rows()
-        self._peer = consumer.add(exporter.endpoint)
-        consumer.prepare(self._peer, self._rows)
-        self._connection = None
-        consumer.target[:] = GUARD
+        self._members = deque()
+        leases, identity = Leases(BLOCKS, BLOCK_BYTES), draw_identity() if encryption == "tls" else None
+        self._consumer = Consumer("lied to", BLOCKS, BLOCK_BYTES, encryption, connections=1)
+        self._came = select.poll()
+        self._bell, self._ring = multiprocessing.Pipe(duplex=False)
+        self._came.register(self._bell, select.POLLIN)
+        self._access = Access(settings(encryption), leases.serving, identity, self._admit)
+        self._access.start()
+        served = Served(
+            self._access.endpoint,
+            encryption,
+            b"" if identity is None else identity.certificate,
+            seal(Envelope("tcp", "producer", wire.encode_layout(leases.serving.tracks))),
+            tuple(each.ctypes.data for each in leases.cache),
+            BLOCK_BYTES,
+            BLOCKS,
+            BLOCKS,
+            (LEASE[1], LEASE[1]),
+        )
+        self._peer = self._consumer.add(served)
+        self._line = self._accept()
+        self._consumer.target[:] = GUARD
+
+    def _admit(self, member):
+        """Note who has come. Thread: of the access."""
+        self._members.append(member)
+        self._ring.send(None)
+
+    def _accept(self):
+        """Wait for the next connection, which has opened."""
+        wait_for(self._came, self._consumer.backend.progress)
+        self._bell.recv()
+        self._found.connections += 1
+        self._member = self._members.popleft()
+        return Line(self._member.stream, self._consumer.backend.progress)
 
     def converse(self, mutator):
-        """Have the consumer dial, and answer its reads until an answer breaks the protocol."""
+        """Have the consumer read, until an answer breaks the protocol."""
         for _ in range(ROUNDS_MAX):
             reads = [self._post(mutator.draw) for _ in range(mutator.draw.choice((1, 1, 2, 4)))]
-            broken = self._answer(mutator, reads)
+            self._line = self._line or self._accept()
+            broken = self._answer(mutator, [nbytes for nbytes, _, _ in reads])
             if broken:
                 self._end()
-            for _, _, blocks, posted in reads:
+            for _, blocks, posted in reads:
                 self._hear(posted)
                 self._consumer.target[blocks] = GUARD
             assert (self._consumer.target == GUARD).all(), "a byte was written beside what was read into"
@@ -288,71 +320,45 @@ class _Liar:
         self._end()
 
     def _answer(self, mutator, reads):
-        """Answer reads, and tell whether the protocol was broken."""
-        if self._connection is None and self._dialed(mutator):
-            return True
-        asked = deque((nbytes, epochs, posted) for nbytes, epochs, _, posted in reads)
-        while asked:
-            nbytes, epochs, posted = asked.popleft()
-            answer, broken = mutated_answer(mutator, nbytes, epochs)
+        """Answer reads of so many bytes, and tell whether the protocol was broken."""
+        for nbytes in reads:
+            answer, broken = mutated_answer(mutator, nbytes, LEASE[1])
             self._found.answers += 1
             with suppress(ChannelClosed):
-                self._connection.say(answer)
+                self._line.say(answer)
             if broken:
                 return True
-            if len(epochs) > 1 and answer[0] == wire.REFUSED:
-                self._until_asked_alone(posted)
-                asked += [(2 * BLOCK_BYTES, epochs[:1], posted), (nbytes - 2 * BLOCK_BYTES, epochs[1:], posted)]
         return False
-
-    def _until_asked_alone(self, posted):
-        """Drive the consumer until it has asked for both leases of a read alone."""
-        until = time.monotonic() + PATIENCE_MS / 1e3
-        while posted.missing < 2:
-            assert time.monotonic() < until, "it does not ask again"
-            self._consumer.backend.progress()
 
     def be_honest(self):
         """Answer one read as an honest exporter does."""
-        draw = Mutator("honest").draw
-        nbytes, epochs, blocks, posted = self._post(draw)
-        if self._connection is None:
-            self._connection = self._exporter.open()
-        told = b"".join(map(wire.EPOCH_VALUE.pack, epochs))
-        self._connection.say(wire.ANSWER.pack(wire.DONE, 0, len(epochs), 0, nbytes) + bytes(nbytes) + told)
-        assert self._consumer.wait(posted) == 0
+        nbytes, blocks, posted = self._post(Mutator("honest").draw)
+        self._line = self._line or self._accept()
+        self._line.say(head(wire.PIECE, nbytes), bytes(nbytes), head(wire.DONE, LEASE[1]))
+        self._consumer.wait(posted)
+        assert not posted.refused
         assert not self._consumer.target[blocks].any()
         self._end()
 
-    def _dialed(self, mutator):
-        """Accept a connection, and tell whether the protocol was broken at once."""
-        self._connection = self._exporter.accept()
-        self._found.connections += 1
-        if mutator.draw.random() < 0.9:
-            self._exporter.prove(self._connection)
-            return False
-        greeting = wire.greeting(b"t" * wire.NONCE_BYTES) + mutator.draw.randbytes(wire.WELCOME_BYTES)
-        with suppress(ChannelClosed):
-            self._connection.say(mutator.of_bytes(greeting, greeting))
-        self._found.answers += 1
-        return True
+    def close(self):
+        self._access.close()
+        self._consumer.backend.close()
 
     def _post(self, draw):
-        count = draw.choice((1, 2, 5, 20))
-        blocks = draw.sample(range(64), count)
-        leases = [(3, EPOCH + 7, count)] if count < 3 else [(3, EPOCH + 7, 2), (4, EPOCH + 9, count - 2)]
-        read = self._consumer.read(self._peer, blocks, blocks, leases)
-        return read.nbytes, [epoch for _, epoch, _ in leases], blocks, self._consumer.post(read)
+        blocks = draw.sample(range(BLOCKS), draw.choice((1, 2, 5, 20)))
+        posted, _ = self._consumer.post(self._peer, 0, [(*LEASE, len(blocks))], blocks, blocks)
+        return BLOCK_BYTES * len(blocks), blocks, posted
 
     def _hear(self, posted):
         try:
             self._consumer.wait(posted)
-            self._found.said["bounds" if posted.refused else "done"] += 1
+            self._found.said["bounds" if posted.refused else "unheld" if posted.unheld else "done"] += 1
         except BackendError as failed:
             self._found.said[failed.reason.code] += 1
 
     def _end(self):
         """Close the connection, and have the consumer forget what it asked."""
-        self._connection.close()
-        self._connection = None
+        self._member.account.leave()
+        self._member.stream.close(reset=True)
+        self._line = None
         self._consumer.backend.leave(self._peer)

@@ -4,19 +4,24 @@ Arguments: what is served, the seed, the first conversation and the step to the 
 Every line on standard output is a report, the last one included. Conversation ``i`` is drawn from ``seed/tcp/i``.
 """
 
+import hashlib
 import json
+import secrets
 import socket
 import sys
 import time
 from contextlib import suppress
 
 import msgspec
-from tests.unit.kvflow.reads.tcp01.peers import PATIENCE_MS, Reader
 
-from kvflow.reads.tcp01 import wire
-from kvflow.reads.tcp01.channel import ChannelClosed
+from kvflow.addresses import place_of
+from kvflow.ids import ReaderId
+from kvflow.reads.tcp import opening, wire
+from kvflow.reads.tcp.certificates import draw_identity
+from kvflow.reads.tcp.stream import ChannelClosed
 
-from .tcp_frames import MEMBER, Served, talk
+from .tcp_ends import INCARNATION, PATIENCE_S, PUBLIC_KEY, credentials, open_line
+from .tcp_frames import Served, talk
 from .tcp_served import SECRET_BYTE
 
 AT_ONCE = 16
@@ -33,8 +38,7 @@ class Attack:
     def __init__(self, served, seed):
         self._served = served
         self._seed = seed
-        host, port = served.endpoint.removeprefix("tcp://").split(":")
-        self._address = (host, int(port))
+        self._identity = draw_identity() if served.encryption == "tls" else None
         self.told = {"frames": 0, "answered": 0, "refused": 0, "conversations": 0, "turned_away": 0, "under_way": 0}
 
     def hold(self, number):
@@ -45,51 +49,69 @@ class Attack:
         """
         said = talk(self._seed, number, self._served)
         self.told["under_way"] = number
-        with socket.create_connection(self._address, PATIENCE_MS / 1e3) as sock:
-            sock.settimeout(PATIENCE_MS / 1e3)
-            with suppress(ChannelClosed, OSError):  # it may be closed at any time, and some of what we say is unheard
-                reader = Reader(sock, encrypted=self._served.encryption == "tls")
-                self._speak(reader, sock, said)
+        with suppress(ChannelClosed, OSError):  # it may be closed at any time, and some of what we say is unheard
+            if said.member:
+                line = open_line(self._served, "hostile", self._identity)
+                try:
+                    self._speak(line, said)
+                finally:
+                    line.stream.close(reset=True)
+            else:
+                self._knock(said)
         self.told["conversations"] += 1
 
-    def _speak(self, reader, sock, said):
-        theirs = wire.nonce_of(reader.hear(wire.GREETING_BYTES))
-        ours = b"n" * wire.NONCE_BYTES
-        honest = wire.encode_hello(MEMBER, theirs, ours, reader.channel.binding())
-        hello = said.hello(honest)
-        self.told["frames"] += 1
-        reader.say(hello)
-        if hello != honest:
+    def _knock(self, said):
+        """Say a hello with something wrong in it."""
+        certificate = b"" if self._identity is None else self._identity.certificate
+        who = credentials("hostile", certificate, self._served.certificate)
+        reader = msgspec.msgpack.encode(ReaderId(PUBLIC_KEY, "hostile", 0, INCARNATION, certificate))
+        with socket.create_connection(place_of(self._served.endpoint), PATIENCE_S) as sock:
+            greeting = sock.recv(opening.GREETING_BYTES, socket.MSG_WAITALL)
+            nonces = greeting[-opening.NONCE_BYTES :], secrets.token_bytes(opening.NONCE_BYTES)
+            proof = opening.proof_of(who.pass_, "reader", nonces, who.certificate)
+            digest = hashlib.sha256(reader).digest()
+            honest = b"".join((nonces[1], digest, proof, len(reader).to_bytes(2, "little"), reader))
+            hello = said.hello(honest)
+            self.told["frames"] += 1
+            sock.sendall(hello)
+            if hello.startswith(honest):
+                return
             sock.shutdown(socket.SHUT_WR)
-            heard = reader.hear_all()
-            assert heard in {b"", bytes(wire.WELCOME_BYTES)} or hello.startswith(honest), "a stranger was let in"
+            heard = b""
+            with suppress(ConnectionError):
+                while part := sock.recv(1 << 16):
+                    heard += part
+            assert heard in {b"", opening.REJECTION}, "a stranger was let in"
             self.told["turned_away"] += 1
-            return
-        reader.hear(wire.WELCOME_BYTES)
-        reader.say(*[wire.encode_list(group, group, self._served.rows(group)) for group in (0, 1)])
+
+    def _speak(self, line, said):
+        line.say(said.shown)
         for first in range(0, len(said.frames), AT_ONCE):
             part = said.frames[first : first + AT_ONCE]
-            reader.say(*[frame for frame, _ in part])
+            line.say(*[frame for frame, _ in part])
             if said.end == "deaf" and first:
                 return  # with a reset, as there is something unheard
             for _ in range(sum(answered for _, answered in part)):
-                self._hear(reader)
+                self._hear(line)
             self.told["frames"] += len(part)
         self.told["frames"] += 1
-        reader.say(said.last)
+        line.say(said.last)
         if said.end == "hear":
-            sock.shutdown(socket.SHUT_WR)
-            reader.hear_all()
-        else:
-            reader.close()
+            line.hang_up()
+            line.hear_all()
 
-    def _hear(self, reader):
-        status, data, _ = reader.answer()
-        assert status in {wire.DONE, wire.NOT_HELD, wire.REFUSED}, f"an answer of kind {status}"
-        if status == wire.DONE:
-            assert len(data) == wire.EPOCH_VALUE.size or SECRET_BYTE not in data, "a block that nobody leased was sent"
-        self.told["answered"] += 1
-        self.told["refused"] += status == wire.REFUSED
+    def _hear(self, line):
+        while True:
+            kind, _, _, _, number = wire.ANSWER.unpack(line.hear(wire.ANSWER.size))
+            assert kind in {wire.PIECE, wire.DONE, wire.ENDED, wire.REFUSED}, f"an answer of kind {kind}"
+            if kind == wire.PIECE:
+                assert SECRET_BYTE not in line.hear(number), "a block that nobody leased was sent"
+                continue
+            if kind == wire.REFUSED:
+                line.hear(number)
+                self.told["refused"] += 1
+            self.told["answered"] += 1
+            return
 
     def run(self, numbers, goal):
         reported_at = 0.0

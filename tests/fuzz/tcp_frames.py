@@ -2,17 +2,18 @@
 
 import numpy as np
 from msgspec import Struct
-from tests.unit.kvflow.reads.tcp01.peers import SLOTS, credentials, read_frame
 
-from kvflow.reads.tcp01 import wire
+from kvflow.reads.tcp import wire
 
 from .mutations import NUMBERS, Mutator
+from .tcp_ends import MAC, SLOTS, STRETCHES
 
 FRAMES_MAX = 100
 """Of one conversation that break nothing."""
 
-MEMBER = credentials(name="hostile")
-GROUPS = (0, 0, 0, 1, 1, 2, 65535)
+GROUPS = (0, 0, 0, 1, 1, 1, 2, 65535)
+SHOWN = (*range(SLOTS), SLOTS, 2**32 - 1)
+"""Slots of which a conversation shows a lease before it begins."""
 
 
 class Served(Struct, frozen=True):
@@ -21,6 +22,8 @@ class Served(Struct, frozen=True):
     Attributes:
         endpoint: where it listens.
         encryption: of its connections.
+        certificate: with which it encrypts; empty without encryption.
+        metadata: what it publishes.
         addresses: of each group's cache.
         block_bytes: of both groups.
         blocks: of both groups.
@@ -30,23 +33,22 @@ class Served(Struct, frozen=True):
 
     endpoint: str
     encryption: str
+    certificate: bytes
+    metadata: bytes
     addresses: tuple[int, int]
     block_bytes: int
     blocks: int
     leased: int
     epochs: tuple[int, int]
 
-    def rows(self, group):
-        """Return the rows of a group that make sense."""
-        return np.array([[self.addresses[group], self.block_bytes, 0, self.block_bytes, self.blocks]])
-
 
 class Talk(Struct):
     """One conversation.
 
     Attributes:
-        pass_key: what the pass is made with; the right one, mostly.
-        hello: changes the hello.
+        number: of it.
+        member: whether the hello is right.
+        shown: frames that show leases.
         frames: that break nothing, and whether each has an answer.
         last: what breaks the protocol, mostly.
         end: ``hear`` to the end, ``reset``, or ``deaf``: ask, and hear nothing.
@@ -54,6 +56,7 @@ class Talk(Struct):
 
     number: int
     member: bool
+    shown: bytes
     frames: list[tuple[bytes, bool]]
     last: bytes
     end: str
@@ -70,7 +73,8 @@ def talk(seed, number, served):
     mutator = Mutator(f"{seed}/tcp/{number}")
     draw = mutator.draw
     drawn = _Frames(draw, served)
-    frames = [drawn.frame() for _ in range(draw.randrange(1, FRAMES_MAX))]
+    leases, shown = drawn.shown()
+    frames = [drawn.frame(leases) for _ in range(draw.randrange(1, FRAMES_MAX))]
     some = [draw.choice(frames)[0] for _ in range(2)]
     kind = draw.random()
     if kind < 0.7:
@@ -80,7 +84,7 @@ def talk(seed, number, served):
     else:
         last = some[0][: draw.randrange(len(some[0]))]
     end = draw.choices(("hear", "reset", "deaf"), (90, 5, 5))[0]
-    return Talk(number, draw.random() < 0.85, frames, last, end)
+    return Talk(number, draw.random() < 0.85, shown, frames, last, end)
 
 
 class _Frames:
@@ -89,84 +93,77 @@ class _Frames:
     def __init__(self, draw, served):
         self._draw = draw
         self._served = served
-        self._prepared_lists = 2  # that every conversation begins with: 0 and 1 make sense
 
-    def frame(self):
+    def shown(self):
+        """Return the leases that a conversation may name, and the frames that show them."""
+        first, second = self._served.epochs
+        leases = [(0, first), (1, second)]
+        leases += [(slot, first + self._draw.choice((-1, 0, 1, 2, 1000))) for slot in SHOWN[2:]]
+        return leases, b"".join(wire.encode_lease(*lease, MAC) for lease in leases)
+
+    def frame(self, leases):
         kind = self._draw.random()
         if kind < 0.1:
-            return self._epoch(), True
-        if kind < 0.2:
-            return self._list(), False
-        return self._read(), True
+            return wire.encode_epoch(self._draw.choice((*SHOWN, 2**31))), True
+        if kind < 0.2:  # again, or another one
+            slot, epoch = self._draw.choice(leases)
+            return wire.encode_lease(slot, self._draw.choice((epoch, *NUMBERS)) % 2**64, MAC), False
+        return self._read(leases), True
 
-    def _epoch(self):
-        return wire.encode_epoch(self._draw.choice((*range(SLOTS), SLOTS, 2**31, 2**32 - 1)))
-
-    def _list(self):
+    def _read(self, leases):
         draw = self._draw
-        rows = np.repeat(self._served.rows(draw.randrange(2)), draw.choice((1, 1, 1, 2, 5, 300)), axis=0)
-        for _ in range(draw.choice((0, 1, 1, 2))):
-            at = draw.randrange(len(rows)), draw.randrange(5)
-            old = int(rows[at])
-            near = (old + 1, old - 1, old * 2, old // 2, -old, old + self._served.block_bytes)
-            rows[at] = _int64(draw.choice((*near, *NUMBERS)))
-        number = self._prepared_lists
-        self._prepared_lists += 1
-        return wire.encode_list(number, draw.choice(GROUPS), rows)
+        count = draw.choice((1, 1, 2, 5, 33, 40)) if draw.random() < 0.99 else draw.choice((2000, wire.RUNS_MAX))
+        runs = [self._run() for _ in range(min(count, 40))]
+        for _ in range(draw.choice((0, 0, 1, 1, 2))):
+            run, at = draw.choice(runs), draw.randrange(7)
+            near = (run[at] + 1, run[at] - 1, run[at] * 2, -run[at], run[at] + self._served.block_bytes)
+            run[at] = _int64(draw.choice((*near, *NUMBERS)))
+        if count > len(runs):
+            runs = np.resize(np.array(runs), (count, 7))
+        lease = draw.choice((leases[0], leases[0], leases[1], draw.choice(leases)))
+        return wire.encode_read(draw.choice(GROUPS), *lease, runs)
 
-    def _read(self):
+    def _run(self):
         draw, served = self._draw, self._served
-        number = draw.choice((0, 0, 0, 1, 1, draw.randrange(self._prepared_lists), self._prepared_lists, 2**32 - 1))
-        leases = [self._lease() for _ in range(draw.choice((1, 1, 1, 2, 2, 5, 40)))]
-        if draw.random() < 0.01:
-            leases *= 1024 // len(leases)
-        count = draw.choice((1, 2, 5, 40)) if draw.random() < 0.99 else draw.choice((2000, wire.DESCRIPTORS_MAX))
-        blocks = [draw.randrange(served.leased) for _ in range(min(count, 40))]
-        if draw.random() < 0.3:
-            blocks[draw.randrange(len(blocks))] = draw.choice(
-                (-1, served.leased, served.blocks - 1, served.blocks, 2**31 - 1)
-            )
-        if count > len(blocks):
-            blocks = np.resize(blocks, count)
-        owners = None
-        if len(leases) > 1:
-            owners = np.resize([draw.randrange(len(leases)) for _ in range(min(count, 40))], count)
-        return read_frame(number, leases, blocks, owners)
-
-    def _lease(self):
-        draw, (first, second) = self._draw, self._served.epochs
-        known = ((0, first), (1, second))
-        if draw.random() < 0.7:
-            return draw.choice(known)
-        slot = draw.choice((*range(SLOTS), SLOTS, 2**32 - 1))
-        return slot, draw.choice((first, second, first + 1, max(first - 1, 0), *NUMBERS))
+        first = draw.randrange(served.leased)
+        count = draw.choice((1, 1, 2, served.leased - first))
+        if draw.random() < 0.1:
+            first = draw.choice((served.leased, served.blocks - 1))
+        half = served.block_bytes // STRETCHES
+        times = draw.choice((1, 1, 1, 2, 4))
+        nbytes = draw.choice((1, 7, 64, half // times))
+        stride = draw.choice((nbytes, half // times)) if times > 1 else 0
+        offset = draw.choice((0, half - nbytes - stride * (times - 1)))
+        return [draw.randrange(STRETCHES), first, count, offset, nbytes, stride, times]
 
 
 def _int64(number):
     return (number + 2**63) % 2**64 - 2**63
 
 
-def mutated_answer(mutator, nbytes, epochs):
-    """Draw what a hostile exporter answers to a read; and whether it is an answer that breaks nothing.
-
-    Args:
-        nbytes: that were asked for.
-        epochs: of the leases.
-    """
+def mutated_answer(mutator, nbytes, epoch):
+    """Draw what a hostile exporter answers to a read of so many bytes, and whether that breaks the protocol."""
     draw = mutator.draw
-    values = [draw.choice((epoch, epoch, epoch, epoch + 1, epoch - 1, *NUMBERS)) % 2**64 for epoch in epochs]
-    told = b"".join(wire.EPOCH_VALUE.pack(value) for value in values)
+    value = draw.choice((epoch, epoch, epoch + 1, epoch - 1, *NUMBERS)) % 2**64
+    cut = draw.choice((nbytes, nbytes, draw.randrange(1, nbytes + 1)))
+    pieces = [head(wire.PIECE, part) + draw.randbytes(part) for part in (cut, nbytes - cut) if part]
     kind = draw.random()
-    if kind < 0.55:
-        answer = wire.ANSWER.pack(wire.DONE, 0, len(epochs), 0, nbytes) + draw.randbytes(nbytes) + told
-        broken = False
-    elif kind < 0.8:
+    if kind < 0.5:
+        answer, broken = b"".join(pieces) + head(wire.DONE, epoch), False
+    elif kind < 0.7:
+        answer, broken = b"".join(pieces[: draw.randrange(3)]) + head(wire.ENDED, value), value == epoch
+    elif kind < 0.9:
         detail = draw.randbytes(draw.choice((1, 20, wire.DETAIL_BYTES_MAX)))
-        answer = wire.ANSWER.pack(wire.REFUSED, draw.choice((0, 0)), draw.choice((0, 9)), 0, len(detail)) + detail
-        broken = False
-    else:
-        answer = wire.ANSWER.pack(wire.NOT_HELD, 0, len(epochs), 0, 0) + told
-        broken = any(value == epoch for value, epoch in zip(values, epochs, strict=True))
+        answer, broken = head(wire.REFUSED, len(detail)) + detail, False
+    else:  # of a wrong size, or a wrong end
+        number = draw.choice((0, nbytes + 1, wire.PIECE_BYTES_MAX + 1, *NUMBERS)) % 2**64
+        answer = draw.choice((head(wire.PIECE, number), head(wire.DONE, value), pieces[0] + head(wire.REFUSED, 1)))
+        return answer, True
     if draw.random() < 0.1:
         return mutator.of_bytes(answer, answer), True
     return answer, broken
+
+
+def head(kind, number):
+    """Return the header of a frame of an answer."""
+    return wire.ANSWER.pack(kind, 0, 0, 0, number)

@@ -14,15 +14,18 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from tests.unit.kvflow.reads.tcp01.peers import Producer, region_of
 
-from kvflow.reads.tcp01 import wire
+from kvflow.reads.backend import Envelope, seal
+from kvflow.reads.tcp import wire
+from kvflow.reads.tcp.certificates import draw_identity
+from kvflow.reads.tcp.exporter import TcpExporter
 
+from .tcp_ends import Leases, region_of, settings
 from .tcp_frames import Served
 
 LEASED, COMING_AND_GOING, BLOCKS, BLOCK_BYTES = 32, 16, 64, 4096
 SECRET_BYTE = 0xEE
-"""Of blocks that nobody ever leases."""
+"""Of blocks that nobody ever leases; no other byte is above 127."""
 
 EVERY_S = 0.005
 COMES_AND_GOES = (2, 3)
@@ -33,27 +36,24 @@ class Counted(logging.Handler):
 
     def __init__(self):
         super().__init__(logging.ERROR)
-        self.told = {"requests": 0, "invalid": 0, "hellos_invalid": 0}
+        self.told = {"requests": 0, "invalid": 0}
         self.defects = []
         logging.getLogger("kvflow").addHandler(self)
         logging.getLogger("kvflow").propagate = False
         threading.excepthook = lambda args: self.defects.append(repr(args.exc_value))
-        wire.decode_request = self._counted(wire.decode_request, "requests", "invalid")
-        wire.decode_hello = self._counted(wire.decode_hello, None, "hellos_invalid")
+        wire.decode_request = self._counted(wire.decode_request)
 
     def emit(self, record):
         self.defects.append(self.format(record))
 
-    def _counted(self, decode, all_, invalid):
+    def _counted(self, decode):
         def counting(frame):
+            self.told["requests"] += 1
             try:
                 return decode(frame)
             except wire.BadFrame:
-                self.told[invalid] += 1
+                self.told["invalid"] += 1
                 raise
-            finally:
-                if all_ is not None:
-                    self.told[all_] += 1
 
         return counting
 
@@ -73,19 +73,29 @@ class Counted(logging.Handler):
 
 def main(encryption):
     counted = Counted()
-    producer = Producer(encryption, blocks=BLOCKS, block_bytes=BLOCK_BYTES)
-    producer.cache[:] &= 0x7F
-    producer.cache[:] |= 1
-    producer.cache[:, LEASED + COMING_AND_GOING :] = SECRET_BYTE
+    leases = Leases(BLOCKS, BLOCK_BYTES)
+    leases.cache[:, LEASED + COMING_AND_GOING :] = SECRET_BYTE
     held = range(LEASED)
-    epochs = tuple(producer.lease(slot, held, held) for slot in (0, 1))
+    epochs = tuple(leases.lease(slot, held, held) for slot in (0, 1))
     some = range(LEASED, LEASED + COMING_AND_GOING)
     for slot in COMES_AND_GOES:
-        producer.lease(slot, some, some)
-    addresses = tuple(region_of(each).address for each in producer.cache)
-    served = Served(producer.exporter.endpoint, encryption, addresses, BLOCK_BYTES, BLOCKS, LEASED, epochs)
+        leases.lease(slot, some, some)
+    identity = draw_identity() if encryption == "tls" else None
+    serving = leases.serving
+    exporter = TcpExporter(settings(encryption), region_of(leases.epochs), serving, identity)
+    served = Served(
+        exporter.endpoint,
+        encryption,
+        b"" if identity is None else identity.certificate,
+        seal(Envelope("tcp", "producer", wire.encode_layout(serving.tracks))),
+        tuple(region_of(each).address for each in leases.cache),
+        BLOCK_BYTES,
+        BLOCKS,
+        LEASED,
+        epochs,
+    )
     say(msgspec.json.encode(served).decode())
-    say(np.ascontiguousarray(producer.cache).tobytes().hex())
+    say(np.ascontiguousarray(leases.cache).tobytes().hex())
     turn = 0
     while True:
         ready, _, _ = select.select([sys.stdin], [], [], EVERY_S)
@@ -95,10 +105,10 @@ def main(encryption):
             say(json.dumps(counted.now()))
         slot = COMES_AND_GOES[turn % 2]
         turn += 1
-        producer.end(slot)
+        leases.end(slot)
         time.sleep(0)
-        producer.lease(slot, some, some)
-    producer.put_away()
+        leases.lease(slot, some, some)
+    exporter.close()
 
 
 def say(line):

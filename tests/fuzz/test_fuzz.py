@@ -58,7 +58,7 @@ async def test_a_tcp_exporter_survives_lying_readers_and_serves_honest_ones(encr
 def test_a_reader_over_tcp_lives_through_exporters_that_lie(encryption):
     found = lie_over_tcp(TCP_ANSWERS, "test", encryption=encryption)
     assert found.answers >= TCP_ANSWERS
-    assert {*found.said} == {"done", "bounds", "peer_lost"}
+    assert {*found.said} == {"done", "unheld", "bounds", "peer_lost"}
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -81,7 +81,7 @@ def test_what_was_found_once_is_refused(name, data):
 
 def test_a_seed_draws_the_same_again():
     assert conversation("a/1") == conversation("a/1") != conversation("a/2")
-    served = Served("tcp://127.0.0.1:1", "off", (4096, 8192), 64, 64, 32, (7, 8))
+    served = Served("tcp://127.0.0.1:1", "off", b"", b"", (4096, 8192), 64, 64, 32, (7, 8))
     assert talk("a", 1, served) == talk("a", 1, served)
     for name in TARGETS:
         assert drawn(name, "a", 1) == drawn(name, "a", 1)
