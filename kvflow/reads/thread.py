@@ -8,6 +8,7 @@ calling thread, because switching threads takes longer than such a read. ``post`
 import logging
 import os
 import select
+import signal
 import threading
 import time
 from collections import deque
@@ -221,6 +222,7 @@ class ThreadedTransport:
         self._bell.ring()
 
     def _run(self, regions: Sequence[Region], epochs: Region, serving: Serving) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})  # OpenSSL writes without MSG_NOSIGNAL
         try:
             self._staging.place(regions)
             backend = self._open_planes(regions=regions, epochs=epochs, serving=serving)

@@ -444,7 +444,7 @@ def kinds(*names):
 
 
 ON_HOST = ("loopback", "loopback inline", "nixl", "nixl inline", "nixl progress", "nixl inline progress", "tcp")
-ON_HOST += ("async", "async inline progress", "tcp device")
+ON_HOST += ("tcp inline", "async", "async inline progress", "tcp device")
 ON_GPU = ("nixl device apart", "tcp device")
 """``apart`` has each exporter in another process: within one, UCX maps no memory of a GPU. Nothing is read inline from
 a device, and the other kinds reach memory of the host only."""
@@ -457,11 +457,12 @@ KINDS_HERE = kinds(*NAMES)
 WITH_APART = kinds(*NAMES, *(() if REAL else ("nixl apart", "tcp device apart")))
 """On the host it is enough to run a few tests with exporters in other processes."""
 
-INLINE_KINDS = kinds(*(name for name in NAMES if "inline" in name and not name.startswith("async")))
+INLINE_KINDS = kinds(*(name for name in NAMES if "inline" in name and name.startswith(("loopback", "nixl"))))
+"""Those whose posts may have ended when they return."""
 FAR_KINDS = kinds(*(name.removesuffix(" apart") for name in NAMES if name.startswith(("nixl", "tcp"))))
 """For tests that start exporters in other processes themselves."""
 
-TCP_KINDS = [kind for kind in FAR_KINDS if kind.id.startswith("tcp")]
+TCP_KINDS = kinds(*(name for name in NAMES if name in ("tcp", "tcp device")))
 NIXL_KIND = FAR_KINDS[:1]
 
 

@@ -8,8 +8,6 @@ from contextlib import suppress
 from itertools import count
 
 import numpy as np
-from kvflow.reads.tcp.opening import Opening
-from kvflow.reads.tcp.stream import ChannelClosed
 
 from kvflow.addresses import place_of
 from kvflow.config import TcpSettings
@@ -21,6 +19,8 @@ from kvflow.reads.bounds import check_rows
 from kvflow.reads.contract import LeaseName, PeerAddress, PreparedList, Serving
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.backend import TcpBackend
+from kvflow.reads.tcp.opening import Opening
+from kvflow.reads.tcp.stream import ChannelClosed
 
 PASS_KEY = b"k" * 32
 MAC = b"m" * wire.MAC_BYTES

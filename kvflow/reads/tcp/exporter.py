@@ -30,7 +30,7 @@ from kvflow.reads.device import PORTION_BYTES, portions
 from kvflow.reads.serving import LeasedBlocks, OtherTicket, order_memory
 from kvflow.reads.staging import memory_at
 from kvflow.reads.tcp import wire
-from kvflow.reads.tcp.access import Access, Member
+from kvflow.reads.tcp.access import Access, Entrant
 from kvflow.reads.tcp.certificates import TlsIdentity
 from kvflow.reads.tcp.runs import Resolved, ServedGroup
 from kvflow.reads.tcp.stream import ByteRows, ChannelClosed, rows_of
@@ -53,6 +53,7 @@ _WORK_OF_ONE = 64  # the cost of each request besides them
 _TICK_S = 1.0
 _RECEIVED_MAX = 64 << 10
 _SPOKEN_EVERY_S = 1.0
+_LEASE_BYTES = 320  # memory of a lease that a reader has shown
 _ZEROS = np.zeros(wire.PIECE_BYTES_MAX, np.uint8)
 
 
@@ -68,7 +69,7 @@ class _Client:
         answer: what follows, as it is asked for.
     """
 
-    member: Member
+    member: Entrant
     since: float
     counted: int = 0
     buffer: bytearray = field(default_factory=bytearray)
@@ -91,7 +92,7 @@ class _Sender:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._bell, select.EPOLLIN)
         self.clients: dict[int, _Client] = {}
-        self._arriving: deque[Member] = deque()
+        self._arriving: deque[Entrant] = deque()
         self._ready: deque[int] = deque()
         self._scratch = memoryview(bytearray(_RECEIVED_MAX))
         self._closing = False
@@ -104,7 +105,7 @@ class _Sender:
         """How many readers it serves. Thread: any."""
         return len(self.clients) + len(self._arriving)
 
-    def take(self, member: Member) -> None:
+    def take(self, member: Entrant) -> None:
         """Serve a reader. Thread: any."""
         self._arriving.append(member)
         os.eventfd_write(self._bell, 1)
@@ -237,10 +238,10 @@ class _Sender:
 
     def _count(self, client: _Client) -> None:
         """Count what this connection keeps in memory. Raises: ChannelClosed."""
-        kept = len(client.buffer) + len(client.said)
+        kept = len(client.buffer) + len(client.said) + _LEASE_BYTES * len(client.macs)
         if kept != client.counted:
             if not client.member.account.grow(kept - client.counted):
-                raise ChannelClosed("its reader keeps too many requests half sent")
+                raise ChannelClosed("its reader keeps too much in memory")
             client.counted = kept
 
     def _answer(self, client: _Client, request: wire.Request, body: bytes) -> None:
@@ -313,11 +314,9 @@ class _Sender:
     def _pieces(self, slot: int, epoch: int, found: Resolved) -> Iterator[ByteRows | bytes]:
         """Yield what to send of the cache, piece by piece; each is copied out of it when the next is asked for."""
         spans = ByteRows(np.stack([np.array(found.starts, np.int64), np.array(found.lengths, np.int64)], axis=1))
-        head = bytearray(wire.ANSWER.size)
-        row = rows_of(head).rows()
         while spans.left and self._epochs[slot] == epoch:
-            piece = spans.cut(wire.PIECE_BYTES_MAX, row)
-            wire.ANSWER.pack_into(head, 0, wire.PIECE, 0, 0, 0, piece.left - len(head))
+            piece = spans.cut(wire.PIECE_BYTES_MAX)
+            yield wire.ANSWER.pack(wire.PIECE, 0, 0, 0, piece.left)
             yield piece
         yield self._end_of(slot, epoch)
 
@@ -402,7 +401,7 @@ class TcpExporter:
         for sender in senders:
             sender.close()
 
-    def _admit(self, member: Member) -> None:
+    def _admit(self, member: Entrant) -> None:
         min(self._senders, key=lambda sender: sender.load).take(member)
 
 
@@ -411,7 +410,7 @@ def senders_for(cores: int | None) -> int:
     return max(1, min(4, (cores or 1) // 4))
 
 
-def _end(member: Member) -> None:
+def _end(member: Entrant) -> None:
     member.account.leave()
     member.stream.close(reset=True)
 

@@ -71,25 +71,23 @@ class ByteRows:
             row[0] += row[1] - left
             row[1] = left
 
-    def cut(self, nbytes_max: int, before: Int64s | None = None, after: Int64s | None = None) -> "ByteRows":
-        """Take the next bytes, at most ``nbytes_max``, for one system call.
-
-        ``before`` is a row that comes first, and ``after`` one that comes last if there are ``nbytes_max``.
-        """
-        if not self._done and self.left <= nbytes_max and len(self._ends) <= ROWS_AT_ONCE - 2:  # as in a small read
+    def cut(self, nbytes_max: int, after: Int64s | None = None) -> "ByteRows":
+        """Take the next bytes, at most ``nbytes_max``, for one system call; ``after`` them a row if all are taken."""
+        if not self._done and self.left <= nbytes_max and len(self._ends) <= ROWS_AT_ONCE - 1:  # as in a small read
             table, whole = self._table, self.left == nbytes_max
             self.left = 0
         else:
             first = self._at
             stop = int(self._ends.searchsorted(self._done + nbytes_max)) + 1
-            stop = min(stop, first + ROWS_AT_ONCE - 2, len(self._ends))
+            stop = min(stop, first + ROWS_AT_ONCE - 1, len(self._ends))
             behind = int(self._ends[stop - 1]) - self._done
             whole = behind >= nbytes_max
             table = self._table[first:stop].copy()
             table[-1, 1] -= max(0, behind - nbytes_max)
             self.skip(min(behind, nbytes_max))
-        around = (before, table, after if whole else None)
-        return ByteRows(np.concatenate([each for each in around if each is not None]), self._held)
+        if after is not None and whole:
+            table = np.concatenate((table, after))
+        return ByteRows(table, self._held)
 
 
 def rows_of(*buffers: bytearray | memoryview | npt.NDArray[np.uint8]) -> ByteRows:

@@ -50,7 +50,7 @@ MAC_BYTES = 32
 RUNS_MAX = 8192
 """Most runs of one READ, and most pieces of memory that they name. A reader divides a chunk that has more."""
 
-LEASES_MAX = 1024
+LEASES_MAX = 256
 PIECE_BYTES_MAX = 2 << 20
 DETAIL_BYTES_MAX = 512
 FRAME_BYTES_MAX = REQUEST.size + RUNS_MAX * RUN.size

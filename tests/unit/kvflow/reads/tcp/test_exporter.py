@@ -214,6 +214,35 @@ def test_the_rest_of_a_piece_is_zeros_after_the_end_of_its_lease(make):
     assert producer.reader().read(0, producer.lease(0, [1], []), block(1))[0] == wire.DONE
 
 
+def test_a_lease_may_end_between_the_head_of_a_piece_and_its_bytes(monkeypatch, make):
+    producer = make(blocks=8, block_bytes=BIG)
+    epoch = producer.lease(0, range(8), [])
+    reader = producer.reader()
+    flush = producer.sender._flush
+
+    def end_after_head(client):
+        if client.piece is not None and (0, epoch) in producer.held:
+            producer.end(0)
+        return flush(client)
+
+    monkeypatch.setattr(producer.sender, "_flush", end_after_head)
+    promised = long_read(producer, reader, 0, epoch)
+    assert not any(reader.hear(promised)), "bytes of blocks that are not leased any longer"
+    assert reader.answer()[::2] == (wire.ENDED, epoch + 1)
+
+
+def test_leases_that_are_shown_count_in_the_account(producer):
+    reader = producer.reader()
+    reader.say(*(wire.encode_lease(3, EPOCH + at, b"") for at in range(wire.LEASES_MAX)))
+    assert reader.epoch(3) == EPOCH
+    accounts = producer.exporter._access.accounts
+    while accounts.buffered != 320 * wire.LEASES_MAX:
+        still_serves(producer)
+    reader.say(wire.encode_lease(3, 1, b""))
+    while accounts.buffered != 320:
+        still_serves(producer)
+
+
 def test_a_slot_that_is_leased_again_does_not_count_as_held(make):
     producer = make(blocks=16, block_bytes=BIG)
     epoch = producer.lease(0, range(16), [])

@@ -67,15 +67,19 @@ def test_cuts_take_every_byte_once_and_in_order(seed):
     memory = np.random.default_rng(seed).integers(0, 256, 40_000, np.uint8)
     table = rows_in(memory, choose, len(memory))
     whole, spans, found = content_of(table.tolist()), ByteRows(table.copy()), b""
-    head = bytearray(b"head")
+    tail = bytearray(b"tail")
     while spans.left:
-        most = choose.randrange(1, 9000)
-        before = choose.choice((None, rows_of(head).rows()))
-        piece = spans.cut(most, before)
+        most, left = choose.randrange(1, 9000), spans.left
+        after = choose.choice((None, rows_of(tail).rows()))
+        piece = spans.cut(most, after)
         assert len(piece.rows()) <= module.ROWS_AT_ONCE
         taken = content_of(piece.rows().tolist())
-        found += taken[4:] if before is not None else taken
-        assert piece.left == len(taken) <= most + 4
+        assert piece.left == len(taken)
+        if after is not None and left - spans.left == most:
+            assert taken.endswith(tail)
+            taken = taken[:-4]
+        assert len(taken) == left - spans.left <= most
+        found += taken
     assert found == whole
 
 
