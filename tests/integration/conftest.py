@@ -7,6 +7,9 @@ import threading
 import pytest
 import uvloop
 
+from kvflow.reads.backend import Backend
+from kvflow.reads.tcp.backend import TcpBackend
+
 from .consuming import PATIENCE_S, consuming
 from .elsewhere import Child
 from .producing import producing
@@ -97,6 +100,12 @@ def far_world(elsewhere):
 def near_world():
     """One process."""
     return World("loopback", producing)
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Let reads over TCP go on after a cancel until they end by themselves, as over NIXL."""
+    monkeypatch.setattr(TcpBackend, "cancel", Backend.cancel)
 
 
 @pytest.fixture

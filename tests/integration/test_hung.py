@@ -21,6 +21,7 @@ TOKENS = 1000 * 16
 OVERLAPPING = ([[998, 999], [1000, 1001]], [[1000, 1001], [998, 999]])
 
 
+@pytest.mark.usefixtures("late")
 async def test_blocks_of_a_hung_read_are_refused_until_it_is_over(elsewhere, spawn):
     sleepy = spawn()
     async with (

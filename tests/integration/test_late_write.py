@@ -24,7 +24,7 @@ from .consuming import PATIENCE_S, Consumer, consuming, until, works
 from .elsewhere import Child, RemoteProducer
 from .shapes import Shape
 
-pytestmark = ELSEWHERE
+pytestmark = [*ELSEWHERE, pytest.mark.usefixtures("late")]
 
 LARGE = Shape(num_blocks=520, block_size=16, heads=8, head_size=128)
 FEW = msgspec.structs.replace(LARGE, num_blocks=16)

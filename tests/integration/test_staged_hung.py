@@ -27,6 +27,7 @@ def blocks(number):
     return [list(range(12 * number, 12 * number + 6)), list(range(12 * number + 6, 12 * number + 12))]
 
 
+@pytest.mark.usefixtures("late")
 async def test_four_hung_peers_with_all_staging_buffers_do_not_stop_a_fifth(elsewhere, spawn, monkeypatch):
     monkeypatch.setattr(destinations, "STARVED_S_MAX", 0.2)
     events = []

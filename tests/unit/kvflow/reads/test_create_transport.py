@@ -21,10 +21,10 @@ def opened(monkeypatch, *, absent=(), **settings):
                 raise TransportUnavailable(f"{name} is not there")
             return LoopbackBackend(f"{name} of the test", regions, epochs)
 
-        return lambda *_, **_named: open_plane
+        return open_plane
 
-    monkeypatch.setattr(thread, "nixl_factory", plane("nixl"))
-    monkeypatch.setattr(thread, "_tcp_factory", plane("tcp"))
+    monkeypatch.setattr(thread, "nixl_factory", lambda *_, **_named: plane("nixl"))
+    monkeypatch.setattr(thread, "TcpBackend", lambda _name, _settings, *given: plane("tcp")(*given))
     config = flat_config(engine_id="prefill-0", cluster_secret="a secret of the tests", **settings)
     transport, memory = create_transport(config, "prefill-0", lambda _event: None), Memory()
     try:
