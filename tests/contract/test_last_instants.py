@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 
+from kvflow.reads import thread as threaded
 from tests.contract.conftest import NAMES, TCP_KINDS, kinds
 from tests.contract.instants import Clock, LastBytes, sockets
 
@@ -111,6 +112,25 @@ def test_a_read_may_go_on_for_longer_than_connecting_may_take(world, monkeypatch
     (answer,) = reader.sink.wait(("read", 1))
     assert (answer.verdict, answer.detail) == ("held", "")
     assert np.array_equal(reader.cache.bytes(), exporter.cache.bytes())
+
+
+@pytest.mark.parametrize("world", TCP_KINDS, indirect=True)
+def test_the_read_thread_waits_for_sockets_and_never_naps(world, monkeypatch):
+    reader, exporter = ends_of(world, LARGE)
+    prepared_list = joined(world, reader, exporter, LARGE)
+    bell, pauses = reader.transport._bell, []
+    wait = bell.wait
+
+    def note(pause_s):
+        pauses.append(pause_s)
+        wait(pause_s)
+
+    monkeypatch.setattr(bell, "wait", note)
+    for read_id, numbers in enumerate(([3], range(COUNT), [1, 5])):
+        reader.post(world.read(read_id, prepared_list, numbers, numbers, epoch=1, check_first=True))
+        assert reader.sink.wait(("read", read_id))[0].verdict == "held"
+    assert pauses
+    assert not [pause_s for pause_s in pauses if 0 < pause_s < threaded.IDLE_PROGRESS_S]
 
 
 @here

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvflow.errors import LayoutMismatch
 from kvflow.layout.tracks import tracks_of
 from kvflow.planning.bind import bind_plan
-from kvflow.reads.bounds import OutOfBounds, check_rows, joined
+from kvflow.reads.bounds import OutOfBounds, check_rows, joined, merge
 from kvflow.reads.contract import Serving
 from kvflow.reads.serving import LeasedBlocks
 from kvflow.reads.tcp import wire
@@ -112,6 +112,16 @@ def require_served(source, binding):
     served = ServedGroup(source.tracks[group])
     for some in (index[:1], index[:FEW], np.sort(index[:FEW]), np.sort(index[: 2 * FEW]), index, np.sort(index)):
         require_runs(listed, served, source, binding, some[: wire.RUNS_MAX])
+    require_few_runs(listed, binding, source.manifest.num_blocks)
+
+
+def require_few_runs(listed, binding, num_blocks):
+    """A pull of whole blocks has no more runs than it has descriptors over NIXL."""
+    units = np.arange(binding.group.source.per_block * num_blocks)
+    first = np.arange(binding.unit_descriptors)[:, None] * binding.source.per_run
+    index = (first + binding.source.local(units)[None, :]).ravel().astype(np.int32)
+    rows = check_rows(binding.source.table)
+    assert len(listed.runs(index)) <= len(merge(rows, index, rows, index))
 
 
 def require_runs(listed, served, source, binding, index):
