@@ -13,9 +13,10 @@ from kvflow.events import ConsumerRejected
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.leases.tickets import FORMAT, FORMAT_BEFORE
 
+from .conftest import OVER_TCP
 from .consuming import PATIENCE_S, consuming, works
-from .earlier import EARLIER, child_of, unpack
-from .producing import Producer, configured
+from .earlier import EARLIER, RELEASE_BEFORE, child_of, unpack
+from .producing import Producer, configured, producing
 from .shapes import Shape
 from .strangers import IDENTITY, SECURITY, ticket_to
 from .test_records import Heard
@@ -26,12 +27,17 @@ BLOCKS = [[0, 1], [2, 3]]
 NUM_TOKENS = 8
 NIXL, TCP = {"transport": "nixl"}, {"transport": "tcp"}
 THE_LAST = "cd0c377"
+SOURCE = Shape(layout="LBNHC", kv="split", num_blocks=96, block_size=16, heads=8, head_size=64)
+TARGET = msgspec.structs.replace(SOURCE, layout="BLHNC", kv="content")
+LARGE_BLOCKS = [list(range(39, -1, -1)), list(range(41, 81))]
+LARGE_TOKENS = 40 * 16
+"""Blocks down and up, and pages that lie apart at the source: many descriptors."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Folder of each earlier commit."""
-    return {commit: unpack(commit, tmp_path_factory.mktemp(commit)) for commit in EARLIER}
+    return {commit: unpack(commit, tmp_path_factory.mktemp(commit)) for commit in (*EARLIER, RELEASE_BEFORE)}
 
 
 @pytest.fixture(params=[commit for commit, earlier in EARLIER.items() if not earlier.is_read])
@@ -43,10 +49,10 @@ def commit(request):
 @pytest.fixture
 def start(folders, request):
     """Start a module of the earlier commit, or of the last release."""
-    commit = request.getfixturevalue("commit") if "commit" in request.fixturenames else THE_LAST
+    default = request.getfixturevalue("commit") if "commit" in request.fixturenames else THE_LAST
     children = []
 
-    def start_module(module):
+    def start_module(module, commit=default):
         children.append(child_of(folders[commit], module))
         return children[-1]
 
@@ -63,13 +69,13 @@ async def producing_here(heard, **settings):
         yield Producer(worker, cache)
 
 
-async def consuming_there(child, **settings):
+async def consuming_there(child, shape=Shape(), **settings):  # noqa: B008 - frozen
     """Open a consumer in a process of an earlier commit; return what pulls a ticket and says how that ended."""
     settings = {"engine_id": "decode-0", **(settings or NIXL)}
-    await child.ask("open", shape=msgspec.to_builtins(Shape()), settings=settings)
+    await child.ask("open", shape=msgspec.to_builtins(shape), settings=settings)
 
-    async def pull(params, request="r"):
-        (outcome,) = await child.ask("pull", pulls=[[request, params, BLOCKS, NUM_TOKENS]])
+    async def pull(params, request="r", blocks=BLOCKS, num_tokens=NUM_TOKENS):
+        (outcome,) = await child.ask("pull", pulls=[[request, params, blocks, num_tokens]])
         return outcome
 
     return pull
@@ -172,3 +178,32 @@ async def test_an_earlier_release_refuses_the_tickets_of_this_one(start, commit)
         assert await producer.held() == ("r",)
         assert await producer.revoke("r")
         await works(producer, consumer)
+
+
+@pytest.mark.parametrize("encryption", ["off", "tls"])
+async def test_this_release_reads_the_one_before_over_tcp(start, encryption):
+    settings = OVER_TCP | {"tcp_encryption": encryption}
+    producer_there = start("producer_process", RELEASE_BEFORE).producing(SOURCE, **settings)
+    async with producer_there as producer, consuming(TARGET, **settings) as consumer:
+        for turn in range(3):
+            await works(producer, consumer, f"r{turn}", LARGE_BLOCKS, LARGE_TOKENS, sources=LARGE_BLOCKS[::-1])
+        consumer.untouched(but=LARGE_BLOCKS)
+        ended = await producer.offer("ended", BLOCKS, 32)
+        assert await producer.revoke("ended")
+        with pytest.raises(StaleLease):
+            await consumer.pull(ended, BLOCKS)
+        await works(producer, consumer, "small", num_tokens=32)
+        consumer.at_rest()
+
+
+@pytest.mark.parametrize("encryption", ["off", "tls"])
+async def test_the_release_before_is_refused_over_tcp_and_nothing_hangs(start, encryption):
+    settings = OVER_TCP | {"tcp_encryption": encryption}
+    child = start("consumer_process", RELEASE_BEFORE)
+    pull = await consuming_there(child, TARGET, **settings)
+    async with producing(SOURCE, **settings) as producer, consuming(TARGET, engine_id="decode-1", **settings) as ours:
+        for turn in range(2):
+            params = await producer.offer(f"r{turn}", BLOCKS, 32)
+            assert await pull(params, f"r{turn}", BLOCKS, 32) == "release_mismatch"
+        assert await producer.held() == ("r0", "r1")
+        await works(producer, ours, num_tokens=32, sources=[[4, 5], [6, 7]])
