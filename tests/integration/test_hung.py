@@ -1,6 +1,7 @@
 """A producer that hangs: the pull ends by its budget, and its blocks stay unused while anything may write to them."""
 
 import asyncio
+import time
 
 import msgspec
 import pytest
@@ -9,7 +10,7 @@ from kvflow import errors
 
 from .conftest import OVER_TCP
 from .consuming import consuming, works
-from .shapes import Shape
+from .shapes import UNTOUCHED, Shape
 from .test_late_write import stop_mid_read
 
 pytestmark = pytest.mark.processes
@@ -18,6 +19,8 @@ LARGE = Shape(num_blocks=1024, block_size=16, heads=8, head_size=128)
 FEW = msgspec.structs.replace(LARGE, num_blocks=16)
 BLOCKS = [list(range(1000)), []]
 TOKENS = 1000 * 16
+QUIET_S = 10.0
+"""Less than ``silence_s_max``, after which a hung peer is dead; a cancel ends a read over TCP in milliseconds."""
 OVERLAPPING = ([[998, 999], [1000, 1001]], [[1000, 1001], [998, 999]])
 
 
@@ -82,3 +85,24 @@ async def test_leaving_with_a_hung_read(spawn):
         sleepy.resume()
         async with consuming(LARGE) as another:
             await works(producer, another, "after", [[1002, 1003], [1004, 1005]], 32)
+
+
+@pytest.mark.parametrize("encryption", ["off", "tls"])
+async def test_a_cancelled_pull_over_tcp_ends_while_its_producer_hangs(spawn, encryption):
+    sleepy, settings = spawn(), OVER_TCP | {"tcp_encryption": encryption}
+    patient = {"wire_s": 600.0, "fence_s": 600.0, "quarantine_s_max": 600.0}  # none of these ends it
+    async with sleepy.producing(LARGE, **settings) as producer, consuming(LARGE, **settings, **patient) as consumer:
+        await consumer.pull(await producer.offer_as_is("before", BLOCKS, TOKENS), BLOCKS)  # all connections are open
+        pull, params = await stop_mid_read(sleepy, producer, consumer, BLOCKS, TOKENS)
+        pull.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pull
+        begun_s = time.monotonic()
+        async with asyncio.timeout(QUIET_S):
+            await consumer.worker.quiesced("r")
+        print(f"quiescent after {(time.monotonic() - begun_s) * 1e3:.1f} ms")  # noqa: T201 - a figure to read
+        consumer.at_rest()
+        consumer.cache.backing.fill_(UNTOUCHED)
+        sleepy.resume()
+        await consumer.pull(params, BLOCKS)  # the producer has recovered, and dials are let through
+        await works(producer, consumer, "after", [[1002, 1003], [1004, 1005]], 32, sources=[[0, 1], [2, 3]])
