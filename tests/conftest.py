@@ -60,7 +60,9 @@ SLOW = {
     ],
     "integration/test_fenced_reads.py": ["test_no_wrong_byte_is_delivered[0]"],
     "integration/test_floods.py": [
-        "test_honest_peers_are_served_throughout_and_memory_is_flat[members that send rubbish]"
+        "test_honest_peers_are_served_throughout_and_memory_is_flat[members that send rubbish]",
+        "test_a_flooded_data_port_serves_readers_and_lets_newcomers_in[hellos of TLS-tls]",
+        "test_readers_that_arrive_together_all_read[64-tls]",
     ],
     "integration/test_handshake_many.py": ["test_a_server_whose_cpu_is_taken_serves_its_whole_herd"],
     "integration/test_handshake_memory.py": ["test_strangers_make_a_server_hold_little"],

@@ -5,9 +5,13 @@ Arguments: the kind of flood, the worker's endpoint, how many connections, the c
 
 import os
 import resource
+import select
 import socket
+import ssl
+import struct
 import sys
 import time
+from collections import deque
 from contextlib import suppress
 
 import zmq
@@ -36,6 +40,48 @@ def tcp(endpoint, count, words):
         with suppress(OSError):
             each.sendall(words)
     return held
+
+
+TURNING_MAX = 60_000
+TURNING_S = 60.0
+"""Connections and seconds after which a flood ends by itself."""
+AT_ONCE = 50
+EVERY_S = 0.02
+RESETTING = struct.pack("ii", 1, 0)
+
+
+def turning(endpoint, count, words):
+    """As ``tcp``, over and over: the oldest connection goes, with a reset, when there are too many."""
+    host, port = endpoint.removeprefix("tcp://").split(":")
+    held, ends_s = deque(), time.monotonic() + TURNING_S
+    for number in range(TURNING_MAX):
+        each = socket.socket()
+        each.setblocking(False)
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESETTING)
+        each.connect_ex((host, int(port)))
+        held.append(each)
+        if number % AT_ONCE == AT_ONCE - 1:
+            ready, _, _ = select.select([sys.stdin], [], [], EVERY_S)
+            for new in list(held)[-AT_ONCE:]:
+                with suppress(OSError):
+                    new.sendall(words)
+            if ready or time.monotonic() > ends_s:
+                break
+        while len(held) > count:
+            held.popleft().close()
+        if number == count:
+            tell()
+    return held
+
+
+def client_hello():
+    """Return how a TLS connection begins."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    outgoing = ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), outgoing).do_handshake()
+    return outgoing.read()
 
 
 def dealers(endpoint, count, secret, frames=()):
@@ -74,13 +120,24 @@ FLOODS = {
     "members that send rubbish": lambda endpoint, count: dealers(endpoint, count // 10, SECRET, [[b"rubbish"]] * 50),
 }
 
+OF_DATA = {
+    "only connections": lambda endpoint, count: turning(endpoint, count, b""),
+    "halves of a hello": lambda endpoint, count: turning(endpoint, count, bytes(20)),
+    "hellos of TLS": lambda endpoint, count: turning(endpoint, count, client_hello()),
+}
+"""Floods of a data port, which never stand: there are always new connections."""
+
+
+def tell():
+    sys.stdout.write("flooded\n")
+    sys.stdout.flush()
+
 
 def chatter(endpoint):
     """One member that is ready and then sends as much as it can, until it is ended."""
     (dealer,) = dealers(endpoint, 1, SECRET, said(HELLO, PUBLISH))
     dealer.recv_multipart()
-    sys.stdout.write("flooded\n")
-    sys.stdout.flush()
+    tell()
     (ping,) = said(Ping(nonce=1))
     while True:
         dealer.send_multipart(ping)
@@ -91,11 +148,11 @@ def main(kind, endpoint, count, _secret):
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if kind == "a member that never stops talking":
         chatter(endpoint)
-    held = FLOODS[kind](endpoint, int(count))
-    time.sleep(0.2)  # ZeroMQ connects behind our back, and nothing tells of connections that are refused
-    sys.stdout.write("flooded\n")
-    sys.stdout.flush()
-    sys.stdin.read()
+    held = (FLOODS | OF_DATA)[kind](endpoint, int(count))
+    if kind not in OF_DATA:
+        time.sleep(0.2)  # ZeroMQ connects behind our back, and nothing tells of connections that are refused
+        tell()
+        sys.stdin.read()
     os._exit(len(held) == 0)  # closing thousands of sockets one by one is nobody's concern
 
 

@@ -3,21 +3,28 @@
 import asyncio
 import ctypes
 import gc
+import json
 import resource
 import subprocess
 import sys
+import threading
 import time
-from contextlib import asynccontextmanager
+from collections import Counter
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 import kvflow
+from kvflow.reads.tcp.access import BUFFERED_OF_ONE_MAX, Accounts
+from tests.ports import free_port
 
-from .consuming import PATIENCE_S, until, works
+from .conftest import World
+from .consuming import PATIENCE_S, consuming, until, works
 from .elsewhere import environment_of_children
-from .flood_process import FLOODS
-from .producing import SECRET
+from .flood_process import FLOODS, OF_DATA
+from .producing import SECRET, producing
+from .shapes import Shape
 from .strangers import ticket_to
 
 CONNECTIONS = 1000
@@ -151,3 +158,142 @@ async def until_served(world, producer, consumer):
             except (kvflow.errors.DeadlineExceeded, kvflow.errors.PeerLost):
                 continue
             return
+
+
+ENCRYPTIONS = ["off", "tls"]
+BLOCKS = [[0, 1], [2, 3]]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("encryption", ENCRYPTIONS)
+@pytest.mark.parametrize("kind", OF_DATA)
+async def test_a_flooded_data_port_serves_readers_and_lets_newcomers_in(elsewhere, kind, encryption):
+    world, data = World("tcp", elsewhere.producing), f"tcp://127.0.0.1:{free_port()}"
+    settings = {"tcp_encryption": encryption}
+    async with (
+        world.producing(tcp_bind=data, **settings) as producer,
+        world.consuming(**PATIENT, **settings) as consumer,
+    ):
+        await works(producer, consumer, request="before")
+        async with flood(kind, data) as child:
+            for turn in range(3):
+                await works(producer, consumer, request=f"old {turn}")
+                async with world.consuming(engine_id=f"decode-{turn + 1}", **PATIENT, **settings) as newcomer:
+                    await works(producer, newcomer, request=f"new {turn}")
+            assert child.poll() is None, "the flood was over too early"
+        await works(producer, consumer, request="after")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("encryption", ENCRYPTIONS)
+@pytest.mark.parametrize("count", [1, 64, 256])
+async def test_readers_that_arrive_together_all_read(elsewhere, count, encryption):
+    world, settings = World("tcp", elsewhere.producing), {"tcp_encryption": encryption, **PATIENT}
+
+    async def pulled(consumer, params):
+        try:
+            await consumer.pull(params, BLOCKS)
+        except kvflow.errors.KvflowError as error:
+            return str(error)
+        consumer.has("r", BLOCKS, 8)
+        return "right"
+
+    async with world.producing(**settings) as producer, AsyncExitStack() as stack:
+        readers = [
+            await stack.enter_async_context(world.consuming(engine_id=f"decode-{number}", **settings))
+            for number in range(count)
+        ]
+        await producer.write("r", BLOCKS, 8)
+        tickets = [await producer.offer_as_is(f"r{number}", BLOCKS, 8) for number in range(count)]
+        begun_s = time.monotonic()
+        ends = await asyncio.gather(*map(pulled, readers, tickets))
+        print(f"{count} readers, {encryption}: {time.monotonic() - begun_s:.2f} s")  # noqa: T201 - a figure to read
+        assert Counter(ends) == {"right": count}
+
+
+HARM = [
+    *[(kind, encryption) for kind in ("half_requests", "answers_unread", "leases_shown") for encryption in ENCRYPTIONS],
+    ("key_updates", "tls"),
+]
+HARMFUL = 200
+"""Connections of one member."""
+HARM_S = 3.0
+SAMPLED_S = 0.01
+HELD_MIB_MAX = 40
+"""Of resident memory: what one key may have half sent, what is kept beside each connection, and the allocator's."""
+
+
+class Samples(threading.Thread):
+    """Looks at what an exporter of this process holds for its readers, every ``SAMPLED_S``.
+
+    Attributes:
+        buffered: most bytes of requests and answers.
+        resident: most bytes of this process, beyond those at the start.
+    """
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        (self._accounts,) = (each for each in gc.get_objects() if type(each) is Accounts and each.count)
+        self._status = Path("/proc/self/statm")
+        self._before = self._resident()
+        self._over = threading.Event()
+        self.buffered = self.resident = 0
+        self.start()
+
+    def run(self):
+        while not self._over.wait(SAMPLED_S):
+            self.buffered = max(self.buffered, self._accounts.buffered)
+            self.resident = max(self.resident, self._resident() - self._before)
+
+    def end(self):
+        self._over.set()
+        self.join()
+
+    def _resident(self):
+        return int(self._status.read_text().split()[1]) * resource.getpagesize()
+
+
+@asynccontextmanager
+async def member(kind, params, settings):
+    """A member that does harm while the block runs; yields what tells what it has done."""
+    child = subprocess.Popen(  # noqa: ASYNC220 - it takes a moment, once
+        [sys.executable, "-m", "integration.member_process", kind, str(HARMFUL), *map(json.dumps, (params, settings))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment_of_children(),
+    )
+
+    async def done():
+        child.stdin.close()
+        return json.loads(await asyncio.to_thread(child.stdout.readline))
+
+    try:
+        assert await asyncio.to_thread(child.stdout.readline) == "opened\n"
+        yield done
+    finally:
+        child.kill()
+        await asyncio.to_thread(child.wait, PATIENCE_S)
+        child.stdout.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("kind", "encryption"), HARM)
+async def test_a_member_that_means_harm_makes_a_producer_hold_little(kind, encryption):
+    settings = {"transport": "tcp", "tcp_encryption": encryption}
+    async with producing(Shape(), **settings) as producer, consuming(**PATIENT, **settings) as consumer:
+        await works(producer, consumer, "before")
+        async with member(kind, await producer.offer("harm", BLOCKS, 8), settings) as done:
+            samples, until_s = Samples(), time.monotonic() + HARM_S
+            turn = 0
+            while time.monotonic() < until_s:
+                await works(producer, consumer, f"beside {turn}", [[4, 5], [6, 7]])
+                turn += 1
+            did = await done()
+            samples.end()
+        print(f"{kind}, {encryption}: {did}, {samples.buffered} B buffered, {samples.resident} B more")  # noqa: T201
+        assert did["connections"] >= 1
+        assert did["sent"] > 10_000
+        assert samples.buffered <= BUFFERED_OF_ONE_MAX
+        assert samples.resident <= HELD_MIB_MAX << 20
+        await works(producer, consumer, "after", [[4, 5], [6, 7]])
