@@ -1,10 +1,13 @@
 """Which data plane a pair takes, what is told about it, and pairs that have none."""
 
+import asyncio
 import contextlib
 import os
 import shutil
 import subprocess
 import sys
+import threading
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -260,6 +263,27 @@ async def test_addresses_of_both_kinds(bind, encryption, heard):
         assert await pulled(producer, consumer, heard) == ("tcp", "tcp")
 
 
+async def test_at_most_a_thread_per_core_serves_tcp_and_one_lets_readers_in():
+    async with AsyncExitStack() as stack:
+        readers = [
+            await stack.enter_async_context(consuming(engine_id=f"decode-{number}", transport="tcp"))
+            for number in range(4)
+        ]
+        before = set(threading.enumerate())
+        producer = await stack.enter_async_context(producing(Shape(), transport="tcp"))
+        for turn in range(2):
+            await asyncio.gather(
+                *(
+                    works(producer, reader, f"{turn} {number}", [[8 * number], [8 * number + 1]], 4)
+                    for number, reader in enumerate(readers)
+                )
+            )
+        names = [each.name for each in set(threading.enumerate()) - before if each.name.startswith("kvflow-tcp")]
+        members = [name for name in names if name.removeprefix("kvflow-tcp-").isdecimal()]
+        assert 1 <= len(members) <= os.cpu_count()
+        assert sorted({*names} - {*members}) == ["kvflow-tcp", "kvflow-tcp-access"], "the first one reads"
+
+
 def listening(port):
     """Tell where this process's host listens at a port, by the kernel's own table."""
     found = set()
@@ -332,7 +356,7 @@ async def test_a_lease_is_read_over_tcp_with_its_own_ticket_only(monkeypatch):
         ticket = await producer.offer("r", BLOCKS, 8)
         with monkeypatch.context() as patched:
             patched.setattr("kvflow.worker.consumer.LeaseName", with_another_mac)
-            with pytest.raises(errors.TransferFailed, match="is that of another ticket"):
+            with pytest.raises(errors.PeerLost):  # no honest reader does so: its connection is closed
                 await consumer.pull(ticket, BLOCKS)
         await consumer.worker.quiesced("r")
         consumer.untouched()
