@@ -219,6 +219,8 @@ HARMFUL = 200
 """Connections of one member."""
 HARM_S = 3.0
 SAMPLED_S = 0.01
+BESIDE_BYTES_MAX = 1 << 20
+"""What the honest reader has half sent, and what has arrived when the bound is looked at."""
 HELD_MIB_MAX = 40
 """Of resident memory: what one key may have half sent, what is kept beside each connection, and the allocator's."""
 
@@ -294,6 +296,6 @@ async def test_a_member_that_means_harm_makes_a_producer_hold_little(kind, encry
         print(f"{kind}, {encryption}: {did}, {samples.buffered} B buffered, {samples.resident} B more")  # noqa: T201
         assert did["connections"] >= 1
         assert did["sent"] > 10_000
-        assert samples.buffered <= BUFFERED_OF_ONE_MAX
+        assert samples.buffered <= BUFFERED_OF_ONE_MAX + BESIDE_BYTES_MAX
         assert samples.resident <= HELD_MIB_MAX << 20
         await works(producer, consumer, "after", [[4, 5], [6, 7]])
