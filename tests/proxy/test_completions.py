@@ -195,6 +195,26 @@ def test_what_the_proxy_reads_may_not(body):
         read_completion(body.encode())
 
 
+def test_a_body_takes_no_more_memory_than_the_page_says():
+    """Of its long fields four times as much with the body itself; of all others 24 MiB."""
+    params = msgspec.Raw(b"{}")
+    bodies = {
+        "long": (json.dumps({"prompt": "x" * (8 << 20)}).encode(), 3),
+        "others": (json.dumps({f"{number:05}": 1 for number in range(OTHERS_BYTES_MAX // 12)}).encode(), 24),
+    }
+    for name, (body, times) in bodies.items():
+        tracemalloc.start()
+        try:
+            completion = read_completion(body)
+            prefill_body(completion, "/v1/completions")
+            if name == "long":
+                decode_body(completion, params)
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert len(body) / 2 < most < times * len(body), name
+
+
 def test_a_long_list_of_prompts_makes_no_objects():
     body = b'{"prompt": [' + b"[[[]]], " * 200_000 + b"1]}"
     tracemalloc.start()

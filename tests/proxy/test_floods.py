@@ -1,6 +1,7 @@
 """Clients of a proxy that say nothing, or are slow: each is given up."""
 
 import asyncio
+import contextlib
 import json
 from contextlib import asynccontextmanager
 
@@ -44,6 +45,23 @@ async def test_a_silent_client_is_given_up(kind):
         said = await reader.read()
         assert said.startswith(b"HTTP/1.1 408 ") is asks
         assert not rig.prefill[0].bodies
+
+
+@pytest.mark.parametrize(
+    "line", [b"a: b\r\n", b"a: " + b"b" * 8000 + b"\r\n", b"b" * 1000], ids=["short", "long", "none"]
+)
+async def test_headers_that_do_not_end_are_cut_off(line):
+    """However they are written, the proxy takes 1 MiB of them, and what the kernel buffers."""
+    async with open_rig() as rig, connected(rig.url, HEAD) as [(reader, writer)]:
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof() and sent < 64 << 20:
+                writer.write(line * (16384 // len(line)))
+                await writer.drain()
+                sent += 16384
+                await asyncio.sleep(0)
+        assert sent < 4 << 20
+        assert await rig.serves()
 
 
 async def test_an_idle_connection_is_closed_after_its_answer():

@@ -2,6 +2,7 @@
 
 import json
 import string
+import tracemalloc
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from kvflow.leases.tickets import (
     MAC_BYTES,
     RANKS_KEPT_BYTES_MAX,
     RUN_MAX,
+    TICKET_CHARS_MAX,
     UNSIGNED_BLOCKS_MAX,
     Grant,
     RankAddress,
@@ -211,6 +213,18 @@ def test_nothing_is_decoded_that_was_not_signed():
         checked(forged)
     with pytest.raises(TicketInvalid, match="malformed"):
         Ticket.from_params(forged)
+
+
+def test_the_longest_forged_ticket_takes_three_times_its_length():
+    longest = PARAMS["kvflow"] + "A" * (TICKET_CHARS_MAX - len(PARAMS["kvflow"]) - 3)
+    tracemalloc.start()
+    try:
+        with pytest.raises(TicketInvalid, match="wrong signature"):
+            checked({"kvflow": longest})
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 2 * len(longest) < most < 3.5 * len(longest)
 
 
 def test_what_routers_add_is_ignored():

@@ -4,7 +4,8 @@ import asyncio
 import re
 import socket
 import threading
-from contextlib import suppress
+import tracemalloc
+from contextlib import contextmanager, suppress
 
 import pytest
 from hypothesis import given
@@ -71,6 +72,18 @@ async def connections(address, number, sent=b""):
             raw.send(sent)
             found.append(raw)
     return found
+
+
+@contextmanager
+def memory():
+    """Yield what tells the most memory that Python had while the block ran."""
+    tracemalloc.start()
+    found = []
+    try:
+        yield lambda: found[0]
+        found.append(tracemalloc.get_traced_memory()[1])
+    finally:
+        tracemalloc.stop()
 
 
 async def test_a_page_is_answered_once_for_each_connection(address):
@@ -220,6 +233,16 @@ async def test_a_client_in_a_crowd_of_silent_ones_is_answered(honest_first):
         assert (await waiting)[1] == "late\n"
         for each in (honest, *crowd):
             each.close()
+
+
+async def test_silent_clients_cost_no_more_than_the_page_says(address):
+    """Each holds 8 KiB of a request, and a file descriptor here; further ones take the places of those before them."""
+    with memory() as most:
+        flood = await connections(address, 2 * CONNECTIONS_MAX, b"x" * HEAD_BYTES_MAX)
+        assert (await exchange(address, request()))[1] == "content\n"
+    assert CONNECTIONS_MAX * HEAD_BYTES_MAX / 2 < most() < 2 * CONNECTIONS_MAX * HEAD_BYTES_MAX
+    for each in flood:
+        each.close()
 
 
 async def test_headers_that_do_not_end_are_cut_off(address, monkeypatch):
