@@ -58,12 +58,6 @@ class _ResetNotice(Struct, frozen=True, array_like=True, tag="reset"):
 _notices = msgspec.msgpack.Decoder(_TicketNotice | _ResetNotice)
 
 
-PREFIX = "kvflow-"
-"""Of the names of folders with a socket."""
-LEFTOVER_S = 60.0
-"""Age from which nobody will still listen to a socket."""
-
-
 class Admits(Protocol):
     """A rank that can hold leases early."""
 
@@ -114,11 +108,11 @@ def _listen(rank: Admits, key: bytes) -> "GrantReceiver | None":
 
 
 def _remove_leftovers() -> None:
-    """Remove the sockets of ranks that were killed: those to which nobody listens."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/admissions"):
+    """Remove the sockets of ranks that were killed: those to which nobody listens after a minute."""
+    for path in Path(tempfile.gettempdir()).glob("kvflow-*/admissions"):
         with suppress(OSError), sockets.socket(sockets.AF_UNIX) as probe:
             probe.setblocking(False)
-            old = time.time() - path.stat().st_mtime > LEFTOVER_S
+            old = time.time() - path.stat().st_mtime > 60.0
             if old and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
                 shutil.rmtree(path.parent, ignore_errors=True)
 
@@ -136,7 +130,7 @@ class GrantReceiver:
         self._key = key
         self._told = False
         _remove_leftovers()
-        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # no other user can enter it
+        self._folder = Path(tempfile.mkdtemp(prefix="kvflow-"))  # no other user can enter it
         self.endpoint = f"ipc://{self._folder}/admissions"
         self._context = zmq.Context()
         try:

@@ -13,6 +13,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from time import monotonic
 from typing import Final
 
@@ -101,7 +102,8 @@ class Proxy:
         self._decode = deque(config.decode)
         self._prefill_timeout = aiohttp.ClientTimeout(total=config.prefill_timeout_s, sock_connect=CONNECT_S)
         self._decode_timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        self._session = session
+        # A redirect would send prompts wherever a server likes.
+        self._get, self._post = (partial(ask, allow_redirects=False) for ask in (session.get, session.post))
         self._in_flight = 0
         self._stopping = False
         self._checking = asyncio.Lock()
@@ -189,8 +191,8 @@ class Proxy:
         for server in _in_turn(self._prefill):
             record.prefill_server = server
             try:
-                async with self._session.post(
-                    server + path, data=body, headers=headers, timeout=self._prefill_timeout, allow_redirects=False
+                async with self._post(
+                    server + path, data=body, headers=headers, timeout=self._prefill_timeout
                 ) as answer:
                     content = await self._read(answer)
             except UPSTREAM_ERRORS as error:
@@ -199,9 +201,8 @@ class Proxy:
             if answer.status < 300:
                 params = read_params(content)
                 if params is None:
-                    self._warn(
-                        log, "prefill.no_ticket", server, record.attempt_failed("prefill", "it answered no ticket")
-                    )
+                    shown = record.attempt_failed("prefill", "it answered no ticket")
+                    self._warn(log, "prefill.no_ticket", server, shown)
                 return params
             shown = record.attempt_failed("prefill", f"HTTP {answer.status}")
             if 400 <= answer.status < 500:
@@ -217,12 +218,8 @@ class Proxy:
         for server in _in_turn(self._decode):
             record.decode_server = server
             try:
-                async with self._session.post(
-                    server + request.path,
-                    data=body,
-                    headers=headers,
-                    timeout=self._decode_timeout,
-                    allow_redirects=False,
+                async with self._post(
+                    server + request.path, data=body, headers=headers, timeout=self._decode_timeout
                 ) as answer:
                     return await self._pass_on(request, answer, record)
             except NOT_CONNECTED as error:  # so it has not used the ticket
@@ -317,9 +314,7 @@ class Proxy:
         with self._admitted():
             for server in list(self._decode):
                 try:
-                    async with self._session.get(
-                        server + request.path, headers=headers, timeout=timeout, allow_redirects=False
-                    ) as answer:
+                    async with self._get(server + request.path, headers=headers, timeout=timeout) as answer:
                         content = await self._read(answer)
                 except UPSTREAM_ERRORS as error:
                     self._warn(_log, "decode.failed", server, repr(error))
@@ -344,8 +339,7 @@ class Proxy:
 
     async def _lives(self, server: str) -> bool:
         try:
-            timeout = aiohttp.ClientTimeout(total=HEALTH_S)
-            async with self._session.get(f"{server}/health", timeout=timeout, allow_redirects=False) as answer:
+            async with self._get(f"{server}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_S)) as answer:
                 return answer.status < 300
         except UPSTREAM_ERRORS:
             return False
