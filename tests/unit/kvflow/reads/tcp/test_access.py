@@ -494,6 +494,17 @@ def test_a_key_opens_only_so_many_connections_in_a_second(monkeypatch):
         other.close()
 
 
+def test_keys_of_readers_that_restarted_are_forgotten(monkeypatch):
+    monkeypatch.setattr(access, "CONNECTIONS_MAX", 4)
+    with exporting(tls=False) as exporter:
+        for number in range(9):
+            [stream] = opened(exporter.reader(exporter.credentials(key=f"{number:064x}")))
+            exporter.wait(lambda met=number: len(exporter.members) > met)
+            exporter.members[-1].account.leave()
+            stream.close()
+            assert len(exporter.access._opened) <= 4
+
+
 def test_closing_ends_what_is_opening_and_keeps_who_is_in():
     with exporting(tls=False) as exporter, exporter.stranger(b"kvftcp02") as sock:
         [stream] = opened(exporter.reader())
