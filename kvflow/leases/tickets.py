@@ -346,7 +346,7 @@ def _amount(grant: Grant) -> str:
     return f"{counted(blocks, 'block')} in {counted(len(grant.block_ids), 'group')}, {counted(tokens, 'token')}"
 
 
-class Ticket(Struct, frozen=True, kw_only=True, gc=False):
+class Ticket(Struct, frozen=True, kw_only=True, weakref=True):
     """What a consumer needs to read one request's blocks. Opaque to routers.
 
     Attributes:

@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
+from weakref import WeakValueDictionary
 
 from handshake import CurveKeys
 from handshake.security import ClusterSecurity, draw_secret, sign
@@ -11,10 +12,13 @@ from kvflow.config import WorkerConfig, require_secret
 from kvflow.errors import TicketInvalid, counted, quoted
 from kvflow.forks import Origin
 from kvflow.leases.issuer import HEAD_START_BITS, Issuer
-from kvflow.leases.tickets import Grant, RankAddress, Ticket, fingerprint_of
+from kvflow.leases.tickets import TICKET_CHARS_MAX, Grant, RankAddress, Ticket, fingerprint_of
 from kvflow.rendezvous.endpoint import security_of
 
 __all__ = ["TicketKey", "TicketMint", "draw_head_start", "draw_pair", "draw_secret", "public_key"]
+
+_verified: WeakValueDictionary[tuple[int, bytes], Ticket] = WeakValueDictionary()
+"""What ``TicketKey.read`` has returned, by identity and accepted secrets. A copy of such an object is not here."""
 
 
 class TicketKey:
@@ -24,13 +28,14 @@ class TicketKey:
 
     Example:
         >>> key = TicketKey.of(config)
-        >>> ticket = Ticket.from_params(params, verify=key.verifies)  # decodes nothing that was not signed
+        >>> ticket = key.read(params)  # decodes nothing that was not signed
     """
 
     def __init__(self, security: ClusterSecurity) -> None:
         self._security = security
         self._origin = Origin("the key that signs tickets")
         self.fingerprint = security.fingerprint
+        self._accepts = b"".join([each.ticket_key for each in security.accepted()])
 
     @classmethod
     def of(cls, config: WorkerConfig) -> Self:
@@ -76,13 +81,23 @@ class TicketKey:
         """Return the keys of digests by the fingerprints of their accepted secrets, our own first."""
         return {each.fingerprint: each.content_key for each in self._security.accepted()}
 
+    def read(self, params: object, *, chars_max: int = TICKET_CHARS_MAX) -> Ticket:
+        """Verify and read a ticket, once: every worker of this process that accepts the same secrets knows the object.
+
+        Arguments and errors are those of ``Ticket.from_params``.
+        """
+        ticket = Ticket.from_params(params, verify=self.verifies, chars_max=chars_max)
+        _verified[id(ticket), self._accepts] = ticket
+        return ticket
+
     def check(self, ticket: Ticket) -> None:
-        """Verify every grant, before the caller acts on anything in the ticket.
+        """Verify every grant, before the caller acts on anything in the ticket. One that was ``read`` is verified.
 
         Raises:
             TicketInvalid: a grant was not signed with the cluster's secret.
         """
-        ticket.verify(self.verifies)
+        if _verified.get((id(ticket), self._accepts)) is not ticket:
+            ticket.verify(self.verifies)
 
 
 def draw_head_start(draw_bits: Callable[[int], int] = secrets.randbits) -> int:

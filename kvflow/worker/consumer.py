@@ -5,7 +5,7 @@ also checks it, pairs its blocks and posts its reads. Otherwise a task connects 
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from itertools import islice
 from typing import Any, cast
 
@@ -39,6 +39,7 @@ from kvflow.reads.contract import (
     TransportEvent,
 )
 from kvflow.reads.scheduler import Delivered, Effect, Scheduler, StartReads
+from kvflow.rendezvous.issuer import TicketKey
 from kvflow.worker.connections import CANCELLED, transfer_error
 from kvflow.worker.destinations import DUE_AFTER_S, DestinationTable, Quarantined, ReaderResetPolicy
 from kvflow.worker.environment import Shared
@@ -58,14 +59,15 @@ PullItem = tuple[Ticket, BlockLists] | tuple[Ticket, BlockLists, str]
 class Consumer:
     """The pulls of one worker, their peers, and the leases that they renew. Thread: the event loop."""
 
-    def __init__(self, shared: Shared, tasks: asyncio.TaskGroup, verify: Callable[[Ticket], None]) -> None:
+    def __init__(self, shared: Shared, tasks: asyncio.TaskGroup, key: TicketKey) -> None:
         environment, tuning = shared.environment, shared.config.tuning
         self.peers = PeerPool(shared, tasks, self.on_peer_dropped)
         self._destinations = DestinationTable(shared.account)
         self._reset_policy = ReaderResetPolicy(tuning, shared.bytes_per_block)
         self._transport = shared.transport
         self._manifest = shared.manifest
-        self._verify = verify
+        self.key = key
+        self._verify = key.check
         self._tasks = tasks
         self._lifecycle = shared.lifecycle
         self._report = shared.report
@@ -423,7 +425,7 @@ def open_item(item: object) -> tuple[Ticket, BlockLists, str]:
 
 def _check_ticket(ticket: object) -> None:
     if not isinstance(ticket, Ticket):
-        remedy = "Pass kvflow.Ticket.from_params(params)."
+        remedy = "Pass worker.read_ticket(params)."
         raise ArgumentInvalid("ticket", "a Ticket", ticket, remedy=remedy)
 
 

@@ -129,7 +129,7 @@ async def _opened(
             ) as (listener, leases),
             asyncio.TaskGroup() as tasks,
         ):
-            consumer = Consumer(shared, tasks, parts.key.check)
+            consumer = Consumer(shared, tasks, parts.key)
             parts.inbox.connect(consumer.on_transport_event)
             background = [tasks.create_task(work()) for work in (leases.expire_leases, consumer.tick_while_busy)]
             address = parts.rank_address(local, listener.endpoint)

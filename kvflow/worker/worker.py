@@ -57,8 +57,8 @@ class Worker:
         WrongEventLoop: by every method that is called elsewhere than its thread says.
         ForkedProcess: by every method that a forked child of the worker's process calls.
 
-    Thread: ``rank_address``, ``offer``, ``admit``, ``revoke`` and ``record_refusal`` from any thread; everything else
-        on the worker's event loop.
+    Thread: ``rank_address``, ``offer``, ``admit``, ``revoke``, ``read_ticket`` and ``record_refusal`` from any thread;
+        everything else on the worker's event loop.
     """
 
     def __init__(
@@ -203,6 +203,19 @@ class Worker:
         self._require_loop()
         return await self._leases.wait_offer(request_id)
 
+    def read_ticket(self, params: object) -> Ticket:
+        """Verify and read a ticket, so that ``pull``, ``hold`` and ``release`` need not verify this object again.
+
+        Args:
+            params: what the producer's ``Ticket.to_params`` returned; other entries are ignored.
+
+        Raises:
+            TicketInvalid: the parameters are too long, truncated, malformed, or not signed by a member of this cluster.
+            ReleaseMismatch: the ticket has the format of another release, or is of a kind that only others know.
+        """
+        self._require_process()
+        return self._consumer.key.read(params)
+
     async def pull(
         self,
         ticket: Ticket,
@@ -215,7 +228,7 @@ class Worker:
         """Read a ticket's blocks into ours, and release it.
 
         Args:
-            ticket: from ``Ticket.from_params``.
+            ticket: from ``read_ticket``, or from ``Ticket.from_params``.
             block_ids: one list per group of our cache; a list that is shorter than the ticket's names the last blocks;
                 -1 stands for an absent block. No block may be the target of another pull.
             priority: lower is more urgent; from -2**31 to 2**31. A more urgent pull overtakes others after at most two

@@ -186,7 +186,9 @@ def take_request(data):
         engine = side(FullAttentionSpec(), SlidingWindowSpec(block_size=32))
         limit = ticket_chars_max([16, 32], TOKENS_MAX)
         if signed:
-            engine._read_params = partial(read_params, verify=lambda _payload, _mac: True, chars_max=limit)
+            engine._read_params = partial(
+                read_params, read=partial(Ticket.from_params, verify=lambda _payload, _mac: True), chars_max=limit
+            )
         if believed:
             engine._contents.require = lambda _request, _ticket: None
         words.append(_live(engine, new_request(params, 64)))

@@ -17,7 +17,7 @@ from kvflow.addresses import host_and_port
 from kvflow.errors import TicketInvalid
 from kvflow.integrations.vllm.settings import Settings, logger
 
-Verify = Callable[[bytes, bytes], bool]  # payload and MAC of a grant -> whether a member of the cluster signed it
+ReadTicket = Callable[..., Ticket]  # TicketKey.read
 TICKET_CHARS_BASE = 1 << 17  # characters of a ticket without its blocks: enough for 400 ranks with long names
 CHARS_PER_BLOCK = 32  # kvf2: a block id and a digest take 23 bytes of msgpack, which are 31 characters of base64
 
@@ -67,7 +67,7 @@ def wants_transfer(params: object) -> bool:
     return True
 
 
-def read_params(params: object, verify: Verify, chars_max: int) -> Wanted:
+def read_params(params: object, read: ReadTicket, chars_max: int) -> Wanted:
     """Read which transfer a request asks for. A client may send anything; ``chars_max`` is that of a usable ticket.
 
     Raises:
@@ -87,7 +87,7 @@ def read_params(params: object, verify: Verify, chars_max: int) -> Wanted:
         return OfferWanted()
     if not load:
         return Nothing()
-    ticket = Ticket.from_params(params, verify=verify, chars_max=chars_max)
+    ticket = read(params, chars_max=chars_max)
     return LoadWanted(ticket, _rewritten(params, ticket))
 
 

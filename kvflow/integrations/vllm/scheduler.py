@@ -126,7 +126,7 @@ class SchedulerSide:
         self._settings = settings
         self._read_params = partial(
             read_params,
-            verify=key.verifies,
+            read=key.read,
             chars_max=ticket_chars_max(self._block_sizes, tokens_max),
         )
         self._told_rewritten: set[str] = set()

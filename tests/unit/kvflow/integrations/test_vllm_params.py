@@ -29,7 +29,7 @@ CHARS_MAX = ticket_chars_max([16], 1024)
 
 
 def read(params, chars_max=CHARS_MAX):
-    return read_params(params, new_key().verifies, chars_max)
+    return read_params(params, new_key().read, chars_max)
 
 
 def test_what_a_producer_answers_is_understood_by_a_consumer_after_json():

@@ -1,8 +1,11 @@
 """Tickets are signed with a key that follows from the cluster secret, in whatever process the mint is."""
 
+import copy
+import pickle
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from handshake import ClusterSecurity
 from kvflow.config import WorkerConfig
@@ -108,3 +111,73 @@ def test_each_accepted_secret_has_its_own_key_of_contents():
     assert list(keys) == [TicketKey(SECURITY).fingerprint, fingerprint_of(ticket_of("another secret, long enough"))]
     assert len(set(keys.values())) == 2
     assert all(len(key) == 32 for key in keys.values())
+
+
+class CountingKey(TicketKey):
+    """A key that counts what it verifies."""
+
+    verified = 0
+
+    def verifies(self, payload, mac):
+        self.verified += 1
+        return super().verifies(payload, mac)
+
+
+def test_a_ticket_that_was_read_is_verified_once():
+    reader, other = CountingKey(SECURITY), CountingKey(SECURITY)
+    ticket = reader.read(ticket_of().to_params())
+    for key in (reader, other, reader):
+        key.check(ticket)
+    assert (reader.verified, other.verified) == (1, 0)
+
+
+def test_what_was_not_read_is_verified_each_time():
+    key = CountingKey(SECURITY)
+    params = ticket_of().to_params()
+    read = key.read(params)
+    key.verified = 0
+    for ticket in (Ticket.from_params(params), copy.copy(read), pickle.loads(pickle.dumps(read)), replace(read)):
+        assert ticket == read
+        key.check(ticket)
+        key.check(ticket)
+    assert key.verified == 8
+
+
+def test_a_ticket_that_was_read_and_changed_is_refused():
+    key = TicketKey(SECURITY)
+    read, another = key.read(ticket_of().to_params()), ticket_of()
+    grant = replace(read.grants[0], block_ids=((2,),))
+    sealed = read.sealed[0][:MAC_BYTES] + another.sealed[0][MAC_BYTES:]
+    for changed in (
+        replace(read, grants=(grant,)),
+        replace(read, grants=another.grants),
+        replace(read, sealed=(sealed,)),
+    ):
+        with pytest.raises(TicketInvalid):
+            key.check(changed)
+    key.check(read)
+
+
+def test_a_ticket_that_was_read_is_verified_by_who_accepts_other_secrets():
+    other = "another secret, long enough"
+    read = TicketKey(SECURITY.accepting(other)).read(ticket_of(other).to_params())
+    with pytest.raises(TicketInvalid):
+        TicketKey(SECURITY).check(read)
+
+
+def test_nothing_of_a_ticket_that_was_read_stays_when_it_is_gone():
+    key = CountingKey(SECURITY)
+    forged = forge(ticket_of().to_params(), lambda fields: fields.update(slot=9))
+    params = ticket_of().to_params()
+    for _ in range(100):  # a new ticket often has the identity of the last one
+        read = key.read(params)
+        del read
+        with pytest.raises(TicketInvalid):
+            key.check(Ticket.from_params(forged))
+
+
+def test_what_no_member_has_signed_is_not_read():
+    with pytest.raises(TicketInvalid):
+        TicketKey(SECURITY).read(ticket_of("another secret, long enough").to_params())
+    with pytest.raises(TicketInvalid, match="at most 8 are allowed"):
+        TicketKey(SECURITY).read(ticket_of().to_params(), chars_max=8)

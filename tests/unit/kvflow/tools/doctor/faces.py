@@ -125,7 +125,7 @@ class Face:
         elif not wants_transfer(params):
             self.end("untagged", "decline")
         try:
-            wanted = read_params(params, new_key().verifies, 1 << 17)
+            wanted = read_params(params, new_key().read, 1 << 17)
         except TicketInvalid as error:
             self.end("failed", str(error.code))
             return None
