@@ -1,9 +1,9 @@
 """Two ends of a transport, in one process or in two, and an oracle that copies bytes one descriptor at a time.
 
-Each kind of transport runs the suite, and those that can read inline run it once more doing so whenever they may. NIXL
-runs it with and without a progress thread at the reader. The TCP plane runs it once more with every cache in memory
-of a device, which ``tests.devices`` stands in for: an address that no process has, so that a test or a data plane that
-touches it with the processor ends the process.
+Each kind of transport runs the suite, and those that can read inline run it once more doing so whenever they may.
+NIXL runs it with and without a progress thread at the reader. The TCP plane runs it once more over TLS, each end with
+its certificate, and once more with every cache in memory of a device, which ``tests.devices`` stands in for: an
+address that no process has, so that a test or a data plane that touches it with the processor ends the process.
 
 ``KVFLOW_TEST_MEMORY=VRAM`` runs it with every cache on a GPU instead, for the planes that reach one: NIXL and TCP.
 """
@@ -117,8 +117,8 @@ class End:
     """One transport with a cache and an epoch table."""
 
     def __init__(self, kind, content, memory, staging_bytes=0, slots=SLOTS, **options):
-        self.kind = kind
-        self.name = f"{kind}-{uuid.uuid4().hex}"
+        self.kind = kind.split()[0]
+        self.name = f"{self.kind}-{uuid.uuid4().hex}"
         self.cache = cache_of(memory, content)
         self.region = self.cache.region
         self.epochs = np.zeros(slots, dtype=np.uint64)
@@ -157,7 +157,8 @@ class End:
 
 def address_of(peer, published, epochs, /, **changed):
     """The address of an exporter as its worker tells it, but for what is changed."""
-    told = {"planes": published.planes, "data_endpoint": published.data_endpoint, "credentials": credentials()}
+    told = {"planes": published.planes, "data_endpoint": published.data_endpoint}
+    told["credentials"] = credentials(of_exporter=published.certificate)
     return PeerAddress(**{"peer": peer, "epochs": epochs} | told | changed)
 
 
@@ -289,8 +290,9 @@ class StagedUnits:
 class World:
     """The ends of one test; all are closed when it ends, readers first."""
 
-    def __init__(self, kind, *, inline=False, progress=False, apart=False, memory="DRAM"):
+    def __init__(self, kind, *, inline=False, progress=False, apart=False, tls=False, memory="DRAM"):
         self.kind = kind
+        self._made = f"{kind} tls" if tls else kind
         self.inline = inline
         self._apart = apart
         self._options = {"reader_progress": True} if progress else {}
@@ -312,7 +314,7 @@ class World:
             content = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
         # Inline, however long it takes: these tests are of what happens, and not of how fast.
         inline_s_max = PATIENCE_S if self.inline else 0.0
-        end = End(self.kind, content, self.memory, **{"inline_s_max": inline_s_max} | self._options | options)
+        end = End(self._made, content, self.memory, **{"inline_s_max": inline_s_max} | self._options | options)
         self._ends.insert(0, end)
         return end.start() if start else end
 
@@ -324,7 +326,7 @@ class World:
 
     def elsewhere(self, nbytes, *, seed, slots=SLOTS, env=None):
         """An exporter in a process of its own."""
-        end = Elsewhere(self.kind, seed, nbytes, slots, self.memory, env or {})
+        end = Elsewhere(self._made, seed, nbytes, slots, self.memory, env or {})
         self._ends.append(end)
         return end
 
@@ -444,7 +446,7 @@ def kinds(*names):
 
 
 ON_HOST = ("loopback", "loopback inline", "nixl", "nixl inline", "nixl progress", "nixl inline progress", "tcp")
-ON_HOST += ("tcp inline", "async", "async inline progress", "tcp device")
+ON_HOST += ("tcp inline", "async", "async inline progress", "tcp device", "tcp tls")
 ON_GPU = ("nixl device apart", "tcp device")
 """``apart`` has each exporter in another process: within one, UCX maps no memory of a GPU. Nothing is read inline from
 a device, and the other kinds reach memory of the host only."""
@@ -462,14 +464,14 @@ INLINE_KINDS = kinds(*(name for name in NAMES if "inline" in name and name.start
 FAR_KINDS = kinds(*(name.removesuffix(" apart") for name in NAMES if name.startswith(("nixl", "tcp"))))
 """For tests that start exporters in other processes themselves."""
 
-TCP_KINDS = kinds(*(name for name in NAMES if name in ("tcp", "tcp device")))
+TCP_KINDS = kinds(*(name for name in NAMES if name in ("tcp", "tcp device", "tcp tls")))
 NIXL_KIND = FAR_KINDS[:1]
 
 
 def world_of(name):
     kind, *options = name.split()
     memory = "VRAM" if "device" in options else "DRAM"
-    made = {option: option in options for option in ("inline", "progress", "apart")}
+    made = {option: option in options for option in ("inline", "progress", "apart", "tls")}
     world = World(kind, memory=memory, **made)
     yield world
     world.close_all()

@@ -1,5 +1,7 @@
 """How a transport of each kind is made, what a TCP exporter serves, and who may read from it."""
 
+from functools import partial
+
 import msgspec
 
 from kvflow.config import TcpSettings
@@ -19,13 +21,22 @@ ALL_BLOCKS = ((0,),)
 """The whole cache is one block of one group, and each lease that is held has it."""
 
 
-def tcp_transport(name, sink, staging_bytes=0, bind=HERE, inline_s_max=0.0):
+class _EncryptingBackend(TcpBackend):
+    """A reader whose pass names its certificate, as a producer gives it on the control channel."""
+
+    def add(self, address):
+        given = credentials(self.certificate, address.credentials.certificate)
+        return super().add(msgspec.structs.replace(address, credentials=given))
+
+
+def tcp_transport(name, sink, staging_bytes=0, *, bind=HERE, inline_s_max=0.0, encryption="off"):
     """The data plane over TCP, with as many connections as the settings have by default."""
     staging = StagingMemory(staging_bytes)
-    settings = TcpSettings(bind=bind, advertise=bind, connections=2, encryption="off")
+    settings = TcpSettings(bind=bind, advertise=bind, connections=2, encryption=encryption)
+    backend = TcpBackend if encryption == "off" else _EncryptingBackend
 
     def open_tcp(regions, epochs, serving):
-        return TcpBackend(name, settings, regions, epochs, serving)
+        return backend(name, settings, regions, epochs, serving)
 
     return ThreadedTransport("tcp", {"tcp": open_tcp}, sink, staging, inline_s_max=inline_s_max)
 
@@ -48,7 +59,7 @@ def tensor_transport(name, sink, staging_bytes=0, inline_s_max=0.0):
 
 
 KINDS = {"loopback": loopback_transport, "nixl": nixl_transport, "tcp": tcp_transport, "async": AsyncTransport}
-KINDS["tensors"] = tensor_transport
+KINDS |= {"tensors": tensor_transport, "tcp tls": partial(tcp_transport, encryption="tls")}
 
 
 def serving(cache, epochs):
@@ -62,7 +73,7 @@ def serving(cache, epochs):
     return Serving((tracks,), blocks_of, lambda _public_key: True, PASS_KEY, device_memory=cache.device_memory)
 
 
-def credentials():
-    """What any reader says to a TCP exporter."""
+def credentials(certificate=b"", of_exporter=b""):
+    """What any reader with this certificate says to a TCP exporter."""
     who = ("c0" * 32, "reader", 0, "1" * 32)
-    return Credentials(*who, pass_of(PASS_KEY, *who))
+    return Credentials(*who, pass_of(PASS_KEY, *who, certificate=certificate), of_exporter)

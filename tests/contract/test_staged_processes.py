@@ -14,7 +14,8 @@ UNITS = 64  # 16 MiB at the source: far more than sockets buffer
 SLOTS = 4
 BUFFER = SLOTS * PAGE
 
-only_tcp = pytest.mark.parametrize("world", [name for name in STAGING_NAMES if name == "tcp"], indirect=True)
+OVER_TCP = [name for name in STAGING_NAMES if name.startswith("tcp")]
+only_tcp = pytest.mark.parametrize("world", OVER_TCP, indirect=True)
 """Over shared memory a reader needs nobody who is awake."""
 
 
