@@ -20,21 +20,22 @@ def brief(monkeypatch):
     monkeypatch.setattr(readers, "CUT_S", 4.0)
 
 
-async def tried(tmp_path, *words):
+async def tried(tmp_path, *words, **settings):
     """Do tries with small pulls; return their rows, and lines of text."""
     options = readers.arguments(["--tries", "1", "--mib", "64", *words])
     said = []
-    rows = await run(options, {"transport": options.transport}, {}, tmp_path, said.append)
+    rows = await run(options, {"transport": options.transport, **settings}, {}, tmp_path, said.append)
     return list(rows.values()), "\n".join([*said, *table(rows)])
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-async def test_a_producer_survives_whatever_its_readers_do(tmp_path, transport):
+@pytest.mark.parametrize("plane", ["auto", "tcp", "tls"])
+async def test_a_producer_survives_whatever_its_readers_do(tmp_path, plane):
+    transport, settings = ("tcp", {"tcp_encryption": "tls"}) if plane == "tls" else (plane, {})
     # Without RDMA, only TCP notices a cut network: within a host NIXL copies from process to process.
     cut = transport == "tcp" and not missing()
     scenarios = [each for each in SCENARIOS if each != "cut" or cut]
     words = ("--transport", transport, "--paused", "0,0.2", "--scenario", *scenarios)
-    rows, text = await tried(tmp_path, *words)
+    rows, text = await tried(tmp_path, *words, **settings)
     assert len(rows) == 2 * len(scenarios)
     assert all(row.ends == {SURVIVED: 1} for row in rows), text
     assert all(row.carriers == {"tcp": 1} for row in rows) == (transport == "tcp"), text

@@ -10,6 +10,7 @@ import kvflow
 from kvflow import errors
 from kvflow.events import TransferRetried
 
+from .conftest import ELSEWHERE
 from .consuming import until, works
 from .producing import SECRET
 from .strangers import ticket_to
@@ -90,10 +91,19 @@ async def test_while_reading(near_world, gate):
         consumer.has("r", BLOCKS, 8)
 
 
-async def test_at_any_turn_of_the_loop(world):
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        ("loopback", {}),
+        pytest.param("nixl", {}, marks=ELSEWHERE),
+        *(pytest.param("tcp", {"tcp_encryption": each}, marks=pytest.mark.processes) for each in ("off", "tls")),
+    ],
+    indirect=["world"],
+)
+async def test_at_any_turn_of_the_loop(world, settings):
     rng = random.Random(11)
     ends = {"cancelled": 0, "completed": 0}
-    async with world.producing() as producer, world.consuming() as consumer:
+    async with world.producing(**settings) as producer, world.consuming(**settings) as consumer:
         await works(producer, consumer)
         known = asyncio.all_tasks()
         for number in range(ROUNDS):

@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anybody loads torch, who
 import uvloop
 
 from .measuring import MIB
-from .processes import one_arena, thread_pool
+from .processes import PLANES, one_arena, thread_pool
 from .report import JUDGED, grown, missed, tell, unbounded
 from .soak import offer_and_release, run
 
@@ -28,7 +28,7 @@ def arguments():
     parser.add_argument("--pulls", type=int, default=100_000)
     parser.add_argument("--round", type=int, default=1000, help="pulls between two looks at everybody at rest")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--transport", choices=("auto", "tcp"), default="auto", help="of all workers")
+    parser.add_argument("--transport", choices=PLANES, default="auto", help="of all workers")
     parser.add_argument("--offers", type=int, default=0, help="watch a producer over so many offers instead")
     parser.add_argument("--any-memory", action="store_true", help="memory may grow: the run is too short to judge")
     return parser.parse_args()

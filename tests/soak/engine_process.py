@@ -21,7 +21,7 @@ from tests.integration.producing import configured
 from tests.integration.recycling import NUM_BLOCKS, THREADS, Path, Recycler
 from tests.integration.words import Words
 
-from .processes import one_arena, thread_pool
+from .processes import PLANES, one_arena, thread_pool
 
 
 class Life:
@@ -58,7 +58,7 @@ async def begin(name, path, endpoints, *, transport, first, seed):
         workers, words = [], []
         for rank in range(path.ranks):
             cache = msgspec.structs.replace(path.source, tp_rank=rank, tp_size=path.ranks).build()
-            more = {"transport": transport, **({"bind": endpoints[rank]} if endpoints else {})}
+            more = {**PLANES[transport], **({"bind": endpoints[rank]} if endpoints else {})}
             config = configured(name, rank=rank, num_ranks=path.ranks, lease_s=path.lease_s, **more)
             workers.append(await stack.enter_async_context(kvflow.open_worker(config, cache)))
             words.append(Words(cache))

@@ -8,6 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 M_ARENA_MAX = -8
 """Source: malloc.h of glibc."""
 
+PLANES = {
+    "auto": {"transport": "auto"},
+    "tcp": {"transport": "tcp"},
+    "tls": {"transport": "tcp", "tcp_encryption": "tls"},
+}
+"""What the bytes go over -> the settings of all workers."""
+
 
 def one_arena():
     """Have all threads allocate from one arena.

@@ -14,6 +14,8 @@ from tests.integration.producing import configured
 from tests.integration.recycling import TARGET
 from tests.integration.words import Words, origin
 
+from .processes import PLANES
+
 OURS = ("kvflow", "handshake")
 NOBODY = 0
 """Number of the request whose words are put into blocks that received nothing: none that is offered has it."""
@@ -77,7 +79,7 @@ class Station:
     """
 
     def __init__(self, engine_id, transport):
-        self._config = configured(engine_id, transport=transport)
+        self._config = configured(engine_id, **PLANES[transport])
         self._cache = TARGET.build()
         self._life = AsyncExitStack()
         self._watched = {}

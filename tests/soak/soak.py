@@ -54,7 +54,7 @@ class Soak:
 
     Args:
         seed: of all that is random.
-        transport: of all workers.
+        transport: of all workers, as ``PLANES`` has it.
 
     Attributes:
         tally: of the pulls of all readers.
@@ -83,7 +83,7 @@ class Soak:
         self.samples = defaultdict(list)
         self._seed = seed
         self._transport = transport
-        self._spare = SPARE if transport == "tcp" else 0
+        self._spare = 0 if transport == "auto" else SPARE
         self._rng = random.Random(f"soak {seed}")
         self._far, self._other = far, Host("tests.soak.reader_process")
         self._hosts = {"producer": near, "producer that is killed": far, "reader that is killed": self._other}

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from .processes import thread_pool
+from .processes import PLANES, thread_pool
 from .report import missed, unbounded
 from .soak import AT_ONCE, DISTURBANCES, offer_and_release, run
 
@@ -19,7 +19,7 @@ OF_ROUND = 75
 THREADS = 8
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", PLANES)
 async def test_pulls_that_are_disturbed_in_every_way_leave_nothing_behind(transport):
     asyncio.get_running_loop().set_default_executor(thread_pool(THREADS))
     soak = await run(OF_ROUND * len(DISTURBANCES), of_round=OF_ROUND, transport=transport)
