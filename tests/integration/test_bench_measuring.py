@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvflow.config import SECRET_VARIABLE
-from kvflow.tools.bench import Result, header, pull, source
+from kvflow.tools.bench import Result, header, pull, source, tail
 from kvflow.tools.bench.ceilings import process_vm_readv
 from kvflow.tools.bench.pull import open_session
 from kvflow.tools.bench.source import SourceProcess
@@ -162,7 +162,8 @@ async def test_every_size_of_a_pull_is_measured_beside_what_else_could_move_it(m
         assert all(len(row) == len(table.columns) for row in table.rows)
     for row in speed.rows:
         assert row[1] == 5
-        assert all(value > 0 for value in row[2:])
+        assert row[3].startswith("max ")
+        assert all(value > 0 for value in (row[2], *row[4:]))
     for row in phases.rows:
         timings = dict(zip(phases.columns[1:], row[1:], strict=True))
         assert 0 <= timings["wire"] < timings["total"]
@@ -200,3 +201,23 @@ def test_two_ways_of_reading_are_compared_or_nothing(direct_s, staged_s):
     reports = tuple(SimpleNamespace(timings_s={"scatter": scatter_s}) for scatter_s in (direct_s, staged_s))
     with pytest.raises(AssertionError, match="read directly and staged"):
         descriptors._require_both(SimpleNamespace(reports=reports))
+
+
+async def test_plain_sockets_read_pieces_to_where_they_belong(monkeypatch):
+    caches, build = [], Geometry.build
+    monkeypatch.setattr(Geometry, "build", lambda self: caches.append(build(self)) or caches[-1])
+    async with told(source.WorkerSet("127.0.0.1")) as process, open_session("pieces", process, SMALL) as session:
+        there, here = (cache.backing.numpy() for cache in caches)
+        there[:] = np.random.default_rng(0).integers(0, 256, len(there), np.uint8)
+        for pieces in ([(10, 700, 50)], [(10, 700, 50), (300, 0, 40), (0, 500, 7)]):
+            here[:] = 0
+            assert session.streams.read_pieces(pieces) > 0
+            expected = np.zeros_like(here)
+            for first, target, nbytes in pieces:
+                expected[target : target + nbytes] = there[first : first + nbytes]
+            assert (here == expected).all()
+
+
+@pytest.mark.parametrize(("count", "shown"), [(999, "max 999.00"), (1000, "p99 991.00")])
+def test_only_many_samples_have_a_percentile(count, shown):
+    assert tail([number / 1e6 for number in range(1, count + 1)], 1e6) == shown

@@ -15,7 +15,7 @@ from kvflow.version import __version__
 
 
 class Summary(Struct, frozen=True):
-    """Many measurements of one thing, in one unit. Of fewer than a hundred, ``p99`` is the largest."""
+    """Many measurements of one thing, in one unit. Show ``p99`` by ``tail``: few samples have none."""
 
     p10: float
     p50: float
@@ -29,6 +29,16 @@ def summarize(samples: Sequence[float]) -> Summary:
     ordered = sorted(samples)
     p10, p50, p90, p99 = (quantile(ordered, share) for share in (0.10, 0.50, 0.90, 0.99))
     return Summary(p10, p50, p90, p99, len(ordered))
+
+
+SAMPLES_MIN = 1000
+"""The 99th percentile of fewer samples is decided by fewer than ten of them."""
+
+
+def tail(samples: Sequence[float], unit: float) -> str:
+    """Name and return the 99th percentile; of fewer than a thousand samples the largest. ``unit``: of one second."""
+    name, share = ("p99", 0.99) if len(samples) >= SAMPLES_MIN else ("max", 1.0)
+    return f"{name} {_shown(quantile(sorted(samples), share) * unit)}"
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

@@ -1,6 +1,5 @@
 """What the machine could do at best, measured in the same run: memcpy, process_vm_readv, TCP streams, and bare NIXL."""
 
-import asyncio
 import ctypes
 import os
 import secrets
@@ -8,8 +7,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import msgspec
@@ -90,6 +89,10 @@ class BareNixl:
         first = np.zeros(1, np.int32)
         return self._read(self._local_word, first, self._remote_word, first)
 
+    def read_fenced(self, bound: Bound) -> float:
+        """Read once, then eight bytes, on the calling thread: the least that a fenced read takes. Return seconds."""
+        return self.read(bound) + self.read_word()
+
     def _read(self, local: int, local_index: Int32s, remote: int, remote_index: Int32s) -> float:
         started = time.perf_counter()
         handle = self._agent.make_read(local, local_index, remote, remote_index)
@@ -125,17 +128,6 @@ def open_bare(opened: Opened, cache: KVCache) -> BareNixl | None:
         bare.close()
         return None
     return bare
-
-
-async def handed_over(work: Callable[[], object], thread: Executor) -> float:
-    """Have another thread do something, and be woken by it; return seconds.
-
-    With a bare read of the data and one of eight bytes, this is the least that any pull costs which keeps NIXL off
-    the event loop and fences what it has read.
-    """
-    started = time.perf_counter()
-    await asyncio.get_running_loop().run_in_executor(thread, work)
-    return time.perf_counter() - started
 
 
 def memcpy(nbytes: int) -> float:
@@ -179,6 +171,9 @@ def process_vm_readv(opened: Opened, cache: KVCache, nbytes: int) -> float | Non
         remote = _Iovec(source.regions[0].address + copied, nbytes - copied)
     return time.perf_counter() - started
 
+
+Piece = tuple[int, int, int]
+"""First byte in the source's cache, first byte in ours, number of bytes."""
 
 _ASKED = struct.Struct("<QQ")
 """First byte and number of bytes that a connection asks for."""
@@ -234,11 +229,17 @@ class Streams:
 
     def read(self, nbytes: int) -> float:
         """Read the first ``nbytes``; return seconds."""
-        started = time.perf_counter()
         share = -(-nbytes // len(self._connections))
-        firsts = range(0, nbytes, share)
-        shares = [(first, min(share, nbytes - first)) for first in firsts]
-        list(self._threads.map(self._read, self._connections, shares))
+        return self.read_pieces([(first, first, min(share, nbytes - first)) for first in range(0, nbytes, share)])
+
+    def read_pieces(self, pieces: Sequence[Piece]) -> float:
+        """Read pieces, one alone on this thread; return seconds."""
+        started = time.perf_counter()
+        if len(pieces) == 1:
+            self._read(self._connections[0], pieces)
+        else:
+            count = len(self._connections)
+            list(self._threads.map(self._read, self._connections, [pieces[at::count] for at in range(count)]))
         return time.perf_counter() - started
 
     def close(self) -> None:
@@ -247,12 +248,13 @@ class Streams:
         for connection in self._connections:
             connection.close()
 
-    def _read(self, connection: socket.socket, share: tuple[int, int]) -> None:
-        first, nbytes = share
-        connection.sendall(_ASKED.pack(first, nbytes))
-        left = self._memory[first : first + nbytes]
-        while left:
-            count = connection.recv_into(left)
-            if not count:
-                raise ConnectionError("the source has closed a plain stream")
-            left = left[count:]
+    def _read(self, connection: socket.socket, pieces: Sequence[Piece]) -> None:
+        for first, _, nbytes in pieces:
+            connection.sendall(_ASKED.pack(first, nbytes))
+        for _, target, nbytes in pieces:
+            left = self._memory[target : target + nbytes]
+            while left:
+                count = connection.recv_into(left)
+                if not count:
+                    raise ConnectionError("the source has closed a plain stream")
+                left = left[count:]
