@@ -2,9 +2,12 @@
 
 import asyncio
 import importlib.metadata
+import os
 import re
 import socket
 from contextlib import asynccontextmanager, suppress
+from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import msgspec
@@ -17,7 +20,7 @@ from kvflow.tools.bench.ceilings import process_vm_readv
 from kvflow.tools.bench.pull import open_session
 from kvflow.tools.bench.source import SourceProcess
 from kvflow.tools.doctor.probe import Geometry
-from tests.benchmarks import descriptors
+from tests.benchmarks import beside, descriptors
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.nixl, pytest.mark.usefixtures("secret")]
@@ -201,6 +204,67 @@ def test_two_ways_of_reading_are_compared_or_nothing(direct_s, staged_s):
     reports = tuple(SimpleNamespace(timings_s={"scatter": scatter_s}) for scatter_s in (direct_s, staged_s))
     with pytest.raises(AssertionError, match="read directly and staged"):
         descriptors._require_both(SimpleNamespace(reports=reports))
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """Have ``kvflow bench beside`` measure little, and without vLLM."""
+    sizes = [beside.Size("one", 1, 3, True), beside.Size("a row", 4, 1, False), beside.Size("several", 4, 1, True)]
+    monkeypatch.setattr(beside, "SIZES", sizes)
+    monkeypatch.setattr(beside, "LARGE", msgspec.structs.replace(beside.LARGE, num_blocks=16))
+    return partial(beside.run, 2, 0, lambda _: None, vllm="no such Python")
+
+
+OURS = ["kvflow over NIXL", "kvflow over TCP", "bare NIXL", "plain sockets"]
+
+
+async def test_kvflow_is_compared_with_what_is_there(brief, monkeypatch):
+    monkeypatch.setattr(beside, "start_mooncake", missing_mooncake)
+    *sizes, promises = await brief()
+    assert [table.title for table in sizes] == [f"{name}; 2 rounds in turns" for name in ("one", "a row", "several")]
+    for table in sizes:
+        assert [row[0] for row in table.rows] == OURS
+        found = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+        assert all(row["p50 us"] > 0 and row["GB/s"] > 0 and row["p99 or max us"].startswith("max ") for row in found)
+        assert found[2]["time / bare NIXL"] == 1
+    assert {*OURS, beside.MOONCAKE} < {row[0] for row in promises.rows}
+    mooncake, vllm = promises.notes
+    assert mooncake == f"Mooncake over TCP was not measured: No library. To measure it: {beside.INSTALL}."
+    assert vllm.startswith("NixlConnector was not measured: name the Python of an environment with vLLM: --vllm")
+
+
+def missing_mooncake():
+    raise ImportError("No library")
+
+
+async def test_a_mooncake_that_crashes_ends_its_rows_alone(brief, monkeypatch):
+    monkeypatch.setattr(beside, "start_mooncake", started_mooncake)
+    monkeypatch.setattr(beside, "read_by_mooncake", crashing_mooncake)
+    first, *others, _ = await brief()
+    assert [row[0] for row in first.rows] == OURS
+    assert first.notes[0].startswith("Mooncake over TCP has failed: A process in the process pool was terminated")
+    assert all([row[0] for row in table.rows] == OURS and not table.notes for table in others)
+
+
+def started_mooncake():
+    return "127.0.0.1:1", 0
+
+
+def crashing_mooncake(*_):
+    os._exit(11)
+
+
+@pytest.mark.skipif(find_spec("mooncake") is None, reason="Mooncake is not installed")
+async def test_mooncake_is_compared_where_it_is_installed(brief):
+    *sizes, promises = await brief()
+    assert all([row[0] for row in table.rows] == [*OURS, beside.MOONCAKE] for table in sizes)
+    assert len(promises.notes) == 1
+
+
+def test_pieces_are_rows_of_blocks_that_follow_each_other_on_both_sides():
+    size = beside.LARGE.block_bytes
+    pieces = beside._pieces(np.array([4, 5, 6, 8, 9]), np.array([0, 1, 7, 8, 9]))
+    assert pieces == [(4 * size, 0, 2 * size), (6 * size, 7 * size, size), (8 * size, 8 * size, 2 * size)]
 
 
 async def test_plain_sockets_read_pieces_to_where_they_belong(monkeypatch):

@@ -172,6 +172,7 @@ BENCHMARKS = {
     "descriptors": (15, "speed of direct against staged reads, by count and size of descriptors"),
     "layouts": (15, "speed of packed against per-layer caches, by block count and half-page size"),
     "pull": (300, "latency and throughput of one pull by size, with its fence, by phase"),
+    "beside": (15, "time of reads with kvflow, bare NIXL, plain sockets and Mooncake's engine, and of NixlConnector"),
     "fence": (300, "cost that the fence and the release add to a pull"),
     "loop": (5, "lag of the event loop while 1 GiB moves, and idle"),
     "idle": (5, "CPU of an idle worker, alone and with 50 peers"),
@@ -214,6 +215,8 @@ def add_bench(commands: Subparsers) -> None:
                 metavar="HOST:PORT",
                 help="address of a running source (python -m kvflow.tools.bench.source --listen HOST:PORT)",
             )
+        if name == "beside":
+            kind.add_argument("--vllm", metavar="PYTHON", help="Python with vLLM (default: .venv-vllm/bin/python)")
         if name in ON_DEVICES:
             with_default(kind, "--device", "cpu", "where our cache lies: cpu, cuda or cuda:1")
             kind.add_argument("--source-device", help="where the source's cache lies (default: that of --device)")
@@ -242,6 +245,8 @@ def run_bench(options: argparse.Namespace) -> int:
     about = header()
     benchmark = importlib.import_module(module)
     extra = {"source_address": source} if options.benchmark in AT_SOURCES else {}
+    if options.benchmark == "beside":
+        extra["vllm"] = options.vllm
     with ProgressLine(as_json=options.json) as progress:
         if options.benchmark in ON_DEVICES:
             extra["devices"] = devices = Devices(here=options.device, there=options.source_device or options.device)
