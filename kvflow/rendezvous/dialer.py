@@ -186,6 +186,8 @@ class Link:
 
 def _refs(leases: Sequence[LeaseKey]) -> list[tuple[LeaseRef, ...]]:
     refs = [LeaseRef(slot=slot, epoch=epoch) for slot, epoch in leases]
+    if 0 < len(refs) <= LEASES_MAX:
+        return [tuple(refs)]
     return [tuple(refs[first : first + LEASES_MAX]) for first in range(0, len(refs), LEASES_MAX)]
 
 

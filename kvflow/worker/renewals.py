@@ -14,7 +14,8 @@ from kvflow.worker.peers import PeerPool
 RENEWALS_PER_LEASE = 3  # two may be lost before a lease runs out
 TICK_S = 0.02  # renewals are due at ticks; most pulls end before the first
 REDIAL_S = 0.5  # until the next renewal of a lease whose peer is not connected
-RELEASE_PAUSE_S = 0.02  # collects releases: a message costs as much as several fences, and delays the next pull
+RELEASE_PAUSE_S = 0.002  # collects releases: a message costs as much as several fences, and delays the next pull
+RELEASE_PAUSES_MAX = 10  # releases wait for one pause more while others join them, at most for so many
 RELEASES_MAX = 256  # more than this many waiting releases are sent at once
 HELD_MAX = 65536  # as many leases as a producer's lease table remembers
 NEW = -1  # the tick of leases whose first renewal is not planned yet
@@ -76,9 +77,11 @@ class LeaseRenewer:
         before = self._num_waiting
         for peer, slot, epoch in keys:
             self._waiting[peer, read].append((slot, epoch))
-            self._num_waiting += 1
-        if not before or before <= RELEASES_MAX < self._num_waiting:
-            get_running_loop().call_later(0 if before else RELEASE_PAUSE_S, self._take)
+        self._num_waiting = after = before + len(keys)
+        if not before:
+            get_running_loop().call_later(RELEASE_PAUSE_S, self._await_more, self._waiting, after)
+        elif before <= RELEASES_MAX < after:
+            get_running_loop().call_soon(self._take)
 
     def hold_ticket(self, members: Iterable[Member], name: str = "") -> None:
         """Renew the leases of a ticket for one request until ``end_ticket``. Several may hold one ticket.
@@ -169,6 +172,15 @@ class LeaseRenewer:
             for name in tuple(self.held.get(_key(member), ())):
                 self._end_hold(_key(member), name)
         return now + member.grant.lease_s / RENEWALS_PER_LEASE
+
+    def _await_more(self, waiting: _Releases, joined: int, pauses: int = 1) -> None:
+        """Send releases that no other has joined during a pause, or that have waited for all their pauses."""
+        if waiting is self._waiting:  # otherwise they were too many, and have been taken
+            if joined == self._num_waiting or pauses == RELEASE_PAUSES_MAX:
+                self._take()
+            else:
+                joined = self._num_waiting
+                get_running_loop().call_later(RELEASE_PAUSE_S, self._await_more, waiting, joined, pauses + 1)
 
     def _take(self) -> None:
         """Send the waiting releases in the loop's next iteration, after the tasks that await these pulls."""

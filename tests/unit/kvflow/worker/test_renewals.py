@@ -10,7 +10,13 @@ from kvflow.events import LeaseEnded, PeerDropped
 from kvflow.rendezvous.dialer import Link
 from kvflow.worker import renewals
 from kvflow.worker.peers import PeerPool
-from kvflow.worker.renewals import REDIAL_S, RENEWALS_PER_LEASE, LeaseRenewer
+from kvflow.worker.renewals import (
+    REDIAL_S,
+    RELEASE_PAUSE_S,
+    RELEASE_PAUSES_MAX,
+    RENEWALS_PER_LEASE,
+    LeaseRenewer,
+)
 from tests.counting import calls_of
 from tests.fakes import FabricFaults
 
@@ -287,6 +293,23 @@ def test_releases_of_one_moment_are_one_message_of_each_kind_to_each_peer():
             assert set(outcomes(world, rank).values()) == {"released"}
             assert len(world.heard("Release", rank, began)) == 2, "those that were read, and those that were not"
         assert world.heard("Released", life=world.consumer) == [], "an end that its reader expects is not told"
+
+
+def test_a_release_that_no_other_joins_is_sent_after_one_pause(world):
+    world.pull(world.offer((2,)), (2,))
+    began = world.now
+    world.pass_time(SLACK_S)
+    (sent,) = world.heard("Release", since=began)
+    assert 0 < sent - began < 2 * RELEASE_PAUSE_S
+
+
+def test_releases_that_others_keep_joining_wait_for_all_their_pauses(world):
+    began = world.now
+    for _ in range(4 * RELEASE_PAUSES_MAX):
+        world.pull(world.offer((2,)), (2,))
+        world.pass_time(RELEASE_PAUSE_S / 2)
+    sent, *_ = world.heard("Release", since=began)
+    assert RELEASE_PAUSE_S * RELEASE_PAUSES_MAX < sent - began < RELEASE_PAUSE_S * (RELEASE_PAUSES_MAX + 2)
 
 
 def test_many_releases_are_sent_before_their_pause_is_over(world, monkeypatch):
