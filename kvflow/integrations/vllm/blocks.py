@@ -13,7 +13,6 @@ by function and seed.
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -126,6 +125,10 @@ ExtraKeys = Callable[[Any, int, int, int], tuple[tuple[Any, ...] | None, int]]
 
 Digests = tuple[tuple[bytes, ...], ...]
 
+Chain = tuple[list[bytes], int]  # the digest at the end of each block, and the media item that follows
+NO_CHAIN: Chain = ([], 0)
+NO_CHAINS: Mapping[int, Chain] = {}
+
 
 class Contents:
     """Computes and compares the digests of vLLM's requests; ``extra_keys`` are inputs of vLLM's own hash of a block.
@@ -149,21 +152,26 @@ class Contents:
         num_tokens: int,
         *,
         links: Links | None = None,
+        chains: Mapping[int, Chain] = NO_CHAINS,
     ) -> Digests:
         """Return the digest of each of the last blocks of each group; empty for a missing block.
 
         The blocks of a request hold ``num_tokens`` tokens; ``block_sizes`` are 0 for states. ``links``: of another
-        secret than our own.
+        secret than our own; ``chains``: what ``grow`` has computed.
 
         Raises:
             ContentMismatch: the request has fewer tokens, or a token id is not an unsigned 32-bit integer.
         """
-        tokens = _token_bytes(request, num_tokens)
-        # If all tokens together have no other keys, no block has any. For embeddings this question would hash them.
-        plain = request.prompt_embeds is None and self._extra_keys(request, 0, num_tokens, 0)[0] is None
-        chain = _plain_chain if plain else partial(self._chain, request)
-        chains = {size: chain(links or self._own, tokens, size or num_tokens) for size in set(block_sizes)}
-        return tuple([_last(chains[size], ids) for ids, size in zip(block_ids, block_sizes, strict=True)])
+        ends = {
+            size: self._grown(request, links or self._own, size or num_tokens, num_tokens, chains.get(size, NO_CHAIN))
+            for size in set(block_sizes)
+        }
+        return tuple([_last(ends[size][0], ids) for ids, size in zip(block_ids, block_sizes, strict=True)])
+
+    def grow(self, request: Request, chains: dict[int, Chain], num_tokens: int) -> None:
+        """Extend our own chains, one for each block size, by the blocks that the first tokens fill."""
+        for size, chain in chains.items():
+            chains[size] = self._grown(request, self._own, size, num_tokens - num_tokens % size, chain)
 
     def require(self, request: Request, ticket: Ticket) -> None:
         """Check that all blocks of a ticket, whose signature was checked, hold the beginning of a request.
@@ -203,36 +211,31 @@ class Contents:
                     group=group,
                 )
 
-    def _chain(self, request: Request, links: Links, tokens: bytes, block_size: int) -> list[bytes]:
-        """Return the chain's digest at the end of each block; the last block may be partly filled."""
-        chain = []
+    def _grown(self, request: Request, links: Links, block_size: int, num_tokens: int, chain: Chain) -> Chain:
+        """Return a chain with the digest at the end of each block; the last block may be partly filled."""
+        if len(chain[0]) * block_size > num_tokens:
+            chain = NO_CHAIN
+        digests, media = list(chain[0]), chain[1]
         plain, keyed_link = links
-        digest, media = START, 0
+        digest = digests[-1] if digests else START
         known, keyed = None, b""  # the keys of an adapter are the same for every block
-        num_tokens = len(tokens) // TOKEN_BYTES
-        for first in range(0, num_tokens, block_size):
-            end = min(first + block_size, num_tokens)
-            keys, media = self._extra_keys(request, first, end, media)
+        start = len(digests) * block_size
+        tokens = _token_bytes(request, start, num_tokens)
+        # If all tokens together have no other keys, no block has any. For embeddings this question would hash them.
+        asks = request.prompt_embeds is not None or self._extra_keys(request, start, num_tokens, media)[0] is not None
+        for first in range(start, num_tokens, block_size):
+            end, keys = min(first + block_size, num_tokens), None
+            if asks:
+                keys, media = self._extra_keys(request, first, end, media)
             link = (keyed_link if keys else plain).copy()
-            link.update(digest)
             if keys:
                 if keys != known:
                     known, keyed = keys, _digest_of_keys(keys)
-                link.update(keyed)
-            link.update(tokens[first * TOKEN_BYTES : end * TOKEN_BYTES])
+                digest += keyed
+            link.update(digest + tokens[(first - start) * TOKEN_BYTES : (end - start) * TOKEN_BYTES])
             digest = link.digest()
-            chain.append(digest)
-        return chain
-
-
-def _plain_chain(links: Links, tokens: bytes, block_size: int) -> list[bytes]:
-    chain, digest, nbytes = [], START, block_size * TOKEN_BYTES
-    for first in range(0, len(tokens), nbytes):
-        link = links[0].copy()
-        link.update(digest + tokens[first : first + nbytes])
-        digest = link.digest()
-        chain.append(digest)
-    return chain
+            digests.append(digest)
+        return digests, media
 
 
 def _last(chain: Sequence[bytes], block_ids: Sequence[int]) -> tuple[bytes, ...]:
@@ -243,14 +246,14 @@ def _last(chain: Sequence[bytes], block_ids: Sequence[int]) -> tuple[bytes, ...]
     return tuple(digests)
 
 
-def _token_bytes(request: Request, num_tokens: int) -> bytes:
-    """Return the first token ids as little-endian 32-bit integers."""
+def _token_bytes(request: Request, first: int, end: int) -> bytes:
+    """Return these token ids as little-endian 32-bit integers."""
     try:
-        ids = array("I", request.all_token_ids[:num_tokens])
+        ids = array("I", request.all_token_ids[first:end])
     except (OverflowError, TypeError) as error:
         raise ContentMismatch(f"a token id of the request is not an unsigned 32-bit integer: {error}") from error
-    if len(ids) != num_tokens:
-        raise ContentMismatch(f"the request has only {len(ids)} tokens: expected {num_tokens}")
+    if len(ids) != end - first:
+        raise ContentMismatch(f"the request has only {first + len(ids)} tokens: expected {end}")
     if sys.byteorder == "big":
         ids.byteswap()
     return ids.tobytes()
