@@ -19,7 +19,7 @@ from kvflow.reads.contract import LeaseName, PeerAddress, PreparedList
 from kvflow.reads.nixl import backend as nixl
 from kvflow.reads.nixl import binding as nixl_binding
 from kvflow.reads.nixl.backend import USUAL, NixlBackend, Uses
-from kvflow.reads.nixl.binding import SPANS
+from kvflow.reads.nixl.reading import SPANS
 
 LEASE = LeaseName(3, 0)
 

@@ -21,6 +21,7 @@ from kvflow.reads.device import device_order_of
 from kvflow.reads.nixl import backend as nixl_backend
 from kvflow.reads.nixl.backend import DeviceNixlBackend, Uses
 from kvflow.reads.nixl.metadata import Exported
+from kvflow.reads.nixl.reading import ReadingAgent
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.thread import ThreadedTransport
 
@@ -115,12 +116,14 @@ class Ended:
         monkeypatch.setattr(nixl_backend.NixlBackend, "__init__", lambda _: None)
         monkeypatch.setattr(nixl_backend.NixlBackend, "post_check", self.note)
         self.backend = DeviceNixlBackend(self.device)
+        self.backend._reader = ReadingAgent.__new__(ReadingAgent)
+        self.backend._reader.has_arrived = False
 
     def note(self, peer, _first, _last, _reads, *, fence):
         self.posted.append((peer, fence, self.device.asked.count("make visible")))
 
     def end(self):
-        self.backend._settle(-1, 0)
+        self.backend._reader._settle(-1, 0)
 
     def check(self, peer, *, fence):
         self.backend.post_check(peer, 0, 0, (), fence=fence)

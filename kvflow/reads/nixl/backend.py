@@ -7,9 +7,8 @@ the UCX worker, and UCX crashes if one without a device asks for the end of a GP
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ from kvflow.errors import FailureCode, TransportUnavailable
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
 from kvflow.reads.backend import (
-    SPAN_MAX,
     Backend,
     BackendError,
     BackendFactory,
@@ -38,14 +36,11 @@ from kvflow.reads.nixl.binding import (
     ADDING,
     DEVICE,
     DEVICE_REMEDY,
-    MOVING,
-    PREPARING,
     QUIET,
     REMEDIES,
     SAME_NIXL,
     UCX_TELLS,
     Agent,
-    ReadingAgent,
     error_types,
     failure_of,
     load_binding,
@@ -54,6 +49,7 @@ from kvflow.reads.nixl.binding import (
     words_of,
 )
 from kvflow.reads.nixl.metadata import carrier_between, difference, inspect, inspect_own, is_within_a_host
+from kvflow.reads.nixl.reading import Posted, ReadingAgent, RemoteAgent
 from kvflow.reads.reach import expects_more, host_facts, unreached
 from kvflow.reads.staging import StagingMemory
 
@@ -68,34 +64,11 @@ _KEPT_MAX = 64
 """Connections to peers that were removed, in case they come again. The kernel of a dead peer closes its own."""
 
 
-@dataclass(slots=True, eq=False)
-class _RemoteAgent:
-    """A peer that this worker reads from."""
-
-    agent: str  # its exporter's name
-    blob: bytes  # its exporter's metadata
-    epochs: int  # prepared list of its epoch table
-    carrier: str = UNKNOWN_CARRIER.name
-    handles: dict[int, tuple[int, int]] = field(default_factory=dict)  # list id -> NIXL's lists of source and target
-    failed: bool = False  # whether its connection may have failed
-
-
 class _IdleConnection(NamedTuple):
     """A connection that may be used again."""
 
     peer: PeerId
     blob: bytes
-
-
-@dataclass(slots=True, eq=False)
-class _Posted(PostedWork):
-    """A read that had not ended when its post returned."""
-
-    handle: int  # 0: its end cannot be observed
-    peer: _RemoteAgent
-    span: int = -1  # of scratch memory that it writes to
-    count: int = 0  # slots of it that are read
-    failure: BackendError | None = None  # reported when it has ended
 
 
 class Uses(NamedTuple):
@@ -152,7 +125,7 @@ class NixlBackend(Backend):
         self._known_only = known_only
         self._reader_progress = reader_progress
         self._errors = error_types(binding)
-        self._peers: dict[PeerId, _RemoteAgent] = {}
+        self._peers: dict[PeerId, RemoteAgent] = {}
         self._kept: dict[str, _IdleConnection] = {}
         self._numbers = count()
         refusals: tuple[type[Exception], ...] = (ValueError, *self._errors)
@@ -230,48 +203,15 @@ class NixlBackend(Backend):
             self._forget(oldest)
 
     def prepare(self, prepared: CheckedList) -> None:
-        prepared_list = prepared.prepared_list
-        peer = self._peers[prepared_list.peer]
-        try:
-            source = self._reader.agent.prepare_remote(peer.agent, prepared.source.table, prepared_list.source_memory)
-            try:
-                target = self._reader.agent.prepare_local(prepared.target.table, prepared_list.target_memory)
-            except self._errors:
-                self._reader.agent.release_list(source)
-                raise
-        except self._errors as error:
-            raise failure_of(PREPARING, error) from error
-        peer.handles[prepared_list.list_id] = (source, target)
+        self._reader.prepare(self._peers[prepared.prepared_list.peer], prepared)
 
     def post(self, chunk: Chunk) -> PostedWork | int:
-        portion = chunk.portion
-        peer = self._peers[portion.peer]
-        source, target = peer.handles[portion.list_id]
-        source_index, target_index = portion.source_index, portion.target_index
-        if chunk.stop - chunk.first < source_index.size:
-            source_index, target_index = source_index[chunk.first : chunk.stop], target_index[chunk.first : chunk.stop]
-        try:
-            handle = self._reader.agent.make_read(target, target_index, source, source_index)
-        except self._errors as error:
-            peer.failed = True
-            raise failure_of(MOVING, error) from error
-        outcome = self._begin(handle, peer)
-        return outcome if isinstance(outcome, _Posted) else 0
+        return self._reader.post(self._peers[chunk.portion.peer], chunk)
 
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
     ) -> PostedWork | Sequence[int]:
-        peer, count = self._peers[peer_id], last + 1 - first
-        if not self._reader.free_spans:
-            raise BackendError(FailureCode.TRANSPORT_ERROR, "too many checks of hung peers are in flight")
-        span = self._reader.free_spans.pop()
-        try:
-            handle = self._make_check(peer, first, span, count)
-        except self._errors as error:
-            self._reader.free_spans.append(span)
-            peer.failed = True
-            raise failure_of(MOVING, error) from error
-        return self._begin(handle, peer, span, count)
+        return self._reader.check(self._peers[peer_id], first, last + 1 - first)
 
     def ends_at_once(self, peer_id: PeerId) -> bool:
         return True  # over shared memory the post is the copy; over RDMA it is short, too
@@ -285,9 +225,8 @@ class NixlBackend(Backend):
         return _COPIED_DESCRIPTORS_MAX if carrier == UNKNOWN_CARRIER.name else _QUEUED_DESCRIPTORS_MAX
 
     def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
-        assert isinstance(posted, _Posted)
-        values = self._ask(posted, self._reader.agent.poll) if posted.handle else None
-        return values if values is None or posted.count else 0
+        assert isinstance(posted, Posted)
+        return posted.poll()
 
     def reset(self) -> None:
         # The handles in flight are not released: that stops nothing, and only the end of their agent does.
@@ -306,17 +245,18 @@ class NixlBackend(Backend):
     def _destroy_reader(self) -> None:
         self._reader.agent.destroy()
 
-    def _connect(self, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> _RemoteAgent:
+    def _connect(self, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> RemoteAgent:
         """Prepare to read an epoch table, over a kept connection if there is one that has not failed."""
         kept = self._kept.pop(envelope.agent, None)
         if kept is not None and kept.blob == envelope.blob:
             with suppress(*self._errors):
                 prepared = self._reader.agent.prepare_remote(envelope.agent, epochs, "DRAM")
-                return _RemoteAgent(envelope.agent, envelope.blob, prepared)
+                return RemoteAgent(self._reader, envelope.agent, envelope.blob, prepared)
         if kept is not None:
             self._forget(envelope.agent)
         agent = self._reader.agent.add_remote(envelope.blob)
-        return _RemoteAgent(agent, envelope.blob, self._reader.agent.prepare_remote(agent, epochs, "DRAM"))
+        prepared = self._reader.agent.prepare_remote(agent, epochs, "DRAM")
+        return RemoteAgent(self._reader, agent, envelope.blob, prepared)
 
     def _carrier_of(self, envelope: Envelope, *, encrypted: bool) -> Carrier:
         """Return what carries a peer's bytes, if the peer need do nothing for it, and the bytes may be plain."""
@@ -338,17 +278,18 @@ class NixlBackend(Backend):
             raise BackendError(FailureCode.PLANE_UNFIT, detail, SAME_NIXL if loud else "")
         return carrier
 
-    def _sharing(self, agent: str) -> list[_RemoteAgent]:
+    def _sharing(self, agent: str) -> list[RemoteAgent]:
         """Return the peers that are read over the connection to an exporter."""
         return [peer for peer in self._peers.values() if peer.agent == agent]
 
-    def _share(self, known: _RemoteAgent, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> _RemoteAgent:
+    def _share(self, known: RemoteAgent, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> RemoteAgent:
         """Prepare to read an epoch table over a connection that another peer has: it is the same worker."""
         if known.blob != envelope.blob:
             raise BackendError(FailureCode.METADATA_INVALID, f"{envelope.agent!r} is another peer already")
         if any(peer.failed for peer in self._sharing(known.agent)):
             raise BackendError(FailureCode.PEER_LOST, f"the connection to {known.agent!r} failed; its reads still end")
-        return _RemoteAgent(known.agent, known.blob, self._reader.agent.prepare_remote(known.agent, epochs, "DRAM"))
+        prepared = self._reader.agent.prepare_remote(known.agent, epochs, "DRAM")
+        return RemoteAgent(self._reader, known.agent, known.blob, prepared)
 
     def _make_reader(self) -> ReadingAgent:
         # Each has another name: peers that hang may still know an earlier one.
@@ -356,7 +297,7 @@ class NixlBackend(Backend):
         connects = self._ours is None or self._ours.has_network
         name = f"{self._agent_name}/reader/{next(self._numbers)}"
         progress = connects if self._reader_progress is None else self._reader_progress
-        return ReadingAgent(self._make_agent, name, self._regions, progress=progress, connects=connects)
+        return ReadingAgent(self._make_agent, name, self._regions, self._errors, progress=progress, connects=connects)
 
     def _require_reader(self) -> None:
         """Make a reader if there is none: a producer has none before it reads, or the last reset made none."""
@@ -366,71 +307,6 @@ class NixlBackend(Backend):
             except self._errors as error:
                 raise BackendError(FailureCode.TRANSPORT_ERROR, f"no new reader: {words_of(error)}") from error
             self._reader_is_gone = False
-
-    def _begin(self, handle: int, peer: _RemoteAgent, span: int = -1, count: int = 0) -> _Posted | list[int]:
-        """Post a handle. If it has ended on return, return what has arrived in its span."""
-        agent = self._reader.agent
-        try:
-            done = agent.post(handle)
-        except self._errors as error:
-            posted = _Posted(handle, peer, span, count)
-            self._fall(posted, error)
-            return posted
-        if not done:
-            return _Posted(handle, peer, span, count)
-        agent.release(handle)
-        return self._settle(span, count)
-
-    def _ask(self, posted: _Posted, question: Callable[[int], bool]) -> list[int] | None:
-        """Post or poll a handle, and settle it if that ends it. None: it has not ended."""
-        agent = self._reader.agent
-        try:
-            if not question(posted.handle):
-                return None
-        except self._errors as error:
-            self._fall(posted, error)
-            return None
-        agent.release(posted.handle)
-        values = self._settle(posted.span, posted.count)
-        if posted.failure is not None:
-            raise posted.failure
-        return values
-
-    def _fall(self, posted: _Posted, error: Exception) -> None:
-        """Handle what a handle has raised: raise its failure, unless something of it may still write."""
-        self._reader.agent.release(posted.handle)
-        posted.peer.failed = True
-        failure = failure_of(MOVING, error)
-        if failure.reason.code == FailureCode.PEER_LOST:
-            self._settle(posted.span, posted.count)
-            raise (posted.failure or failure) from error
-        # The endpoint lives, so descriptors that were posted before the failing one may still be arriving. NIXL ends
-        # every post with a flush of the endpoint: a later read that completes proves that they have arrived.
-        first = posted.failure is None
-        posted.failure = posted.failure or failure
-        posted.handle = 0
-        if first and (posted.span >= 0 or self._reader.free_spans):
-            posted.span = posted.span if posted.span >= 0 else self._reader.free_spans.pop()
-            posted.count = 1
-            with suppress(*self._errors):
-                posted.handle = self._make_check(posted.peer, 0, posted.span, 1)
-                self._ask(posted, self._reader.agent.post)
-
-    def _make_check(self, peer: _RemoteAgent, first: int, span: int, count: int) -> int:
-        """Make the handle that reads ``count`` slots, from the first on, into a span."""
-        reader, at, stop = self._reader, span * SPAN_MAX, first + count
-        remote = reader.numbers[first:stop] if stop <= reader.numbers.size else np.arange(first, stop, dtype=np.int32)
-        return reader.agent.make_read(reader.scratch_list, reader.numbers[at : at + count], peer.epochs, remote)
-
-    def _settle(self, span: int, count: int) -> list[int]:
-        """Give back the scratch span of something that has ended, and return what has arrived there."""
-        if span < 0:
-            return []
-        reader = self._reader
-        reader.free_spans.append(span)
-        at = span * SPAN_MAX
-        values: list[int] = reader.scratch[at : at + count].tolist()
-        return values
 
     def _drop_kept(self, peer_id: PeerId) -> None:
         for agent in [agent for agent, kept in self._kept.items() if kept.peer == peer_id]:
@@ -451,7 +327,6 @@ class DeviceNixlBackend(NixlBackend):
 
     def __init__(self, device: DeviceOrder, *arguments: Any, **options: Any) -> None:
         self._device = device
-        self._has_arrived = False  # whether bytes have arrived that are not visible to the device yet
         device.enter()  # otherwise UCX may not know the device, and reach it over the wrong card or over TCP
         super().__init__(*arguments, **options)
 
@@ -461,17 +336,15 @@ class DeviceNixlBackend(NixlBackend):
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
     ) -> PostedWork | Sequence[int]:
-        if fence and self._has_arrived:  # once for all fences that are due: on ROCm it waits for the engine's step
+        if (
+            fence and self._reader.has_arrived
+        ):  # once for all fences that are due: on ROCm it waits for the engine's step
             try:
                 self._device.make_visible()
             except RuntimeError as error:  # of torch or the driver
                 raise BackendError(FailureCode.TRANSPORT_ERROR, f"the device failed: {error}") from error
-            self._has_arrived = False
+            self._reader.has_arrived = False
         return super().post_check(peer_id, first, last, reads, fence=fence)
-
-    def _settle(self, span: int, count: int) -> list[int]:
-        self._has_arrived |= span < 0  # the end of a chunk
-        return super()._settle(span, count)
 
     def _destroy_reader(self) -> None:
         # UCX destroys its streams without waiting, and CUDA continues the copies that are queued on them.

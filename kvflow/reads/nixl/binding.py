@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import ModuleType
 
 import numpy as np
@@ -22,20 +22,13 @@ import numpy.typing as npt
 from kvflow.config import engine_settings
 from kvflow.errors import FailureCode, TransportUnavailable
 from kvflow.layout.component import Region
-from kvflow.memory.mapping import map_bytes
-from kvflow.reads.backend import SPAN_MAX, BackendError
+from kvflow.reads.backend import BackendError
 from kvflow.reads.reach import named
 
 _logger = logging.getLogger(__name__)
 
 _PROGRESS_DELAY_US = 50_000
 """How long the progress thread sleeps when no socket wakes it: 0.2 % of a core instead of 100 %."""
-
-SPANS = 1024
-"""Where checks land: 4 MiB. A peer has at most eight checks in flight, so this is enough for 128 hung peers."""
-
-_READER_DELAY_US = 2000
-"""The same for the reader, about 1 % of a core: UCX may not wake it, and a card's queue must not run dry for longer."""
 
 _ENGINE_CONFIG = {
     # Over TCP, UCX emulates remote reads with messages from the exporter's process, and aborts that process where such
@@ -321,28 +314,3 @@ class Agent:
     def destroy(self) -> None:
         """Destroy the agent by dropping all references to it: nothing writes after that. It cannot be used again."""
         del self._agent, self._make, self._post, self.release
-
-
-class ReadingAgent:
-    """An agent that reads, and the scratch memory that its checks land in, span by span."""
-
-    def __init__(
-        self,
-        make_agent: Callable[..., Agent],
-        name: str,
-        regions: Sequence[Region],
-        *,
-        progress: bool,
-        connects: bool,
-    ) -> None:
-        self.progress = progress
-        self.scratch = map_bytes(8 * SPANS * SPAN_MAX).view(np.uint64)
-        self.free_spans = list(range(SPANS))
-        self.numbers = np.arange(self.scratch.size, dtype=np.int32)  # of slots, of which checks take slices
-        rows = np.array([[self.scratch.ctypes.data, 8, 0, 8, self.scratch.size]], dtype=np.int64)
-        with ExitStack() as undo:
-            self.agent = make_agent(name, progress=progress, connects=connects, delay_us=_READER_DELAY_US)
-            undo.callback(self.agent.destroy)
-            self.agent.register([*regions, Region(self.scratch.ctypes.data, self.scratch.nbytes)])
-            self.scratch_list = self.agent.prepare_local(rows, "DRAM")
-            undo.pop_all()
