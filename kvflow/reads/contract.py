@@ -50,6 +50,7 @@ from kvflow.planning.staging import Scatter
 from kvflow.validation import Count
 
 CHUNK_BYTES_MAX = 8 << 20  # most bytes of one chunk; over shared memory a post is the copy: 8 MiB take about 1 ms
+SHARED_BYTES_MIN = 2 << 20  # least bytes of a chunk that several threads copy; such a chunk is never read inline
 CHUNK_DESCRIPTORS_MAX = 256  # most merged descriptors of one chunk: at 2 to 9 us each, about 1 ms, too
 INLINE_S_MAX = 100e-6  # longest time that a post may hold the event loop
 RESET_DRAIN_S = 2.0  # how long a reader reset waits for healthy peers: two chunks of 8 MiB take 2 s at 70 Mbit/s

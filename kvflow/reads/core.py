@@ -28,6 +28,7 @@ from kvflow.reads.backend import (
 from kvflow.reads.bounds import EPOCH_MAX, OutOfBounds, check_pairs
 from kvflow.reads.contract import (
     RESET_DRAIN_S,
+    SHARED_BYTES_MIN,
     ArrivedChunk,
     CancelReads,
     Carrier,
@@ -556,7 +557,7 @@ class ReadCore:
         started = carried.posted_at = self._now()
         outcome = peer.backend.post(chunk if staged is None else fetching(chunk, staged.checked))
         carried.post_s = self._now() - started
-        if peer.costs is not None:
+        if peer.costs is not None and carried.nbytes < SHARED_BYTES_MIN:  # several threads may have read a larger one
             work_s = (chunk.stop - chunk.first) * DESCRIPTOR_S + carried.nbytes * BYTE_S
             peer.costs.learn(carried.post_s, POST_S + work_s)
         return outcome

@@ -289,6 +289,7 @@ def create_transport(config: WorkerConfig, agent_name: str, sink: Sink, staging_
         staging,
         uses=Uses(config.role, config.tuning.sleep_mode),
         known_only=config.transport == "auto",
+        copy_threads=config.tuning.copy_threads,
         params=config.tuning.nixl_backend_params,
     )
     factories: dict[str, BackendFactory] = {

@@ -1,9 +1,10 @@
 """Two ends of a transport, in one process or in two, and an oracle that copies bytes one descriptor at a time.
 
-Each kind of transport runs the suite, and those that can read inline run it once more doing so whenever they may.
-NIXL runs it with and without a progress thread at the reader. The TCP plane runs it once more over TLS, each end with
-its certificate, and once more with every cache in memory of a device, which ``tests.devices`` stands in for: an
-address that no process has, so that a test or a data plane that touches it with the processor ends the process.
+Each kind of transport runs the suite, and those that can read inline run it once more doing so whenever they may. NIXL
+runs it with and without a progress thread at the reader, and with a helper that reads pieces of every chunk. The TCP
+plane runs it once more over TLS, each end with its certificate, and once more with every cache in memory of a device,
+which ``tests.devices`` stands in for: an address that no process has, so that a test or a data plane that touches it
+with the processor ends the process.
 
 ``KVFLOW_TEST_MEMORY=VRAM`` runs it with every cache on a GPU instead, for the planes that reach one: NIXL and TCP.
 """
@@ -37,6 +38,7 @@ from kvflow.reads.contract import (
 )
 from tests.contract.kinds import KINDS, credentials, serving
 from tests.devices import REAL, cache_of
+from tests.helpers.copying import copied_in_small_pieces
 from tests.integration.forked import ForkedProcess
 from tests.stopping import stop_process
 
@@ -290,12 +292,12 @@ class StagedUnits:
 class World:
     """The ends of one test; all are closed when it ends, readers first."""
 
-    def __init__(self, kind, *, inline=False, progress=False, apart=False, tls=False, memory="DRAM"):
+    def __init__(self, kind, *, inline=False, progress=False, copying=False, apart=False, tls=False, memory="DRAM"):
         self.kind = kind
         self._made = f"{kind} tls" if tls else kind
         self.inline = inline
         self._apart = apart
-        self._options = {"reader_progress": True} if progress else {}
+        self._options = {"reader_progress": True} if progress else {"copy_threads": 2} if copying else {}
         self.memory = memory
         # Reads are posted in order. Others may leave one in flight, and then a later one can end before it.
         self.in_order = kind == "loopback"
@@ -446,7 +448,7 @@ def kinds(*names):
 
 
 ON_HOST = ("loopback", "loopback inline", "nixl", "nixl inline", "nixl progress", "nixl inline progress", "tcp")
-ON_HOST += ("tcp inline", "async", "async inline progress", "tcp device", "tcp tls")
+ON_HOST += ("nixl copying", "tcp inline", "async", "async inline progress", "tcp device", "tcp tls")
 ON_GPU = ("nixl device apart", "tcp device")
 """``apart`` has each exporter in another process: within one, UCX maps no memory of a GPU. Nothing is read inline from
 a device, and the other kinds reach memory of the host only."""
@@ -471,10 +473,11 @@ NIXL_KIND = FAR_KINDS[:1]
 def world_of(name):
     kind, *options = name.split()
     memory = "VRAM" if "device" in options else "DRAM"
-    made = {option: option in options for option in ("inline", "progress", "apart", "tls")}
+    made = {option: option in options for option in ("inline", "progress", "copying", "apart", "tls")}
     world = World(kind, memory=memory, **made)
-    yield world
-    world.close_all()
+    with copied_in_small_pieces() if "copying" in options else contextlib.nullcontext():
+        yield world
+        world.close_all()
 
 
 @pytest.fixture(params=KINDS_HERE)

@@ -30,7 +30,7 @@ PLAIN = set(
         request revision role run server sleep mode snapshot transfer view kv cache flight loopback
         address age ahead allowed argument authentication bounds by bytes cancelled
         capacity cause clock close closed closing code compare compared comparison completed
-        config configure connect connected connection connections d deadline detail enable
+        config configure copy connect connected connection connections d deadline detail enable
         encryption ended error errors exceeded exhausted explain failed field failures file finished found from
         factor gb get grace guess heads held hf http id identity ids ignored incoming interval invalid item join
         kind known kvflow leave left level limits list load log logging longest loop lost make max measured

@@ -18,8 +18,8 @@ def loopback_transport(agent_name, sink, staging_bytes=0, *, inline_s_max=INLINE
     )
 
 
-def nixl_transport(agent_name, sink, staging_bytes=0, *, inline_s_max=INLINE_S_MAX, reader_progress=None, params=None):
-    """Return a transport over NIXL alone; the last two options are those of ``NixlBackend``."""
+def nixl_transport(agent_name, sink, staging_bytes=0, *, inline_s_max=INLINE_S_MAX, **options):
+    """Return a transport over NIXL alone; ``options`` are those of ``NixlBackend``."""
     staging = StagingMemory(staging_bytes)
-    opened = nixl_factory(agent_name, staging, reader_progress=reader_progress, params=params)
+    opened = nixl_factory(agent_name, staging, **options)
     return ThreadedTransport("nixl", {"nixl": opened}, sink, staging, inline_s_max=inline_s_max)

@@ -44,13 +44,13 @@ class FlakyAgent:
 class Ends:
     """A reader and an exporter, driven without a thread."""
 
-    def __init__(self, reads=USUAL, exports=USUAL, *, meets=True):
+    def __init__(self, reads=USUAL, exports=USUAL, *, meets=True, **options):
         self.caches = [np.zeros(4096, np.uint8), np.arange(4096, dtype=np.uint8)]
         self.epochs = np.arange(100, 108, dtype=np.uint64)
         self.table = Region(self.epochs.ctypes.data, self.epochs.nbytes)
         self.regions = [Region(cache.ctypes.data, cache.nbytes) for cache in self.caches]
         self.reader, self.exporter = (
-            NixlBackend(name, [region], self.table, uses=uses)
+            NixlBackend(name, [region], self.table, uses=uses, **options)
             for name, region, uses in zip(("reader", "exporter"), self.regions, (reads, exports), strict=True)
         )
         if meets:

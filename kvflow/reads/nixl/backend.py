@@ -30,7 +30,7 @@ from kvflow.reads.backend import (
     seal,
     unseal,
 )
-from kvflow.reads.contract import REQUIRED, UNKNOWN_CARRIER, Carrier, LeaseName, PeerAddress, Serving
+from kvflow.reads.contract import REQUIRED, SHARED_BYTES_MIN, UNKNOWN_CARRIER, Carrier, LeaseName, PeerAddress, Serving
 from kvflow.reads.device import DeviceOrder, device_order_of
 from kvflow.reads.nixl.binding import (
     ADDING,
@@ -48,8 +48,9 @@ from kvflow.reads.nixl.binding import (
     published_settings,
     words_of,
 )
+from kvflow.reads.nixl.copying import Helpers, PostedPieces, RemotePeer
 from kvflow.reads.nixl.metadata import carrier_between, difference, inspect, inspect_own, is_within_a_host
-from kvflow.reads.nixl.reading import Posted, ReadingAgent, RemoteAgent
+from kvflow.reads.nixl.reading import SPANS, Posted, ReadingAgent
 from kvflow.reads.reach import expects_more, host_facts, unreached
 from kvflow.reads.staging import StagingMemory
 
@@ -59,6 +60,8 @@ _QUEUED_DESCRIPTORS_MAX = 8192
 _COPIED_DESCRIPTORS_MAX = 1024
 """Most descriptors of one post: a network card takes 0.1 to 0.3 us to queue each, and a GPU's driver 4 to 7 us to start
 each copy. The figures come from sources and reports, and are not measured here."""
+
+_HELPER_SPANS = 64  # scratch memory of a helper's agent, for pieces that have failed and not ended
 
 _KEPT_MAX = 64
 """Connections to peers that were removed, in case they come again. The kernel of a dead peer closes its own."""
@@ -94,7 +97,8 @@ class NixlBackend(Backend):
         known_only: refuse peers whose transport cannot be determined.
         reader_progress: run a progress thread at the reader, too: without it UCX passes on what a network card's queue
             could not hold only in our polls. None: if this host has a network that UCX uses.
-        params: ``WorkerConfig.nixl_backend_params``, for both agents.
+        copy_threads: threads that copy a large chunk, if the post is the copy; all but one have agents of their own.
+        params: ``WorkerConfig.nixl_backend_params``, for all agents.
 
     Raises:
         TransportUnavailable: NIXL cannot be loaded, UCX cannot start, or the memory is refused.
@@ -114,6 +118,7 @@ class NixlBackend(Backend):
         uses: Uses = USUAL,
         known_only: bool = False,
         reader_progress: bool | None = None,
+        copy_threads: int = 1,
         params: Mapping[str, str] | None = None,
     ) -> None:
         binding = load_binding(self.log_level)
@@ -123,9 +128,8 @@ class NixlBackend(Backend):
         self._regions = (*regions, *staging)
         self._settings = published_settings(binding, os.environ, params or {})
         self._known_only = known_only
-        self._reader_progress = reader_progress
         self._errors = error_types(binding)
-        self._peers: dict[PeerId, RemoteAgent] = {}
+        self._peers: dict[PeerId, RemotePeer] = {}
         self._kept: dict[str, _IdleConnection] = {}
         self._numbers = count()
         refusals: tuple[type[Exception], ...] = (ValueError, *self._errors)
@@ -139,6 +143,12 @@ class NixlBackend(Backend):
                 envelope = Envelope("nixl", exporter_name(agent_name), exporter.metadata(), self._settings, self._facts)
                 self.metadata = seal(envelope)
                 self._ours = inspect_own(envelope, on_device=on_device)
+                # Within a host it reads without a message to the exporter's process, in which nothing can then fail.
+                self._connects = self._ours is None or self._ours.has_network
+                self._progress = self._connects if reader_progress is None else reader_progress
+                alone = self._progress or copy_threads < 2
+                make_helper = partial(self._make_reader, _HELPER_SPANS)
+                self._helpers = None if alone else Helpers(make_helper, copy_threads - 1, self._errors)
                 self._reader_is_gone = uses.role == "producer"
                 if not self._reader_is_gone:
                     self._reader = self._make_reader()
@@ -185,13 +195,14 @@ class NixlBackend(Backend):
             if gone:
                 self._drop_kept(peer_id)
             return
-        for handle in (peer.epochs, *chain.from_iterable(peer.handles.values())):
-            self._reader.agent.release_list(handle)
+        for each in (peer, *peer.beside.values()):
+            for handle in (each.epochs, *chain.from_iterable(each.handles.values())):
+                each.reader.agent.release_list(handle)
         sharing = self._sharing(peer.agent)
         if sharing:  # the last of them closes the connection: before that, reads of another one may be in flight
-            sharing[0].failed |= peer.failed or gone
+            sharing[0].failed |= peer.has_failed or gone
             return
-        if peer.failed or gone:
+        if peer.has_failed or gone:
             self._forget(peer.agent)
             return
         # Over shared memory, too, UCX has a socket to each peer, and closing our end of it leaves both open for as long
@@ -203,10 +214,15 @@ class NixlBackend(Backend):
             self._forget(oldest)
 
     def prepare(self, prepared: CheckedList) -> None:
-        self._reader.prepare(self._peers[prepared.prepared_list.peer], prepared)
+        peer = self._peers[prepared.prepared_list.peer]
+        self._reader.prepare(peer, prepared)
+        peer.lists[prepared.prepared_list.list_id] = prepared
 
     def post(self, chunk: Chunk) -> PostedWork | int:
-        return self._reader.post(self._peers[chunk.portion.peer], chunk)
+        peer = self._peers[chunk.portion.peer]
+        if self._helpers is None or chunk.portion.nbytes < SHARED_BYTES_MIN:
+            return self._reader.post(peer, chunk)
+        return self._helpers.post(peer, chunk)
 
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
@@ -225,7 +241,7 @@ class NixlBackend(Backend):
         return _COPIED_DESCRIPTORS_MAX if carrier == UNKNOWN_CARRIER.name else _QUEUED_DESCRIPTORS_MAX
 
     def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
-        assert isinstance(posted, Posted)
+        assert isinstance(posted, Posted | PostedPieces)
         return posted.poll()
 
     def reset(self) -> None:
@@ -243,20 +259,23 @@ class NixlBackend(Backend):
                 self._destroy_reader()
 
     def _destroy_reader(self) -> None:
-        self._reader.agent.destroy()
+        with ExitStack() as destroying:
+            destroying.callback(self._reader.agent.destroy)
+            if self._helpers is not None:
+                self._helpers.close()
 
-    def _connect(self, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> RemoteAgent:
+    def _connect(self, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> RemotePeer:
         """Prepare to read an epoch table, over a kept connection if there is one that has not failed."""
         kept = self._kept.pop(envelope.agent, None)
         if kept is not None and kept.blob == envelope.blob:
             with suppress(*self._errors):
                 prepared = self._reader.agent.prepare_remote(envelope.agent, epochs, "DRAM")
-                return RemoteAgent(self._reader, envelope.agent, envelope.blob, prepared)
+                return RemotePeer(self._reader, envelope.agent, prepared, blob=envelope.blob, rows=epochs)
         if kept is not None:
             self._forget(envelope.agent)
         agent = self._reader.agent.add_remote(envelope.blob)
         prepared = self._reader.agent.prepare_remote(agent, epochs, "DRAM")
-        return RemoteAgent(self._reader, agent, envelope.blob, prepared)
+        return RemotePeer(self._reader, agent, prepared, blob=envelope.blob, rows=epochs)
 
     def _carrier_of(self, envelope: Envelope, *, encrypted: bool) -> Carrier:
         """Return what carries a peer's bytes, if the peer need do nothing for it, and the bytes may be plain."""
@@ -278,26 +297,23 @@ class NixlBackend(Backend):
             raise BackendError(FailureCode.PLANE_UNFIT, detail, SAME_NIXL if loud else "")
         return carrier
 
-    def _sharing(self, agent: str) -> list[RemoteAgent]:
+    def _sharing(self, agent: str) -> list[RemotePeer]:
         """Return the peers that are read over the connection to an exporter."""
         return [peer for peer in self._peers.values() if peer.agent == agent]
 
-    def _share(self, known: RemoteAgent, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> RemoteAgent:
+    def _share(self, known: RemotePeer, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> RemotePeer:
         """Prepare to read an epoch table over a connection that another peer has: it is the same worker."""
         if known.blob != envelope.blob:
             raise BackendError(FailureCode.METADATA_INVALID, f"{envelope.agent!r} is another peer already")
-        if any(peer.failed for peer in self._sharing(known.agent)):
+        if any(peer.has_failed for peer in self._sharing(known.agent)):
             raise BackendError(FailureCode.PEER_LOST, f"the connection to {known.agent!r} failed; its reads still end")
         prepared = self._reader.agent.prepare_remote(known.agent, epochs, "DRAM")
-        return RemoteAgent(self._reader, known.agent, known.blob, prepared)
+        return RemotePeer(self._reader, known.agent, prepared, blob=known.blob, rows=epochs)
 
-    def _make_reader(self) -> ReadingAgent:
+    def _make_reader(self, spans: int = SPANS) -> ReadingAgent:
         # Each has another name: peers that hang may still know an earlier one.
-        # Within a host it reads without a message to the exporter's process, in which nothing can then fail.
-        connects = self._ours is None or self._ours.has_network
-        name = f"{self._agent_name}/reader/{next(self._numbers)}"
-        progress = connects if self._reader_progress is None else self._reader_progress
-        return ReadingAgent(self._make_agent, name, self._regions, self._errors, progress=progress, connects=connects)
+        make = partial(self._make_agent, f"{self._agent_name}/reader/{next(self._numbers)}", connects=self._connects)
+        return ReadingAgent(make, self._regions, self._errors, progress=self._progress, spans=spans)
 
     def _require_reader(self) -> None:
         """Make a reader if there is none: a producer has none before it reads, or the last reset made none."""
@@ -314,6 +330,8 @@ class NixlBackend(Backend):
             self._forget(agent)
 
     def _forget(self, agent: str) -> None:
+        if self._helpers is not None:
+            self._helpers.forget(agent)
         with suppress(*self._errors):  # NIXL forgets a peer when its endpoint fails
             self._reader.agent.remove_remote(agent)
 
@@ -362,6 +380,7 @@ def nixl_factory(agent_name: str, staging: StagingMemory, **options: Any) -> Bac
     def open_nixl(regions: Sequence[Region], epochs: Region, _serving: Serving) -> NixlBackend:
         if all(region.memory == "DRAM" for region in regions):
             return NixlBackend(agent_name, regions, epochs, staging.regions, **options)
+        options["copy_threads"] = 1  # a device copies without our help
         return DeviceNixlBackend(device_order_of(regions), agent_name, regions, epochs, staging.regions, **options)
 
     return open_nixl

@@ -10,7 +10,6 @@ from kvflow.errors import FailureCode
 from kvflow.layout.component import Region
 from kvflow.memory.mapping import map_bytes
 from kvflow.reads.backend import SPAN_MAX, BackendError, CheckedList, Chunk, PostedWork
-from kvflow.reads.contract import UNKNOWN_CARRIER
 from kvflow.reads.nixl.binding import MOVING, PREPARING, Agent, failure_of
 
 SPANS = 1024
@@ -27,11 +26,9 @@ class RemoteAgent:
 
     reader: "ReadingAgent"
     agent: str  # its exporter's name
-    blob: bytes  # its exporter's metadata
     epochs: int  # prepared list of its epoch table
-    carrier: str = UNKNOWN_CARRIER.name
     handles: dict[int, tuple[int, int]] = field(default_factory=dict)  # list id -> NIXL's lists of source and target
-    failed: bool = False  # whether its connection may have failed
+    failed: bool = False  # whether the connection of this agent may have failed
 
 
 @dataclass(slots=True, eq=False)
@@ -60,12 +57,10 @@ class ReadingAgent:
     def __init__(
         self,
         make_agent: Callable[..., Agent],
-        name: str,
         regions: Sequence[Region],
         errors: tuple[type[Exception], ...],
         *,
         progress: bool,
-        connects: bool,
         spans: int = SPANS,
     ) -> None:
         self.progress = progress
@@ -76,7 +71,7 @@ class ReadingAgent:
         self.numbers = np.arange(self.scratch.size, dtype=np.int32)  # of slots, of which checks take slices
         rows = np.array([[self.scratch.ctypes.data, 8, 0, 8, self.scratch.size]], dtype=np.int64)
         with ExitStack() as undo:
-            self.agent = make_agent(name, progress=progress, connects=connects, delay_us=_DELAY_US)
+            self.agent = make_agent(progress=progress, delay_us=_DELAY_US)
             undo.callback(self.agent.destroy)
             self.agent.register([*regions, Region(self.scratch.ctypes.data, self.scratch.nbytes)])
             self.scratch_list = self.agent.prepare_local(rows, "DRAM")
