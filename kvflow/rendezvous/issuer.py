@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
-from weakref import WeakValueDictionary
+from weakref import ref
 
 from handshake import CurveKeys
 from handshake.security import ClusterSecurity, draw_secret, sign
@@ -17,7 +17,7 @@ from kvflow.rendezvous.endpoint import security_of
 
 __all__ = ["TicketKey", "TicketMint", "draw_head_start", "draw_pair", "draw_secret", "public_key"]
 
-_verified: WeakValueDictionary[tuple[int, bytes], Ticket] = WeakValueDictionary()
+_verified: dict[tuple[int, bytes], ref[Ticket]] = {}
 """What ``TicketKey.read`` has returned, by identity and accepted secrets. A copy of such an object is not here."""
 
 
@@ -87,7 +87,8 @@ class TicketKey:
         Arguments and errors are those of ``Ticket.from_params``.
         """
         ticket = Ticket.from_params(params, verify=self.verifies, chars_max=chars_max)
-        _verified[id(ticket), self._accepts] = ticket
+        key = id(ticket), self._accepts
+        _verified[key] = ref(ticket, lambda _: _verified.pop(key, None))
         return ticket
 
     def check(self, ticket: Ticket) -> None:
@@ -96,7 +97,8 @@ class TicketKey:
         Raises:
             TicketInvalid: a grant was not signed with the cluster's secret.
         """
-        if _verified.get((id(ticket), self._accepts)) is not ticket:
+        verified = _verified.get((id(ticket), self._accepts))
+        if verified is None or verified() is not ticket:
             ticket.verify(self.verifies)
 
 

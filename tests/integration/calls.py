@@ -13,6 +13,7 @@ def calls_of(worker, ticket, grant, cache):
         "admit": (grant,),
         "revoke": ("r",),
         "wait_offer": ("r",),
+        "read_ticket": (ticket.to_params(),),
         "pull": (ticket, BLOCKS),
         "start_pull": (ticket, BLOCKS),
         "pull_many": ([(ticket, BLOCKS)],),

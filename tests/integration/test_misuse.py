@@ -523,7 +523,7 @@ TABLE = (
         "the parameters in place of a ticket",
         pulls(change=lambda ticket: ticket.to_params()),
         "same",
-        "ticket must be a Ticket, not dict [argument_invalid] Pass kvflow.Ticket.from_params(params).",
+        "ticket must be a Ticket, not dict [argument_invalid] Pass worker.read_ticket(params).",
         errors.ArgumentInvalid,
     ),
     Row(

@@ -424,7 +424,7 @@ async def test_canceling_at_any_moment_leaves_nothing_behind():
                 entered += 1
                 await asyncio.Event().wait()
 
-        turns, deadline = 0, time.monotonic() + PATIENCE_S
+        turns = 0
         while not entered:
             visiting = asyncio.ensure_future(visit())
             for _ in range(turns):
@@ -434,7 +434,7 @@ async def test_canceling_at_any_moment_leaves_nothing_behind():
                 await visiting
             assert open_contexts() == before
             turns += 1 + turns // 8
-            assert time.monotonic() < deadline
+            assert turns < 1_000_000, "it was never entered"
         others = asyncio.all_tasks() - {asyncio.current_task()}
         assert len(others) == 3, "the server's reader, its doorkeeper, and who counts strangers"
         async with connected(server.endpoint) as client:
