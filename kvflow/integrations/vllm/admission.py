@@ -186,9 +186,10 @@ class GrantReceiver:
 
 
 class EarlyAdmission:
-    """The sending end of the channel. Thread: the scheduler's."""
+    """The sending end of the channel. Thread: any."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()  # a socket may be used by one thread at a time
         self._near: list[str] = []
         self._far: list[tuple[bytes, zmq.Socket[bytes]]] = []
         self._reaches_all = False
@@ -197,51 +198,56 @@ class EarlyAdmission:
 
     def meet(self, contacts: Iterable[Contact]) -> None:
         """Connect to the ranks; their contacts replace earlier ones."""
-        self.close()
-        self._reaches_all = True
-        for contact in contacts:
-            if contact.name in _ranks:
-                self._near.append(contact.name)
-            elif contact.endpoint and Path(contact.endpoint.removeprefix("ipc://")).exists():
-                self._far.append((contact.key, self._connect(contact.endpoint)))
-            else:
-                self._reaches_all = False
-                logger.info("kvflow: a rank on another host, or without a socket, holds each lease a step later")
+        with self._lock:
+            self.close()
+            self._reaches_all = True
+            for contact in contacts:
+                if contact.name in _ranks:
+                    self._near.append(contact.name)
+                elif contact.endpoint and Path(contact.endpoint.removeprefix("ipc://")).exists():
+                    self._far.append((contact.key, self._connect(contact.endpoint)))
+                else:
+                    self._reaches_all = False
+                    logger.info("kvflow: a rank on another host, or without a socket, holds each lease a step later")
 
     def admit(self, ticket: Ticket, step: int) -> None:
         """Ask every reachable rank to hold the lease of a new ticket; ``step`` was the last to write into its blocks.
 
         Does not wait. A rank that has ended, or whose queue is full, raises nothing: the command of the step follows.
         """
-        for name in self._near:
+        for name in tuple(self._near):
             rank = _ranks.get(name)
             if rank is not None:
                 rank.admit_early(ticket.grants[0], step)
-        early = _TicketNotice(step, ticket.to_params()["kvflow"]) if self._far else None
-        text = msgspec.msgpack.encode(early)
-        for key, socket in self._far:
-            with suppress(zmq.Again):
-                socket.send(_mac(key, text) + text, zmq.NOBLOCK)
+        if not self._far:
+            return
+        text = msgspec.msgpack.encode(_TicketNotice(step, ticket.to_params()["kvflow"]))
+        with self._lock:
+            for key, socket in self._far:
+                with suppress(zmq.Again):
+                    socket.send(_mac(key, text) + text, zmq.NOBLOCK)
 
     def reset(self, request_ids: Sequence[str]) -> bool:
         """Have every rank end the leases and pulls of requests; wait, and return whether all have done so."""
         deadline = time.monotonic() + RESET_WAIT_S
-        self._resets += 1
-        text = msgspec.msgpack.encode(_ResetNotice(self._resets, tuple(request_ids)))
-        for key, socket in self._far:
-            if socket.poll(_left_ms(deadline), zmq.POLLOUT):  # a connection may take a moment
-                socket.send(_mac(key, text) + text, zmq.NOBLOCK)
-        near = [rank.reset(request_ids) for name in self._near if (rank := _ranks.get(name)) is not None]
-        far = [_answered(socket, _mac(key, _mac(key, text)), deadline) for key, socket in self._far]
-        return self._reaches_all and len(near) == len(self._near) and all([*near, *far])
+        with self._lock:
+            self._resets += 1
+            text = msgspec.msgpack.encode(_ResetNotice(self._resets, tuple(request_ids)))
+            for key, socket in self._far:
+                if socket.poll(_left_ms(deadline), zmq.POLLOUT):  # a connection may take a moment
+                    socket.send(_mac(key, text) + text, zmq.NOBLOCK)
+            near = [rank.reset(request_ids) for name in self._near if (rank := _ranks.get(name)) is not None]
+            far = [_answered(socket, _mac(key, _mac(key, text)), deadline) for key, socket in self._far]
+            return self._reaches_all and len(near) == len(self._near) and all([*near, *far])
 
     def close(self) -> None:
         """Close the channels to all ranks."""
-        if self._context is not None:
-            self._context.destroy(linger=0)
-            self._context = None
-        self._near.clear()
-        self._far.clear()
+        with self._lock:
+            if self._context is not None:
+                self._context.destroy(linger=0)
+                self._context = None
+            self._near.clear()
+            self._far.clear()
 
     def _connect(self, endpoint: str) -> "zmq.Socket[bytes]":
         self._context = self._context or zmq.Context()

@@ -205,7 +205,7 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         """Return the commands of this step."""
         idle = not scheduler_output.total_num_scheduled_tokens
         self._step += 1
-        self._scheduler_side.on_scheduled(scheduler_output.num_scheduled_tokens, self._step)
+        self._scheduler_side.on_scheduled(scheduler_output, self._step)
         return StepCommands(self._scheduler_side.take_commands(), self._step, idle, self._loaded.take())
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:

@@ -10,17 +10,22 @@ ticket.
 """
 
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from msgspec import Struct
 
-from kvflow import RankAddress, Ticket, TicketMint
+from kvflow import Grant, RankAddress, Ticket, TicketMint
 from kvflow.errors import KvflowError
 from kvflow.integrations.vllm.blocks import NULL_BLOCK, Digests, TransferGroup, offered_blocks
 from kvflow.integrations.vllm.loading import SAMPLE
-from kvflow.integrations.vllm.messages import Admit, BlockIds, Command
+from kvflow.integrations.vllm.messages import Admit, Command
 from kvflow.integrations.vllm.params import no_ticket_params, ticket_params
 from kvflow.integrations.vllm.settings import logger, warn
 
@@ -63,8 +68,28 @@ def is_further_prompt(request_id: str) -> bool:
     return request_id.startswith(PROMPT_STARTS) and _ClientCall.of(request_id, asked=False).number > 0
 
 
+@dataclass(slots=True)
+class _Prefill:
+    """A request whose blocks are to be offered."""
+
+    call: _ClientCall
+    digests: Callable[..., Digests]  # block ids, ``num_tokens`` -> digests of the blocks
+    grow: Callable[[int], None]  # computes the digests of the blocks that the first tokens fill
+    num_tokens: int  # of its prompt
+    step: int = 0  # the last one that computed it
+    listed: list[list[int]] = field(default_factory=list)  # its blocks, as far as they were allocated
+    signed: tuple[Ticket, dict[str, Any]] | None = None  # signed while its last step computes
+
+
 class Offering:
-    """Requests of one engine whose blocks other engines may read. Thread: the scheduler's."""
+    """Requests of one engine whose blocks other engines may read.
+
+    While a step computes the end of a prompt, another thread signs its ticket. That thread also has the ranks hold the
+    lease when the request has ended. If the request ends with other blocks or tokens than expected, or before its
+    ticket is signed, the scheduler's thread signs one.
+
+    Thread: the scheduler's.
+    """
 
     def __init__(
         self,
@@ -76,9 +101,12 @@ class Offering:
         self.groups = tuple(groups)
         self._make_mint = mint
         self._admit_early = admit_early
+        self._lock = threading.Lock()  # of the mint, and of signed tickets
         self._mint: TicketMint | None = None
-        self._wanted: dict[str, _ClientCall] = {}
-        self._last_steps: dict[str, int] = {}
+        self._last_epoch = -1  # of the answered tickets: ranks expect them in order
+        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._wanted: dict[str, _Prefill] = {}
         self._running: Counter[str] = Counter()
         self._first_prompts: Counter[str] = Counter()
         self._held: dict[str, _ClientCall] = {}
@@ -88,36 +116,67 @@ class Offering:
 
     def meet_ranks(self, ranks: Sequence[RankAddress]) -> None:
         """Take the addresses of the ranks."""
-        self._mint = self._make_mint(sorted(ranks, key=lambda address: address.rank))
+        with self._lock:
+            self._mint, self._last_epoch = self._make_mint(sorted(ranks, key=lambda address: address.rank)), -1
+            for wanted in self._wanted.values():
+                wanted.signed = None
 
-    def announce(self, request_id: str, *, asked: bool = True, traceparent: str = "") -> None:
-        """Take a request whose blocks are to be offered when its prompt is computed.
+    def close(self) -> None:
+        """End the other thread."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join()
+
+    def announce(
+        self,
+        request_id: str,
+        digests: Callable[..., Digests],
+        grow: Callable[[int], None],
+        *,
+        num_tokens: int,
+        asked: bool = True,
+        traceparent: str = "",
+    ) -> None:
+        """Take a request whose blocks are to be offered when its prompt of ``num_tokens`` is computed.
 
         Offers that no client has ``asked`` for are limited to ``SPECULATIVE_SHARE``.
         """
         origin = _ClientCall.of(request_id, asked=asked, traceparent=traceparent)
-        self._wanted[request_id] = origin
+        self._wanted[request_id] = _Prefill(origin, digests, grow, num_tokens)
         self._running[origin.prompt] += 1
         if origin.call and not origin.number:
             self._first_prompts[origin.call] += 1
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="kvflow-tickets", daemon=True)
+            self._thread.start()
 
-    def scheduled(self, request_ids: Iterable[str], step: int) -> None:
-        """Take the requests that a step computes, and its number."""
-        self._last_steps.update((request_id, step) for request_id in request_ids if request_id in self._wanted)
+    def scheduled(self, output: Any, step: int) -> None:
+        """Take vLLM's ``SchedulerOutput`` of a step, and the number of the step."""
+        counts, known, new = output.num_scheduled_tokens, output.scheduled_cached_reqs, output.scheduled_new_reqs
+        wanted = {name: self._wanted[name] for name in self._wanted.keys() & counts.keys()}
+        if not wanted:
+            return
+        for each in wanted.values():
+            each.step = step
+        for request in new:
+            if request.req_id in wanted:
+                wanted[request.req_id].listed = [[] for _ in request.block_ids]
+        computed = [*zip(known.req_ids, known.num_computed_tokens, known.new_block_ids, strict=True)]
+        computed += [(each.req_id, each.num_computed_tokens, each.block_ids) for each in new]
+        for name, before, block_ids in computed:  # in the order in which the requests will end
+            if name in wanted:
+                for listed, more in zip(wanted[name].listed, block_ids or (), strict=False):
+                    listed.extend(more)
+                self._jobs.put(partial(self._prepare, name, wanted[name], before + counts[name]))
 
     def is_sample(self, request_id: str) -> bool | None:
         """Return whether a request is one of several samples of its prompt; None if it was not announced."""
-        origin = self._wanted.get(request_id)
-        return None if origin is None else origin.sampled
+        wanted = self._wanted.get(request_id)
+        return None if wanted is None else wanted.call.sampled
 
     def finished(
-        self,
-        request_id: str,
-        listed: Sequence[Sequence[int]],
-        *,
-        num_tokens: int,
-        computed: bool,
-        digests: Callable[[BlockIds, int], Digests],
+        self, request_id: str, listed: Sequence[Sequence[int]], *, num_tokens: int, computed: bool
     ) -> tuple[bool, dict[str, Any] | None]:
         """Offer the blocks of a request that has ended.
 
@@ -126,33 +185,32 @@ class Offering:
             listed: block ids of each group of vLLM.
             num_tokens: whose keys, values or states are in the blocks.
             computed: the request has completed, and was not aborted.
-            digests: block ids and ``num_tokens`` -> digests of the blocks.
 
         Returns:
             Whether vLLM must keep the blocks until the ranks report the request as sent, and the parameters for the
             router: None for a request without a transfer, or one whose parameters vLLM would not answer.
         """
-        origin, step = self._wanted.pop(request_id, None), self._last_steps.pop(request_id, 0)
-        if origin is None:
+        with self._lock:
+            wanted = self._wanted.pop(request_id, None)
+        if wanted is None:
             return False, None
+        origin = wanted.call
         _subtract(self._running, origin.prompt)
         try:
             if not computed or not num_tokens or not any(listed) or self._is_surplus(origin):
                 return False, None
             if origin.sampled and origin.prompt in self._answered:
                 return False, dict(self._answered[origin.prompt])
-            return self._offer(request_id, origin, listed, num_tokens, digests, step=step) or (
-                False,
-                no_ticket_params(),
-            )
+            return self._offer(request_id, wanted, listed, num_tokens) or (False, no_ticket_params())
         finally:
             if request_id not in self._held:
+                with self._lock:
+                    self._drop(request_id, wanted)
                 self._end(request_id, origin)
 
     def sent(self, request_id: str) -> None:
         """Take the report that the lease of a request has ended on every rank."""
-        if self._mint is not None:
-            self._mint.retire(request_id)
+        self._retire(request_id)
         origin = self._held.pop(request_id, None)
         if origin is not None:
             self._answered.pop(origin.prompt, None)
@@ -178,52 +236,91 @@ class Offering:
         if origin.call and not origin.number:
             _subtract(self._first_prompts, origin.call)
 
+    def _retire(self, request_id: str) -> None:
+        with self._lock:
+            if self._mint is not None:
+                self._mint.retire(request_id)
+
+    def _drop(self, request_id: str, wanted: _Prefill) -> None:
+        """Give back the slot of a ticket that is not answered. The caller holds the lock."""
+        if wanted.signed is not None and self._mint is not None:
+            self._mint.retire(request_id)
+        wanted.signed = None
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            with suppress(Exception):  # the scheduler's thread, or the command of the next step, does the same
+                job()
+
+    def _prepare(self, request_id: str, wanted: _Prefill, end: int) -> None:
+        """Sign the ticket of a prompt, or compute the digests of its blocks that are full, while a step computes it."""
+        wanted.grow(min(end, wanted.num_tokens))
+        with self._lock:
+            if end < wanted.num_tokens or wanted.call.sampled or self._wanted.get(request_id) is not wanted:
+                return
+            self._drop(request_id, wanted)  # if the request was preempted
+            wanted.signed = self._sign(request_id, wanted, wanted.listed, wanted.num_tokens)
+
+    def _sign(
+        self, request_id: str, wanted: _Prefill, listed: Sequence[Sequence[int]], num_tokens: int
+    ) -> tuple[Ticket, dict[str, Any]]:
+        """Sign a ticket. The caller holds the lock."""
+        assert self._mint is not None
+        block_ids = offered_blocks(self.groups, listed, num_tokens)
+        ticket, _ = self._mint.offer(
+            request_id,
+            block_ids=block_ids,
+            num_tokens=num_tokens,
+            digests=wanted.digests(block_ids, num_tokens=num_tokens),
+            chained=True,
+            traceparent=wanted.call.traceparent,
+        )
+        try:
+            return ticket, ticket_params(ticket)
+        except BaseException:
+            self._mint.retire(request_id)
+            raise
+
+    def _fits(self, grant: Grant, listed: Sequence[Sequence[int]], num_tokens: int) -> bool:
+        """Return whether a ticket can be answered for a request that has ended with these blocks and tokens."""
+        in_turn = grant.epoch_value > self._last_epoch and grant.num_tokens[0] == num_tokens
+        return in_turn and grant.block_ids == offered_blocks(self.groups, listed, num_tokens)
+
     def _offer(
-        self,
-        request_id: str,
-        origin: _ClientCall,
-        listed: Sequence[Sequence[int]],
-        num_tokens: int,
-        digests: Callable[[BlockIds, int], Digests],
-        *,
-        step: int,
+        self, request_id: str, wanted: _Prefill, listed: Sequence[Sequence[int]], num_tokens: int
     ) -> tuple[bool, dict[str, Any] | None] | None:
-        """Sign a ticket and order its admission; return the result of ``finished``, or None if there is no ticket."""
+        """Answer a ticket and order its admission; return the result of ``finished``, or None if there is no ticket."""
+        origin, step = wanted.call, wanted.step
         if self._mint is None:
             logger.error("kvflow: request %s is not offered: no rank has reported its address", request_id)
             return None
         if not origin.asked and not self._speculative.take(request_id, listed, self._mint.slots):
             return None
         try:
-            block_ids = offered_blocks(self.groups, listed, num_tokens)
-            contents = digests(block_ids, num_tokens)
-            ticket, grant = self._mint.offer(
-                request_id,
-                block_ids=block_ids,
-                num_tokens=num_tokens,
-                digests=contents,
-                chained=True,
-                traceparent=origin.traceparent,
-            )
+            if wanted.signed is None or not self._fits(wanted.signed[0].grants[0], listed, num_tokens):
+                with self._lock:
+                    self._drop(request_id, wanted)
+                    wanted.signed = self._sign(request_id, wanted, listed, num_tokens)
         except KvflowError as error:
             warn("request %s is not offered", request_id, error=error)
             return None
         try:
-            params = ticket_params(ticket)
+            ticket, params = wanted.signed
             offered = True, params
+            self._last_epoch = ticket.grants[0].epoch_value
             self._held[request_id] = origin
             if origin.sampled:
                 self._answered[origin.prompt] = params
-            self._commands.append(Admit(request_id, grant, step))
+            self._commands.append(Admit(request_id, ticket.grants[0], step))
         except BaseException:
             # vLLM frees the blocks of a request that is not offered, so no lease of them may be admitted.
-            self._mint.retire(request_id)
+            self._retire(request_id)
             if self._held.pop(request_id, None) is not None:
                 self._answered.pop(origin.prompt, None)
             raise
         # From here on the request counts as offered, because a rank may hold its lease.
         try:  # noqa: SIM105 - contextlib.suppress is a call, which may fail where another has
-            self._admit_early(ticket, step)
+            self._jobs.put(partial(self._admit_early, ticket, step))
         except Exception:  # noqa: BLE001, S110 - the command of the next step does the same
             pass
         return offered

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from kvflow import RankAddress, TicketKey, TicketMint
 from kvflow.errors import DefectFound, KvflowError, TicketInvalid
 from kvflow.integrations.vllm.admission import Contact, EarlyAdmission
-from kvflow.integrations.vllm.blocks import NULL_BLOCK, Contents, Digests, ExtraKeys, TransferGroup
+from kvflow.integrations.vllm.blocks import NO_CHAIN, NULL_BLOCK, Contents, ExtraKeys, TransferGroup
 from kvflow.integrations.vllm.caches import read_groups, retained_tokens
 from kvflow.integrations.vllm.loading import Loading
-from kvflow.integrations.vllm.messages import BlockIds, Command, Counters, Reset, empty_counters
+from kvflow.integrations.vllm.messages import Command, Counters, Reset, empty_counters
 from kvflow.integrations.vllm.offering import Offering, is_further_prompt
 from kvflow.integrations.vllm.params import (
     LoadWanted,
@@ -147,6 +147,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Close the channels to the ranks."""
+        self.offering.close()
         self._early.close()
 
     def _fail(self, error: Exception, request: "Request") -> None:
@@ -199,7 +200,15 @@ class SchedulerSide:
             request.max_tokens = 1  # whatever the API calls it: the blocks of further tokens fit no prompt
             self._leave_to_decode(request)
             trace = traceparent_of(getattr(request, "trace_headers", None))
-            self.offering.announce(request_id, asked=isinstance(wanted, OfferWanted), traceparent=trace)
+            chains = dict.fromkeys(filter(None, self._block_sizes), NO_CHAIN)
+            self.offering.announce(
+                request_id,
+                partial(self._contents.digests, request, block_sizes=self._block_sizes, chains=chains),
+                partial(self._contents.grow, request, chains),
+                num_tokens=request.num_prompt_tokens,
+                asked=isinstance(wanted, OfferWanted),
+                traceparent=trace,
+            )
 
     @guarded((0, False), _fail_matched)
     def matched(self, request: "Request", computed: int) -> tuple[int | None, bool]:
@@ -227,7 +236,6 @@ class SchedulerSide:
             listed,
             num_tokens=num_tokens,
             computed=request.status.name in ENDED_BY_ITSELF,
-            digests=partial(self._digests, request),
         )
 
     def on_reported(self, received: Iterable[str] | None, sent: Iterable[str] | None) -> None:
@@ -238,9 +246,9 @@ class SchedulerSide:
             self._sent(request_id)
 
     @guarded(None)
-    def on_scheduled(self, request_ids: Iterable[str], step: int) -> None:
-        """Take the requests that a step computes, and its number."""
-        self.offering.scheduled(request_ids, step)
+    def on_scheduled(self, output: Any, step: int) -> None:
+        """Take what a step computes, and its number."""
+        self.offering.scheduled(output, step)
 
     @guarded(False)
     def reset(self, scheduler: Any = None) -> bool:
@@ -288,9 +296,6 @@ class SchedulerSide:
     def _sent(self, request_id: str) -> None:
         self._ended.discard(request_id)
         self.offering.sent(request_id)
-
-    def _digests(self, request: "Request", block_ids: BlockIds, num_tokens: int) -> Digests:
-        return self._contents.digests(request, block_ids, self._block_sizes, num_tokens)
 
     def _tell_rewritten(self, names: Iterable[str]) -> None:
         """Log each field that a router has rewritten, once; kvflow does not act on such fields."""

@@ -23,7 +23,7 @@ from kvflow.integrations.vllm.messages import Admit, Reset
 from kvflow.integrations.vllm.worker import MARKS_MAX, RankRuntime
 from tests.helpers.settings import flat_config
 
-from .vllm_like import SECRET, FullAttentionSpec, new_request, new_ticket, rank_address, side
+from .vllm_like import SECRET, FullAttentionSpec, new_request, new_ticket, rank_address, side, step_output
 
 PATIENCE_S = 60.0
 STEP = 5
@@ -429,12 +429,13 @@ def offered(producer, request_id="r"):
     return producer.on_finished(request, ([1, 2, 3],))
 
 
-def test_a_lease_is_held_before_the_ticket_leaves_the_scheduler():
+def test_a_lease_is_held_without_a_step():
     rank, producer = Rank(), side(FullAttentionSpec(), met=False)
     with reachable(rank, apart=False) as contact:
         producer.meet_ranks([rank_address()], [contact])
         keep, params = offered(producer)
         assert (keep, params["do_remote_prefill"]) == (True, True)
+        rank.await_told()
         (command,) = producer.take_commands()
         assert (rank.told, rank.steps) == ([command.grant], [command.step])
 
@@ -444,10 +445,10 @@ def test_a_command_names_the_last_step_that_computed_its_request():
     request = new_request(OFFER, request_id="r")
     producer.on_new_request(request)
     for step, scheduled in enumerate([["other"], ["other", "r"], ["r"], ["other"]]):
-        producer.on_scheduled(scheduled, step)
+        producer.on_scheduled(step_output(dict.fromkeys(scheduled, 1)), step)
     assert producer.on_finished(request, ([1, 2, 3],))[0]
     assert [command.step for command in producer.take_commands()] == [2]
-    assert producer.offering._last_steps == {}
+    assert producer.offering._wanted == {}
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RecursionError(), OSError("a defect")], ids=repr)
@@ -457,6 +458,7 @@ def test_a_request_is_on_offer_though_its_rank_could_not_be_told(error):
     with reachable(rank, apart=False) as contact:
         producer.meet_ranks([rank_address()], [contact])
         keep, params = offered(producer)
+        rank.await_told()
     assert (keep, params["do_remote_prefill"]) == (True, True)
     assert [command.request_id for command in producer.take_commands()] == ["r"]
     assert producer.guard.take() == {}
@@ -468,6 +470,7 @@ def test_no_rank_is_told_of_an_offer_that_fails(monkeypatch):
     with reachable(rank, apart=False) as contact:
         producer.meet_ranks([rank_address()], [contact])
         assert offered(producer) == (False, None)
+        producer.close()
     assert rank.told == []
     assert producer.take_commands() == []
     producer.offering.sent("r")  # its slot is free already
@@ -480,6 +483,7 @@ def test_a_rank_that_has_gone_or_was_never_here_waits_for_the_step(caplog):
         producer.meet_ranks([rank_address()], [contact, elsewhere, Contact("alone", "", b"k" * 32)])
     assert caplog.text.count("on another host") == 2
     assert offered(producer)[0]
+    producer.close()
     assert rank.told == []
     assert len(producer.take_commands()) == 1
 
@@ -491,6 +495,7 @@ def test_a_scheduler_that_is_closed_tells_nobody():
         producer.close()
         producer.close()
         assert offered(producer)[0]
+        producer.close()
     assert rank.told == []
 
 

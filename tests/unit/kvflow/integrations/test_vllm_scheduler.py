@@ -419,7 +419,7 @@ def test_reports_go_on_behind_one_that_cannot_be_noted(broken, monkeypatch):
     engine.on_new_request(request)
     engine.matched(request, 0)
     engine.allocated(request, blocks_of([1, 2, 3]), 48)
-    engine.offering = broken
+    monkeypatch.setattr(engine, "offering", broken)
     engine.on_reported(["r"], ["s"])
     assert engine.loading.matched("r", 0) == 0
     assert engine.guard.take() == {"_sent": 1}

@@ -119,6 +119,7 @@ def new_request(params, prompt=48, request_id="r", skips=False, **named):
 
 
 TOKENS_MAX = 1024
+SIDES = []  # to be closed at the end of a test
 
 
 def side(*specs, role="kv_both", met=True, lookahead=1, secret=SECRET, tokens_max=TOKENS_MAX, **extra):
@@ -128,9 +129,33 @@ def side(*specs, role="kv_both", met=True, lookahead=1, secret=SECRET, tokens_ma
         num_prefill_lookahead_tokens=lookahead, model_config=SimpleNamespace(max_model_len=tokens_max)
     )
     found = SchedulerSide(settings, engine, config, extra_keys)
+    SIDES.append(found)
     if met:
         found.meet_ranks([rank_address()])
     return found
+
+
+def step_output(counts, new=None, known=None):
+    """What vLLM's scheduler says of a step.
+
+    Args:
+        counts: request -> tokens that the step computes.
+        new, known: request -> tokens that were computed before, and a list of blocks for each group: all of them of a
+            new request, and those that are allocated for this step of one that is known (or None).
+    """
+    new, known = new or {}, known or {}
+    return SimpleNamespace(
+        num_scheduled_tokens=counts,
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=tuple(blocks))
+            for name, (computed, blocks) in new.items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(known),
+            num_computed_tokens=[computed for computed, _ in known.values()],
+            new_block_ids=[blocks for _, blocks in known.values()],
+        ),
+    )
 
 
 def blocks_of(*listed):
