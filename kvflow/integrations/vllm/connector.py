@@ -289,8 +289,9 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         """Hand the commands of this step to kvflow's thread.
 
         On a CPU this happens here and not in ``start_load_kv``, which vLLM calls after the model has run. So blocks are
-        read while the model runs, and leases are held before other prompts are computed. On a GPU, whose kernels this
-        thread launches next, only leases are held here: what else there is to do would compete with it for the GIL.
+        read while the model runs; leases are held before other prompts are computed, or meanwhile. On a GPU, whose
+        kernels this thread launches next, only leases are held here: what else there is to do would compete with it
+        for the GIL.
         """
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepCommands)

@@ -420,16 +420,20 @@ class RankRuntime:
         self._cache = cache
         self._worker = self._stack.enter_context(run_worker(config, cache))
         self._asleep = False
-        self._on_device = mark is not None
+        self._on_device, self._apart = mark is not None, apart
         self.rank = RankWorker(self._worker, mark, load_wait)
         self.contact = self._stack.enter_context(reachable(self.rank, apart=apart))
 
     def divide(self, commands: Sequence[Command]) -> tuple[Sequence[Command], Sequence[Command]]:
-        """Return the commands to execute before the model runs, and those for after its launch on a device."""
-        if not self._on_device:
+        """Return the commands to execute before the model runs, and those for after its launch, or its end on a CPU.
+
+        While a CPU computes, ``admission`` holds the leases of a scheduler in this process.
+        """
+        if not self._on_device and (self._apart or any(isinstance(each, Reset) for each in commands)):
             return commands, ()
         admissions = [each for each in commands if isinstance(each, Admit)]
-        return admissions, [each for each in commands if not isinstance(each, Admit)]
+        others = [each for each in commands if not isinstance(each, Admit)]
+        return (admissions, others) if self._on_device else (others, admissions)
 
     def suspend(self) -> None:
         """Revoke every lease, cancel every pull, and deregister the memory until ``resume``."""

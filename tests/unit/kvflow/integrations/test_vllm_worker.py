@@ -480,3 +480,27 @@ def test_a_reset_does_not_end_before_the_last_write(monkeypatch):
     fake.end(error=TransferCancelled("reset"))
     rank.collect()
     assert rank.reset(("r",))
+
+
+ADMIT, RESET = Admit("a", new_mint().offer("a", block_ids=[[1]], num_tokens=3)[1]), Reset(("a",))
+
+
+@pytest.mark.parametrize(
+    ("apart", "device", "commands", "at_once"),
+    [
+        (False, False, [ADMIT, PULL], [PULL]),  # another thread holds the lease while the CPU computes
+        (False, False, [ADMIT, PULL, RESET], [ADMIT, PULL, RESET]),  # a reset is behind what it ends
+        (True, False, [ADMIT, PULL], [ADMIT, PULL]),
+        (False, True, [PULL, ADMIT, RESET], [ADMIT]),
+    ],
+)
+def test_only_what_cannot_wait_is_done_before_the_model_runs(apart, device, commands, at_once):
+    cache = allocate({"a": FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")}, num_blocks=8)
+    config = WorkerConfig(engine_id="e", cluster_secret=SECRET, transport="loopback")
+    runtime = RankRuntime(config, cache, apart=apart, mark=(lambda: lambda: True) if device else None)
+    try:
+        before, after = runtime.divide(commands)
+        assert list(before) == at_once
+        assert list(after) == [each for each in commands if each not in at_once]
+    finally:
+        runtime.close()
