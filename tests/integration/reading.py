@@ -118,7 +118,7 @@ async def _read_on(path, tally, source, until, environment):
     def count_retries(event):
         tally.retried += isinstance(event, TransferRetried)
 
-    config = configured("reader", **PATHS[path].target)
+    config = configured("reader", copy_threads=2, **PATHS[path].target)
     async with kvflow.open_worker(config, cache, hooks=[count_retries], environment=environment) as worker:
         share = NUM_BLOCKS // AT_ONCE
         async with asyncio.TaskGroup() as tasks:

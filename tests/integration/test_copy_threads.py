@@ -148,6 +148,13 @@ def test_a_piece_whose_end_is_unknown_keeps_the_chunk_until_a_reset(ends, where,
     assert np.array_equal(*ends.caches)
 
 
+def test_a_piece_that_fails_waits_for_one_whose_end_is_unknown(ends):
+    ends.watch(reader=[LOST("lost")], helper=[FAILED("first"), FAILED("the flush too")])
+    posted = ends.reader.post(ends.chunk())
+    assert isinstance(posted, PostedWork)
+    assert [ends.reader.poll(posted) for _ in range(3)] == [None] * 3
+
+
 def test_a_post_that_returns_early_is_not_shared_again(ends, monkeypatch):
     real = ends.helper.readers[0].agent
     late = Watched(real)
@@ -272,5 +279,5 @@ def test_without_copy_threads_or_with_a_progress_thread_nothing_is_shared(option
     memory = np.zeros(4096, np.uint8)
     region = Region(memory.ctypes.data, memory.nbytes)
     backend = NixlBackend("alone", [region], region, **options)
-    assert backend._helpers is None
+    assert backend._helpers._count == 0
     backend.close()

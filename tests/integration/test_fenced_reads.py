@@ -6,11 +6,13 @@
 import os
 import sys
 from collections import defaultdict
+from contextlib import nullcontext
 
 import pytest
 
 from kvflow.reads.contract import CHUNK_DESCRIPTORS_MAX
 from tests.benchmarks.fenceless import without_fence
+from tests.helpers.copying import copied_in_small_pieces
 
 from .reading import Tally, read
 from .recycling import OVER_TCP, PATHS
@@ -50,8 +52,11 @@ def totals():
 
 
 @pytest.mark.parametrize("seed", range(RUNS))
-async def test_no_wrong_byte_is_delivered(seed, totals, show):
-    tallies = await read(until=lambda tallies: sum(tally.reads for tally in tallies.values()) >= READS, seed=seed)
+@pytest.mark.parametrize("how", [nullcontext, copied_in_small_pieces])
+async def test_no_wrong_byte_is_delivered(how, seed, totals, show):
+    """Whether the read thread reads alone, or a helper reads pieces of every chunk."""
+    with how():
+        tallies = await read(until=lambda tallies: sum(tally.reads for tally in tallies.values()) >= READS, seed=seed)
     for path, tally in tallies.items():
         totals[path].add(tally)
         show(f"{path}: {totals[path]}")

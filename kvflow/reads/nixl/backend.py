@@ -48,7 +48,7 @@ from kvflow.reads.nixl.binding import (
     published_settings,
     words_of,
 )
-from kvflow.reads.nixl.copying import Helpers, PostedPieces, RemotePeer
+from kvflow.reads.nixl.copying import Helpers, Pieces, RemotePeer
 from kvflow.reads.nixl.metadata import carrier_between, difference, inspect, inspect_own, is_within_a_host
 from kvflow.reads.nixl.reading import SPANS, Posted, ReadingAgent
 from kvflow.reads.reach import expects_more, host_facts, unreached
@@ -146,9 +146,8 @@ class NixlBackend(Backend):
                 # Within a host it reads without a message to the exporter's process, in which nothing can then fail.
                 self._connects = self._ours is None or self._ours.has_network
                 self._progress = self._connects if reader_progress is None else reader_progress
-                alone = self._progress or copy_threads < 2
-                make_helper = partial(self._make_reader, _HELPER_SPANS)
-                self._helpers = None if alone else Helpers(make_helper, copy_threads - 1, self._errors)
+                helpers = 0 if self._progress else max(0, copy_threads - 1)
+                self._helpers = Helpers(partial(self._make_reader, _HELPER_SPANS), helpers, self._errors)
                 self._reader_is_gone = uses.role == "producer"
                 if not self._reader_is_gone:
                     self._reader = self._make_reader()
@@ -200,9 +199,9 @@ class NixlBackend(Backend):
                 each.reader.agent.release_list(handle)
         sharing = self._sharing(peer.agent)
         if sharing:  # the last of them closes the connection: before that, reads of another one may be in flight
-            sharing[0].failed |= peer.has_failed or gone
+            sharing[0].failed |= peer.failed or gone
             return
-        if peer.has_failed or gone:
+        if peer.failed or gone:
             self._forget(peer.agent)
             return
         # Over shared memory, too, UCX has a socket to each peer, and closing our end of it leaves both open for as long
@@ -220,9 +219,8 @@ class NixlBackend(Backend):
 
     def post(self, chunk: Chunk) -> PostedWork | int:
         peer = self._peers[chunk.portion.peer]
-        if self._helpers is None or chunk.portion.nbytes < SHARED_BYTES_MIN:
-            return self._reader.post(peer, chunk)
-        return self._helpers.post(peer, chunk)
+        post = self._reader.post if chunk.portion.nbytes < SHARED_BYTES_MIN else self._helpers.post
+        return post(peer, chunk)
 
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
@@ -241,7 +239,7 @@ class NixlBackend(Backend):
         return _COPIED_DESCRIPTORS_MAX if carrier == UNKNOWN_CARRIER.name else _QUEUED_DESCRIPTORS_MAX
 
     def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
-        assert isinstance(posted, Posted | PostedPieces)
+        assert isinstance(posted, Posted | Pieces)
         return posted.poll()
 
     def reset(self) -> None:
@@ -261,8 +259,7 @@ class NixlBackend(Backend):
     def _destroy_reader(self) -> None:
         with ExitStack() as destroying:
             destroying.callback(self._reader.agent.destroy)
-            if self._helpers is not None:
-                self._helpers.close()
+            self._helpers.close()
 
     def _connect(self, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> RemotePeer:
         """Prepare to read an epoch table, over a kept connection if there is one that has not failed."""
@@ -305,7 +302,7 @@ class NixlBackend(Backend):
         """Prepare to read an epoch table over a connection that another peer has: it is the same worker."""
         if known.blob != envelope.blob:
             raise BackendError(FailureCode.METADATA_INVALID, f"{envelope.agent!r} is another peer already")
-        if any(peer.has_failed for peer in self._sharing(known.agent)):
+        if any(peer.failed for peer in self._sharing(known.agent)):
             raise BackendError(FailureCode.PEER_LOST, f"the connection to {known.agent!r} failed; its reads still end")
         prepared = self._reader.agent.prepare_remote(known.agent, epochs, "DRAM")
         return RemotePeer(self._reader, known.agent, prepared, blob=known.blob, rows=epochs)
@@ -330,8 +327,7 @@ class NixlBackend(Backend):
             self._forget(agent)
 
     def _forget(self, agent: str) -> None:
-        if self._helpers is not None:
-            self._helpers.forget(agent)
+        self._helpers.forget(agent)
         with suppress(*self._errors):  # NIXL forgets a peer when its endpoint fails
             self._reader.agent.remove_remote(agent)
 

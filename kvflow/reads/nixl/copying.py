@@ -40,44 +40,22 @@ class RemotePeer(RemoteAgent):
     beside: "dict[Helper, RemoteAgent]" = field(default_factory=dict)  # of the helpers that read from it
     alone: bool = False  # whether no helper reads from it
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether a connection to it may have failed."""
-        return self.failed or any(remote.failed for remote in self.beside.values())
 
+class Pieces(PostedWork):
+    """A chunk that several threads read in pieces."""
 
-@dataclass(slots=True, eq=False)
-class PostedPieces(PostedWork):
-    """The pieces of a chunk that had not ended when its post returned."""
-
-    pieces: list[Posted]
-    failure: BackendError | None  # of a piece that has ended; reported when all have
-
-    def poll(self) -> int | None:
-        """Ask each piece once whether it has ended: see ``Backend.poll``."""
-        for piece in tuple(self.pieces):
-            try:
-                if piece.poll() is None:
-                    continue
-            except BackendError as failure:
-                self.failure = self.failure or failure
-            self.pieces.remove(piece)
-        if self.pieces:
-            return None
-        if self.failure is not None:
-            raise self.failure
-        return 0
-
-
-class Pieces:
-    """The pieces of one chunk that several threads read."""
-
-    def __init__(self, chunk: Chunk, nbytes: int) -> None:
+    def __init__(self, peer: RemotePeer, chunk: Chunk, nbytes: int) -> None:
+        self._peer = peer
         step = max(1, _PIECE_BYTES * (chunk.stop - chunk.first) // nbytes)
         starts = range(chunk.first, chunk.stop, step)
         self._waiting = deque(Chunk(chunk.portion, first, min(first + step, chunk.stop)) for first in starts)
         self._count = len(self._waiting)
         self._outcomes: list[object] = []  # of each piece that was posted or dropped
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a piece that was posted has not ended."""
+        return any(isinstance(outcome, Posted) for outcome in self._outcomes)
 
     def read(self, peer: RemoteAgent) -> None:
         """Read pieces until none is left. After a failure the others are dropped. Thread: that of the peer's agent."""
@@ -89,21 +67,27 @@ class Pieces:
                 while self._take() is not None:
                     self._outcomes.append(None)
 
-    def result(self) -> PostedPieces | int:
-        """Return what has become of the chunk, when no thread reads pieces of it.
+    def poll(self) -> int | None:
+        """Ask once what is in flight, when no thread reads pieces: see ``Backend.poll``.
 
         Raises:
             BackendError: a piece has failed, and all have ended.
-            RuntimeError: a helper has ended within a piece, which may still write.
+            RuntimeError: a thread has ended within a piece, which may still write.
         """
         if len(self._outcomes) != self._count:
             raise RuntimeError("a thread has ended while it read a piece of a chunk")
-        posted = [each for each in self._outcomes if isinstance(each, Posted)]
-        failure = next((each for each in self._outcomes if isinstance(each, BackendError)), None)
-        if posted:
-            return PostedPieces(posted, failure)
-        if failure is not None:
-            raise failure
+        for number, outcome in enumerate(self._outcomes):
+            if isinstance(outcome, Posted):
+                try:
+                    self._outcomes[number] = outcome if outcome.poll() is None else 0
+                except BackendError as failure:
+                    self._outcomes[number] = failure
+        if self.in_flight:
+            return None
+        for outcome in self._outcomes:
+            if isinstance(outcome, BackendError):
+                self._peer.failed = True
+                raise outcome
         return 0
 
     def _take(self) -> Chunk | None:
@@ -203,7 +187,7 @@ class Helpers:
         """Post a chunk, in pieces if it is large and helpers are ready. Return when no helper uses its agent."""
         count = chunk.stop - chunk.first
         nbytes = chunk.portion.nbytes * count // max(1, len(chunk.portion.source_index))
-        if nbytes < SHARED_BYTES_MIN or count == 1 or peer.alone:
+        if not self._count or nbytes < SHARED_BYTES_MIN or count == 1 or peer.alone:
             return peer.reader.post(peer, chunk)
         if not self._helpers:
             self._helpers = [Helper(self._make_reader) for _ in range(self._count)]
@@ -211,7 +195,7 @@ class Helpers:
         helping = [(helper, remote) for helper, remote in ready if remote is not None]
         if not helping:
             return peer.reader.post(peer, chunk)
-        pieces = Pieces(chunk, nbytes)
+        pieces = Pieces(peer, chunk, nbytes)
         for helper, remote in helping:
             helper.start(partial(pieces.read, remote))
         try:
@@ -219,9 +203,8 @@ class Helpers:
         finally:
             for helper, _ in helping:
                 helper.finish()
-        outcome = pieces.result()
-        peer.alone = outcome != 0  # its posts return before their bytes have arrived
-        return outcome
+        peer.alone = pieces.in_flight  # its posts return before their bytes have arrived
+        return pieces if pieces.poll() is None else 0
 
     def forget(self, agent: str) -> None:
         """Forget an exporter."""
