@@ -38,6 +38,7 @@ async def measure(rounds: int, pages: str) -> None:
 
     Helpers.post = post
     with ExitStack() as stack:
+        stack.callback(setattr, Helpers, "post", shared)
         opened = [partial(open_source, bare=bare) for bare in (False, True)]
         source, other = (stack.enter_context(Child(each, geometry)) for each in opened)
         cache = geometry.build()
