@@ -126,6 +126,7 @@ class Binding:
         dense = (self.source.stride == runs.nbytes) & (self.target.stride == runs.nbytes)
         self._cutter = Cutter(runs.nbytes, dense)
         self._linear = self.source.linear and self.target.linear
+        self.number = self._number if self._linear else None
         run = np.arange(len(runs), dtype=np.int32)[:, None]
         # The number of each run's first descriptor, on both sides.
         self._first = np.stack([run * np.int32(side.per_run) for side in (self.source, self.target)])
@@ -147,14 +148,18 @@ class Binding:
             cuts = one_chunk(descriptors)
         else:
             cuts = self._cutter.cuts(source, target, chunk_bytes, chunk_descriptors)
+        return Bound(*self._number(source, target), cuts, nbytes)
+
+    def _number(self, source: Ids, target: Ids) -> tuple[Int32s, Int32s]:
+        """Return the indices of pairs, by the numbers of ``Rows.local``."""
         if self.unit_descriptors == 1:
-            return Bound(np.array(source, np.int32), np.array(target, np.int32), cuts, nbytes)
-        units = np.empty((2, 1, count), np.int32)
+            return np.array(source, np.int32), np.array(target, np.int32)
+        units = np.empty((2, 1, len(source)), np.int32)
         units[0], units[1] = source, target
         # One array for both sides: NumPy asks for huge pages from 4 MiB on, and page faults of small pages take longer
         # than the sums.
         index = self._first + units
-        return Bound(index[0].ravel(), index[1].ravel(), cuts, nbytes)
+        return index[0].ravel(), index[1].ravel()
 
     def count_merged(self, pairs: UnitPairs) -> int:
         """Return the number of descriptors of these pairs after neighbors merge, before they are cut."""
@@ -169,6 +174,8 @@ class StagedBinding:
 
     ``target`` has the rows of one staging buffer, addressed from its start, and ``scatter`` copies from there.
     """
+
+    number: None = None
 
     def __init__(self, group: GroupPlan, source: Manifest, target: Manifest) -> None:
         staged = group.staged

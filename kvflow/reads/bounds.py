@@ -172,6 +172,21 @@ def check_bound(bound: Bound, pairs: int, source: CheckedRows, target: CheckedRo
         raise OutOfBounds(f"the descriptors hold {nbytes} bytes, not {bound.nbytes}")
 
 
+def check_ends(bound: Bound, units: tuple[int, int], source: CheckedRows, target: CheckedRows) -> None:
+    """Check what a linear binding returned for the pair of the first units of both sides and that of their last units.
+
+    If this passes, ``check_bound`` passes for all pairs: each run has all units of a side in one row, one by one.
+
+    Raises:
+        OutOfBounds: as ``check_bound``, or a run is not one row.
+    """
+    check_bound(bound, 2, source, target)
+    for rows, index, count in ((source, bound.source_index, units[0]), (target, bound.target_index, units[1])):
+        first, last = index.reshape(-1, 2).T
+        if ((last - first != count - 1) | (_row_of(rows, first) != _row_of(rows, last))).any():
+            raise OutOfBounds(f"the {count} units of a run are not one row")
+
+
 def check_staged_bound(bound: Bound, pairs: int, scatter: CheckedScatter) -> None:
     """Check what a binding of a staged list returned, as ``check_bound`` does.
 

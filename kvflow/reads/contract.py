@@ -41,10 +41,10 @@ from msgspec import Meta, Struct
 
 from kvflow.errors import FailureCode
 from kvflow.events import PlaneOmitted
-from kvflow.ids import Credentials, PeerId
+from kvflow.ids import Credentials, Ids, PeerId
 from kvflow.layout.component import Region
 from kvflow.layout.tracks import Track
-from kvflow.planning.bind import AnyBinding, Bound
+from kvflow.planning.bind import AnyBinding, Bound, Int32s
 from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.staging import Scatter
 from kvflow.validation import Count
@@ -250,6 +250,11 @@ class PairBinder(Protocol):
 
     def bind(self, pairs: UnitPairs, *, chunk_bytes: int, chunk_descriptors: int) -> Bound:
         """Return the descriptor numbers of these pairs, cut into chunks: run by run, and within a run pair by pair."""
+        ...
+
+    @property
+    def number(self) -> Callable[[Ids, Ids], tuple[Int32s, Int32s]] | None:
+        """The same without cuts. None unless each number is that of the unit and a constant of its run and side."""
         ...
 
 

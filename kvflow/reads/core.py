@@ -53,7 +53,7 @@ from kvflow.reads.prepared import (
     POST_S,
     READ_S,
     PostCosts,
-    bind_portion,
+    bind_whole,
     check_list,
     fetching,
 )
@@ -284,7 +284,7 @@ class ReadCore:
             for part, prepared_list in zip(read.parts, prepared_lists, strict=True):
                 check_pairs(part.pairs, prepared_list.source_units, prepared_list.target_units)
                 pairs = len(part.pairs.source)
-                portion = bind_portion(prepared_list, part.pairs, (Share(read_id, lease, pairs),))
+                portion = bind_whole(prepared_list, part.pairs, Share(read_id, lease, pairs))
                 bound_at = now()
                 outcome = backend.post(Chunk(portion, 0, len(portion.source_index)))
                 if outcome != 0:

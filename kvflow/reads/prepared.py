@@ -6,12 +6,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvflow.layout.component import Region
+from kvflow.planning.bind import Bound
+from kvflow.planning.chunks import one_chunk
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.backend import CheckedList, Chunk, Portion, Share, Staged
 from kvflow.reads.bounds import (
     CheckedScatter,
     OutOfBounds,
     check_bound,
+    check_ends,
     check_inside,
     check_rows,
     check_scatter,
@@ -72,6 +75,10 @@ def check_list(prepared_list: PreparedList, regions: Sequence[Region], staging: 
         target = staging.rows(target)
         staged = Staged(checked, staging.scatterer(checked))
         units = (checked.source_units, math.prod(checked.units))
+    if binding.number is not None:
+        # Once for the list: what holds of the first unit and of the last one holds of all between them.
+        ends = binding.number((0, units[0] - 1), (0, units[1] - 1))
+        check_ends(Bound(*ends, one_chunk(ends[0].size), 2 * binding.unit_bytes), units, source, target)
     return CheckedList(
         prepared_list,
         source,
@@ -116,6 +123,18 @@ def bind_portion(
         check_staged_bound(bound, len(pairs.source), prepared_list.staged.checked)
     peer, list_id = prepared_list.prepared_list.peer, prepared_list.prepared_list.list_id
     return Portion(peer, list_id, bound.source_index, bound.target_index, bound.cuts, bound.nbytes, shares)
+
+
+def bind_whole(checked: CheckedList, pairs: UnitPairs, share: Share) -> Portion:
+    """Bind checked pairs of one read that are one chunk of a list without staging. Raises as ``bind_portion``."""
+    prepared_list = checked.prepared_list
+    binding = prepared_list.binding
+    assert binding is not None
+    if binding.number is None or not isinstance(pairs.source, tuple):
+        return bind_portion(checked, pairs, (share,))
+    source, target = binding.number(pairs.source, pairs.target)  # which ``check_list`` has checked for every unit
+    nbytes = share.pairs * binding.unit_bytes
+    return Portion(prepared_list.peer, prepared_list.list_id, source, target, one_chunk(source.size), nbytes, (share,))
 
 
 def fetching(chunk: Chunk, scatter: CheckedScatter) -> Chunk:

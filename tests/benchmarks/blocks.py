@@ -15,6 +15,7 @@ class Blocks:
     """
 
     unit_descriptors = 1
+    number = None
 
     def __init__(self, nbytes: int, chunk: int = 1 << 30) -> None:
         self.unit_bytes = self.read_bytes = nbytes

@@ -246,6 +246,7 @@ class Descriptors:
     """
 
     unit_descriptors = 1
+    number = None
 
     def __init__(self, source_rows, chunk=1 << 30):
         self._lengths = lengths(source_rows)
@@ -278,6 +279,7 @@ class StagedUnits:
     """
 
     unit_descriptors = 1
+    number = None
 
     def __init__(self, unit_bytes, read_bytes, slots):
         self.unit_bytes, self.read_bytes, self._slots = unit_bytes, read_bytes, slots

@@ -341,7 +341,7 @@ def test_nothing_is_printed_to_standard_output_whatever_fails():
         dead.close()
         rows = np.array([[regions[0].address, 64, 0, 64, 64]])
         class Binding:
-            unit_bytes, read_bytes, unit_descriptors = 64, 64, 1
+            unit_bytes, read_bytes, unit_descriptors, number = 64, 64, 1, None
             def bind(self, pairs, *, chunk_bytes, chunk_descriptors):
                 return Bound(np.array([0], np.int32), np.array([0], np.int32), np.array([0, 1]), 64)
         reader.add_peer(PeerAddress("bad", {"nixl": b"bad"}, regions[1]))

@@ -24,8 +24,9 @@ from msgspec import Struct
 from kvflow.errors import FailureCode
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
+from kvflow.planning.bind import Bound
 from kvflow.reads.backend import Backend, BackendError, CheckedList, Chunk, PostedWork, share_numbers
-from kvflow.reads.bounds import OutOfBounds, check_inside, merge
+from kvflow.reads.bounds import OutOfBounds, check_bound, check_inside, merge
 from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, Serving
 from kvflow.reads.serving import LeasedBlocks
 from kvflow.reads.staging import memory_at
@@ -242,6 +243,10 @@ class SimulatedBackend(Backend):
         source, prepared_list = self._peers[portion.peer], self._prepared_lists[portion.peer, portion.list_id]
         part = slice(chunk.first, chunk.stop)
         staged = prepared_list.staged is not None
+        if not staged:  # the core checks few pairs of a linear binding only once for the list
+            bound = Bound(portion.source_index, portion.target_index, portion.cuts, portion.nbytes)
+            num_pairs = sum(share.pairs for share in portion.shares)
+            check_bound(bound, num_pairs, prepared_list.source, prepared_list.target)
         answer: Answer | None = None
         if self._fabric.serves == "nothing":
             runs = merge(

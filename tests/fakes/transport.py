@@ -257,7 +257,7 @@ class SmallChunks:
         self.unit_bytes = binding.unit_bytes
         # The data plane divides what it takes for one chunk, and for one portion, by this.
         self.read_bytes = binding.read_bytes * (CHUNK_BYTES_MAX // chunk_bytes)
-        self.unit_descriptors = binding.unit_descriptors
+        self.unit_descriptors, self.number = binding.unit_descriptors, binding.number
 
     def bind(self, pairs: UnitPairs, *, chunk_bytes: int, chunk_descriptors: int) -> Bound:
         """See ``PairBinder.bind``."""

@@ -17,6 +17,7 @@ class Units:
     """A binding that cuts after so many units."""
 
     unit_descriptors = 1
+    number = None
 
     def __init__(self, chunk, unit_bytes=1):
         self.chunk = chunk
