@@ -292,13 +292,11 @@ class Consumer:
         """Post the reads of pulls together, complete the pulls that are answered at once, and open the others."""
         reads = pulls[0].reads if len(pulls) == 1 else [read for pull in pulls for read in pull.reads]
         answers = self._post(reads)
-        held = [ended for ended in answers if ended.verdict == "held"]
-        if len(pulls) == 1 and len(held) == len(reads):
-            (pull,) = pulls
-            pull.ended = held
-            self._complete(pull)
+        if len(reads) == len(answers) == 1 and answers[0].verdict == "held":  # quickly
+            pulls[0].ended = answers
+            self._complete(pulls[0])
             return
-        by_read = {ended.read_id: ended for ended in held}
+        by_read = {ended.read_id: ended for ended in answers if ended.verdict == "held"}
         opened: set[int] = set()
         delivered = []
         for pull in pulls:
