@@ -184,7 +184,7 @@ class TransferStarted(Struct, frozen=True):
 
 
 class TransferRetried(Struct, frozen=True):
-    """A source rank does not hold the lease yet. The worker checks the lease again later, and reads once it is held."""
+    """A source rank does not hold the lease yet. It is looked for again, without another event, and read once held."""
 
     pull_id: int  # number of the pull, unique in the worker
     request_id: str  # the producer's name of the request

@@ -55,7 +55,7 @@ METRICS: Final[dict[str, Described]] = {
     ),
     "kvflow_descriptors": Described("counter", "Descriptors of completed pulls after merging.", ("peer",)),
     "kvflow_early_checks": Described(
-        "counter", "How often a source rank did not hold the lease of a ticket yet.", ("peer",)
+        "counter", "How often a read waited because a source rank did not hold the lease yet.", ("peer",)
     ),
     "kvflow_failed_pulls": Described(
         "counter", "Pulls that failed, by error code. Stale tickets are stale_lease.", ("peer", "code")

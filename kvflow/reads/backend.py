@@ -25,7 +25,6 @@ from kvflow.reads.device import Scatters
 from kvflow.reads.reach import HostFacts
 
 NO_BUFFER = -1  # the buffer number of a chunk that is read directly into the target
-SPAN_MAX = 512  # most epoch slots that one check reads: 4 KiB
 
 
 class Cause(Struct, frozen=True):

@@ -39,7 +39,8 @@ AWAITED = ("reading", "waiting", "draining")  # states in which something of a r
 
 EARLY_RETRY_S = 0.005
 EARLY_RETRY_S_MAX = 0.5
-"""Pause before a lease that is not admitted yet is checked again; it doubles, because an engine may take seconds."""
+"""Pause before the leases of a peer that are not admitted yet are probed again. It doubles, because an engine may take
+seconds, and is short again when another one is found."""
 
 
 S = TypeVar("S", bound=str)
@@ -67,7 +68,6 @@ class SourceRank(Struct, eq=False, gc=False):
     deadline_check_at: float
     state: RankState = "reading"
     early_at: float = math.inf  # when its lease was first found not admitted; infinite before
-    retries: int = 0  # how often it was read again because its lease was not admitted
     unserved: bool = False  # whether the producer has refused blocks of a lease that it holds
 
     def move(self, event: RankEvent) -> None:

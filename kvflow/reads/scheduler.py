@@ -2,13 +2,17 @@
 
 Every method takes what happened and ``now`` (seconds of the data plane's clock), and returns what the caller must do,
 in order. A pull has one rank read per source rank, which the data plane answers once. It is complete when every rank is
-delivered, and fails when the first rank fails. A rank whose lease is not admitted yet is read again later.
+delivered, and fails when the first rank fails. A rank whose lease is not admitted yet is *early*: one timer for each
+peer probes the slots of all its early ranks, and those that are admitted by then are read again.
 
 Only the data plane (``kvflow.reads.lanes``) decides which read goes first, so reads do not wait here.
 """
 
+import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from itertools import count
+from operator import attrgetter
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -18,9 +22,8 @@ from handshake.rates import pause_s
 from kvflow.config import Tuning
 from kvflow.errors import CapacityExceeded, FailureCode
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
-from kvflow.heaps import Heap
 from kvflow.ids import PeerId
-from kvflow.reads.contract import CancelReads, Phase, RankRead, ReadEnded
+from kvflow.reads.contract import SPAN_MAX, CancelReads, Phase, RankRead, ReadEnded
 from kvflow.reads.pulls import AWAITED, EARLY_RETRY_S, EARLY_RETRY_S_MAX, Pull, SourceRank
 
 PULLS_MAX = 65536  # most pulls that may be open at once
@@ -50,6 +53,20 @@ class _Cause(NamedTuple):
     peer: PeerId | None = None
 
 
+class _EarlyRanks(Struct, eq=False):
+    """The ranks of one peer that wait for an admission."""
+
+    ranks: dict[SourceRank, int] = {}  # each with the rounds of probes before it
+    due_at: float = math.inf  # when their slots are probed
+    rounds: int = 0  # of probes so far
+    pauses: int = 0  # since the last new rank
+    awaited: int = 0  # probes that the data plane has
+    found: list[SourceRank] = []  # to read again once these are answered
+
+
+_slot = attrgetter("read.lease.slot")
+_early_at = attrgetter("early_at")
+
 Effect = StartReads | CancelReads | Delivered | TransferRetried | PullFailed | TransferQuiesced
 
 
@@ -73,7 +90,8 @@ class Scheduler:
         self._num_open = 0  # pulls that are open or draining
         # Reads that the data plane has, in the order in which their deadlines are checked.
         self._reads: dict[int, SourceRank] = {}
-        self._retries: Heap[SourceRank] = Heap()
+        self._early: dict[PeerId, _EarlyRanks] = {}
+        self._probed: dict[int, tuple[_EarlyRanks, list[SourceRank]]] = {}  # by each probe that the data plane has
         self.read_ids = count(1)
 
     @property
@@ -97,7 +115,9 @@ class Scheduler:
 
     def on_read_ended(self, ended: ReadEnded, now: float) -> list[Effect]:
         """Take the data plane's answer to a rank read."""
-        rank = self._reads.pop(ended.read_id)
+        rank = self._reads.pop(ended.read_id, None)
+        if rank is None:
+            return self._on_probed(ended, now)
         pull = self._pulls[rank.pull_id]
         if pull.failed:
             rank.move("ended")
@@ -140,16 +160,20 @@ class Scheduler:
         return self._fail(pull, _Cause(code, phase, detail), now)
 
     def tick(self, now: float) -> list[Effect]:
-        """Read early ranks again, and apply deadlines. Call it every few tens of milliseconds while ``busy``."""
+        """Probe early ranks, and apply deadlines. Call it every few tens of milliseconds while ``busy``."""
         effects: list[Effect] = []
-        due = self._retries.take_until(now)
-        for rank in due:
-            if rank.state == "waiting" and now - rank.early_at > self._budgets.fence_s:
-                effects += self._fail_late(rank, "fence", now)
-        # Ranks that do not wait have failed above, with another rank of their pull.
-        reads = tuple([self._read_again(rank, now) for rank in due if rank.state == "waiting"])
-        if reads:
-            effects.append(StartReads(reads))
+        for peer, early in [each for each in self._early.items() if each[1].due_at <= now]:
+            for rank in [rank for rank in early.ranks if now - rank.early_at > self._budgets.fence_s]:
+                if rank.state == "waiting":  # it may have failed just now, with another rank of its pull
+                    effects += self._fail_late(rank, "fence", now)
+            early.pauses += 1
+            early.due_at = now + pause_s(early.pauses, EARLY_RETRY_S, EARLY_RETRY_S_MAX)
+            if early.awaited:
+                continue
+            if early.ranks:
+                effects.append(StartReads(self._probe(peer, early)))
+            else:
+                del self._early[peer]
         overdue = []
         for rank in self._reads.values():
             if rank.deadline_check_at > now:
@@ -184,7 +208,7 @@ class Scheduler:
         return self._fail(self._pulls[rank.pull_id], cause, now)
 
     def _read_later(self, rank: SourceRank, ended: ReadEnded, now: float) -> list[Effect]:
-        """Read a rank again: after a pause if its lease is not admitted yet, at once if the exporter refused bytes."""
+        """Read a rank again: once its lease is admitted, or at once if the exporter refused bytes."""
         pull = self._pulls[rank.pull_id]
         rank.move("early")
         pull.early += 1
@@ -192,10 +216,46 @@ class Scheduler:
             rank.unserved = True
             return [StartReads((self._read_again(rank, now),))]
         pull.early_bytes += ended.nbytes
-        rank.early_at = min(rank.early_at, now)  # one budget covers all waits for an admission
-        self._retries.put(rank, now + pause_s(rank.retries, EARLY_RETRY_S, EARLY_RETRY_S_MAX))
-        rank.retries += 1
+        early = self._early.setdefault(rank.read.peer, _EarlyRanks())
+        if rank.early_at == math.inf:  # otherwise one budget covers all waits, and the pause stays long
+            rank.early_at, early.pauses = now, 0
+            early.due_at = min(early.due_at, now + EARLY_RETRY_S)
+        early.ranks[rank] = early.rounds
         return [TransferRetried(pull.pull_id, pull.request_id, str(rank.read.peer))]
+
+    def _probe(self, peer: PeerId, early: _EarlyRanks) -> tuple[RankRead, ...]:
+        """Return probes of the slots of all early ranks of a peer."""
+        early.rounds += 1
+        ranks, probes, first = sorted(early.ranks, key=_slot), [], 0
+        while first < len(ranks):
+            stop = bisect_left(ranks, _slot(ranks[first]) + SPAN_MAX, first, key=_slot)
+            span = ranks[first:stop]
+            leases = tuple([rank.read.lease for rank in span])
+            probe = RankRead(next(self.read_ids), peer, leases[0], (), check_first=True, probed=leases)
+            self._probed[probe.read_id] = early, span
+            probes.append(probe)
+            first = stop
+        early.awaited = len(probes)
+        return tuple(probes)
+
+    def _on_probed(self, probe: ReadEnded, now: float) -> list[Effect]:
+        """Once all probes of a peer are answered, read its admitted and ended leases again, the first early one first.
+
+        If a probe failed, all its ranks are read again, and each finds out why.
+        """
+        early, span = self._probed.pop(probe.read_id)
+        if probe.verdict != "failed":
+            values, first = probe.values, _slot(span[0])
+            span = [rank for rank in span if values[rank.read.lease.slot - first] >= rank.read.lease.epoch]
+        early.found += span
+        early.awaited -= 1
+        if early.awaited:
+            return []
+        found, early.found = [rank for rank in early.found if rank in early.ranks], []
+        found.sort(key=_early_at)
+        for rank in found:
+            self._pulls[rank.pull_id].early += early.rounds - early.ranks.pop(rank) - 1
+        return [StartReads(tuple([self._read_again(rank, now) for rank in found]))] if found else []
 
     def _read_again(self, rank: SourceRank, now: float) -> RankRead:
         """Return a new read of all that a rank must give."""
@@ -217,8 +277,9 @@ class Scheduler:
             if rank.state == "reading":
                 reading.append(rank.read.read_id)
             if rank.state != "dead":
+                if rank.state == "waiting":
+                    del self._early[rank.read.peer].ranks[rank]
                 rank.move("failed")
-                self._retries.remove(rank)
         failure = PullFailed(
             pull.pull_id,
             pull.request_id,
@@ -273,6 +334,9 @@ class Scheduler:
         assert held == self._reads.keys(), "a rank read was lost, or is there twice"
         awaited = [pull for pull in self._pulls.values() if any(rank.state in AWAITED for rank in pull.ranks)]
         assert len(awaited) == self._num_open, "an open pull was lost, or is counted twice"
+        waiting = {rank for pull in self._pulls.values() for rank in pull.ranks if rank.state == "waiting"}
+        early = {rank for early in self._early.values() for rank in early.ranks}
+        assert waiting == early, "a rank that waits for an admission was lost, or is there in vain"
 
 
 def _cause(read: RankRead, ended: ReadEnded) -> _Cause:

@@ -10,7 +10,7 @@ import numpy as np
 from kvflow.config import Tuning
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.planning.pairs import UnitPairs
-from kvflow.reads.contract import CancelReads, LeaseName, Outstanding, Part, RankRead, ReadEnded
+from kvflow.reads.contract import SPAN_MAX, CancelReads, LeaseName, Outstanding, Part, RankRead, ReadEnded
 from kvflow.reads.pulls import EARLY_RETRY_S, EARLY_RETRY_S_MAX, Pull
 from kvflow.reads.scheduler import Delivered, Scheduler, StartReads
 
@@ -37,7 +37,7 @@ class Rank:
     pull: "Story"
     first: RankRead
     state: str = "reading"  # waiting, held or over
-    retry_at: float = 0.0
+    found: bool = False  # whether it may be read again: a probe found its lease, or failed, or bytes were refused
     early: int = 0
     unserved: bool = False
 
@@ -72,6 +72,7 @@ class World:
         self.stories = {}
         self.ranks = {}  # read id -> rank, of every read that there ever was
         self.plane = {}  # read id -> read, of those that the data plane has
+        self.probes = {}  # likewise, of probes
         self.cancelled = set()
         self.outstanding = {peer: Outstanding() for peer in PEERS}
 
@@ -138,11 +139,28 @@ class World:
         elif ended.verdict == "early" and not (ended.unserved and rank.unserved):
             rank.early += 1
             rank.unserved |= ended.unserved
-            rank.state, rank.retry_at = "waiting", self.now if ended.unserved else self.now + EARLY_RETRY_S
-            assert rank.early <= most_retries(self.budgets) + 1
+            rank.state, rank.found = "waiting", ended.unserved
+            assert rank.early <= self.budgets.fence_s / EARLY_RETRY_S + 2
         else:
             rank.state = "over"
             rank.pull.stale = ended.verdict == "stale" and bool(others)
+
+    def answer_probe(self, read_id, admitted, *, failed=False):
+        """End a probe: these slots have the epoch of their tickets, and the others a lower one."""
+        probe = self.probes.pop(read_id)
+        for rank in self._waiting(probe.peer):
+            rank.found |= rank.first.lease in probe.probed and (failed or rank.first.lease.slot in admitted)
+        slots = range(probe.lease.slot, probe.probed[-1].slot + 1)
+        values = [EPOCH if slot in admitted else EPOCH - 1 for slot in slots]
+        verdict = "failed" if failed else "early"
+        self.apply(self.scheduler.on_read_ended(ReadEnded(read_id, verdict, values=() if failed else values), self.now))
+        if not any(each.peer == probe.peer for each in self.probes.values()):
+            assert not any(rank.found for rank in self._waiting(probe.peer)), "what was found is read again at once"
+
+    def _waiting(self, peer):
+        """Return the ranks of a peer that wait for an admission."""
+        ranks = [rank for story in self.stories.values() if story.live for rank in story.ranks]
+        return [rank for rank in ranks if rank.first.peer == peer and rank.state == "waiting"]
 
     def cancel(self, pull_id):
         """Give a pull up."""
@@ -179,8 +197,11 @@ class World:
             match effect:
                 case StartReads(reads=reads):
                     assert reads
+                    probes = [read for read in reads if read.probed]
+                    self._probed(probes)
                     for read in reads:
-                        self._started_again(read)
+                        if not read.probed:
+                            self._started_again(read)
                 case CancelReads(read_ids=read_ids):
                     for read_id in read_ids:
                         assert read_id in self.plane
@@ -200,8 +221,19 @@ class World:
         self.ranks[read.read_id] = rank
         self.plane[read.read_id] = read
 
+    def _probed(self, probes):
+        """All ranks of a peer that wait are probed at once, and only once at a time."""
+        for peer in {probe.peer for probe in probes}:
+            leases = [lease for probe in probes if probe.peer == peer for lease in probe.probed]
+            assert not any(probe.peer == peer for probe in self.probes.values())
+            assert [lease.slot for lease in leases] == sorted(rank.first.lease.slot for rank in self._waiting(peer))
+        for probe in probes:
+            assert (probe.parts, probe.lease) == ((), probe.probed[0])
+            assert probe.probed[-1].slot - probe.lease.slot < SPAN_MAX
+            self.probes[probe.read_id] = probe
+
     def _started_again(self, read):
-        """What is read again is all that a rank must give, under the same lease, after a pause."""
+        """What is read again is all that a rank must give, under the same lease, once that is found admitted."""
         (rank,) = [
             rank
             for story in self.stories.values()
@@ -210,7 +242,7 @@ class World:
         ]
         assert rank.pull.live
         assert rank.state == "waiting"
-        assert self.now >= rank.retry_at
+        assert rank.found
         assert read.priority == rank.pull.priority
         assert read.check_first != rank.unserved
         rank.state = "reading"
@@ -259,11 +291,16 @@ class World:
                 break
             if self.plane:
                 self.answer(min(self.plane), "held")
+            elif self.probes:
+                self.answer_probe(min(self.probes), range(len(PEERS)))
             else:
                 self.tick(EARLY_RETRY_S_MAX)
         assert not self.scheduler.busy
         assert not self.plane
-        assert len(self.scheduler._retries) == 0
+        for read_id in sorted(self.probes):
+            self.answer_probe(read_id, (), failed=True)
         assert self.scheduler.tick(self.now + 1000.0) == []
+        assert not self.scheduler._early
+        assert not self.scheduler._probed
         for story in self.stories.values():
             assert story.told in ([Delivered], [PullFailed, TransferQuiesced])

@@ -50,6 +50,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for read_id in sorted(self.world.plane):
             self.world.answer(read_id, verdict)
 
+    @precondition(lambda self: self.world.probes)
+    @rule(data=st.data(), admitted=st.sets(st.integers(0, 2)), failed=st.booleans())
+    def answer_probe(self, data, admitted, failed):
+        self.world.answer_probe(data.draw(st.sampled_from(sorted(self.world.probes))), admitted, failed=failed)
+
     @precondition(lambda self: self.world.stories)
     @rule(data=st.data())
     def cancel(self, data):
@@ -94,6 +99,8 @@ def test_the_checks_of_a_lease_that_is_never_admitted_are_bounded(pauses, unserv
         for read_id in sorted(world.plane):
             world.answer(read_id, "early", unserved=unserved and not story.ranks[0].unserved)
         world.tick(pause + 0.02)
+        for read_id in sorted(world.probes):
+            world.answer_probe(read_id, {0})
     assert PullFailed in story.told
     assert len(world.ranks) <= most_retries(BUDGETS) + 1
     world.finish()
@@ -110,6 +117,8 @@ def test_a_pull_is_delivered_in_whatever_order_its_ranks_answer(order, early):
     for at in order:
         world.answer(reads[at], "early" if at == early else "held")
     world.tick(0.01)
+    for read_id in sorted(world.probes):
+        world.answer_probe(read_id, {0, 1})
     world.finish()
     assert all(story.told == [Delivered] for story in world.stories.values())
 

@@ -9,7 +9,8 @@ import numpy as np
 from kvflow.errors import FailureCode
 from kvflow.layout.component import Region
 from kvflow.memory.mapping import map_bytes
-from kvflow.reads.backend import SPAN_MAX, BackendError, CheckedList, Chunk, PostedWork
+from kvflow.reads.backend import BackendError, CheckedList, Chunk, PostedWork
+from kvflow.reads.contract import SPAN_MAX
 from kvflow.reads.nixl.binding import MOVING, PREPARING, Agent, failure_of
 
 SPANS = 1024

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.planning.bind import Bound
-from kvflow.reads.backend import SPAN_MAX, Cause
+from kvflow.reads.backend import Cause
+from kvflow.reads.contract import SPAN_MAX
 from kvflow.reads.lanes import (
     AGING_S,
     CHECKS_IN_FLIGHT_MAX,

@@ -22,12 +22,28 @@ def read(peer="p", slot=0, **how):
     return RankRead(0, peer, LeaseName(slot, EPOCH), PARTS, **how)
 
 
+def probed(probe, *values):
+    """Return the answer to a probe: the slots from its first lease on, the last value for all that follow."""
+    count = probe.probed[-1].slot - probe.lease.slot + 1
+    return ReadEnded(probe.read_id, "early", values=[*values, *[values[-1]] * (count - len(values))])
+
+
 class Scheduler(scheduling.Scheduler):
     """A scheduler with a book of every pull that there was."""
 
     def __init__(self, budgets=BUDGETS, **how):
         self.pulls = {}
         super().__init__(self.pulls, budgets, **how)
+
+    def tick(self, now):
+        """Answer every probe at once: all of its leases are admitted."""
+        effects = []
+        for effect in super().tick(now):
+            probes = effect.reads if isinstance(effect, StartReads) else ()
+            effects += [] if probes else [effect]
+            for probe in probes:
+                effects += self.on_read_ended(probed(probe, EPOCH), now)
+        return effects
 
     def open_pulls(self):
         return tuple(number for number, pull in self.pulls.items() if any(rank.state in AWAITED for rank in pull.ranks))
@@ -166,6 +182,103 @@ def test_waiting_for_an_admission_becomes_patient_but_not_endlessly():
         one = read_again(scheduler.tick(now))
         pauses.append(pause)
     assert kinds(answer(scheduler, one, now=now)) == [Delivered]
+
+
+def waiting(*slots, first_at=1.0):
+    """Return a scheduler, and pulls of one peer that wait for admissions, each found early a millisecond later."""
+    scheduler = Scheduler(BUDGETS)
+    for at, slot in enumerate(slots):
+        (one,) = submit(scheduler, read(slot=slot, check_first=True), pull_id=at)
+        answer(scheduler, one, "early", first_at + at / 1000)
+    return scheduler
+
+
+def probes_at(scheduler, now):
+    """Return the probes of a tick that does nothing else."""
+    return only(StartReads, scheduling.Scheduler.tick(scheduler, now)).reads
+
+
+def slots_of(reads):
+    return [one.lease.slot for one in reads]
+
+
+def test_one_timer_probes_all_early_leases_of_a_peer():
+    slots = [700, 3, 3, 1200, 514, 515, *range(20, 40)]
+    scheduler = waiting(*slots)
+    probes = probes_at(scheduler, 1.1)
+    assert [[lease.slot for lease in probe.probed] for probe in probes] == [
+        [3, 3, *range(20, 40), 514],  # a span of 512 slots
+        [515, 700],
+        [1200],
+    ]
+    assert [(probe.parts, probe.peer, probe.lease.slot) for probe in probes] == [((), "p", at) for at in (3, 515, 1200)]
+    for probe in probes[::-1]:
+        assert scheduler.on_read_ended(probed(probe, EPOCH - 1), 1.1) == []
+    assert scheduler.tick(1.1) == []
+    scheduler.check()
+
+
+def test_what_probes_find_is_read_in_the_order_in_which_it_was_early():
+    scheduler = waiting(700, 5, 3, 9, 8)
+    first, other = probes_at(scheduler, 1.1)
+    assert scheduler.on_read_ended(probed(first, EPOCH + 1, 0, EPOCH, 0, 0, EPOCH - 1, EPOCH), 1.1) == []
+    again = only(StartReads, scheduler.on_read_ended(probed(other, EPOCH), 1.1)).reads
+    assert slots_of(again) == [700, 5, 3, 9], "slot 3 was given up by its producer, and its read will tell"
+    assert all(one.check_first for one in again)
+    scheduler.check()
+    assert [lease.slot for probe in probes_at(scheduler, 2.0) for lease in probe.probed] == [8]
+
+
+def test_a_report_counts_how_often_a_lease_was_found_early():
+    scheduler = waiting(1)
+    for now in (1.1, 1.2, 1.3):
+        (probe,) = probes_at(scheduler, now)
+        assert scheduler.on_read_ended(probed(probe, EPOCH - 1), now) == []
+    again = read_again(scheduler.tick(1.5))
+    assert only(Delivered, answer(scheduler, again, now=1.6)).pull.early == 4
+
+
+def test_a_probe_that_fails_lets_every_rank_find_out_why():
+    scheduler = waiting(1, 2)
+    (probe,) = probes_at(scheduler, 1.1)
+    effects = scheduler.on_read_ended(ReadEnded(probe.read_id, "failed", code="peer_lost"), 1.1)
+    assert slots_of(only(StartReads, effects).reads) == [1, 2]
+
+
+def test_a_probe_without_an_answer_is_not_repeated_nor_stops_the_budget():
+    scheduler = waiting(1)
+    (probe,) = probes_at(scheduler, 1.1)
+    assert scheduler.tick(2.0) == []
+    assert kinds(scheduler.tick(1.1 + BUDGETS.fence_s)) == [PullFailed, TransferQuiesced]
+    assert scheduler.on_read_ended(probed(probe, EPOCH), 4.0) == []
+    scheduler.check()
+
+
+def test_a_rank_that_was_cancelled_while_it_was_probed_is_not_read_again():
+    scheduler = waiting(1, 2)
+    (probe,) = probes_at(scheduler, 1.1)
+    scheduler.cancel(0, code="transfer_cancelled", detail="", now=1.1)
+    assert slots_of(only(StartReads, scheduler.on_read_ended(probed(probe, EPOCH), 1.1)).reads) == [2]
+
+
+def test_a_new_early_rank_makes_the_pause_of_its_peer_short_again():
+    scheduler = waiting(1)
+    for now in (1.1, 1.2, 1.3, 1.5, 1.8):
+        (probe,) = probes_at(scheduler, now)
+        scheduler.on_read_ended(probed(probe, EPOCH - 1), now)
+    (one,) = submit(scheduler, read(slot=2, check_first=True), pull_id=7)
+    answer(scheduler, one, "early", 1.81)
+    assert scheduler.tick(1.81 + EARLY_RETRY_S / 2) == []
+    assert [lease.slot for probe in probes_at(scheduler, 1.81 + EARLY_RETRY_S) for lease in probe.probed] == [1, 2]
+
+
+def test_pulls_that_wait_cost_calls_for_each_span_and_not_for_each_pull():
+    def cost(count):
+        scheduler = waiting(*range(count), first_at=0.0)
+        assert len(scheduler._early) == 1
+        return calls_of(lambda: probes_at(scheduler, count / 1000 + 0.1))
+
+    assert cost(1900) < 4.2 * cost(500) < 200
 
 
 def test_waiting_for_an_admission_has_one_budget_in_all(scheduler):

@@ -342,6 +342,12 @@ class World:
                 await asyncio.sleep(0.001)
         return found
 
+    async def checked(self, count):
+        """Wait until so many checks before the data, or probes, were posted since they were last cleared."""
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.faults.checks) < count:  # noqa: ASYNC110 - likewise
+                await asyncio.sleep(0.001)
+
     async def records(self, count=1):
         """Wait until so many pulls have their record; return them by the name of their request."""
         async with asyncio.timeout(PATIENCE_S):
