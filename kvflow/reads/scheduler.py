@@ -23,7 +23,7 @@ from kvflow.config import Tuning
 from kvflow.errors import CapacityExceeded, FailureCode
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.ids import PeerId
-from kvflow.reads.contract import SPAN_MAX, CancelReads, Phase, RankRead, ReadEnded
+from kvflow.reads.contract import SPAN_MAX, CancelReads, LeaseName, Phase, RankRead, ReadEnded
 from kvflow.reads.pulls import AWAITED, EARLY_RETRY_S, EARLY_RETRY_S_MAX, Pull, SourceRank
 
 PULLS_MAX = 65536  # most pulls that may be open at once
@@ -53,6 +53,15 @@ class _Cause(NamedTuple):
     peer: PeerId | None = None
 
 
+class _ProbedSpan(NamedTuple):
+    """Early ranks whose slots one probe reads, ascending by slot."""
+
+    ranks: list[SourceRank]
+    leases: tuple[LeaseName, ...]
+    at: list[int]  # their slots, counted from the first one
+    epochs: list[int]
+
+
 class _EarlyRanks(Struct, eq=False):
     """The ranks of one peer that wait for an admission."""
 
@@ -62,6 +71,24 @@ class _EarlyRanks(Struct, eq=False):
     pauses: int = 0  # since the last new rank
     awaited: int = 0  # probes that the data plane has
     found: list[SourceRank] = []  # to read again once these are answered
+    spans: list[_ProbedSpan] = []
+    since: float = math.inf  # when the first of the ranks was found early
+    changed: bool = False  # whether ranks were added or removed since the last two were computed
+
+    def arrange(self) -> None:
+        """Compute ``spans`` and ``since`` if the ranks have changed."""
+        if not self.changed:
+            return
+        ranks, first = sorted(self.ranks, key=_slot), 0
+        self.since = min([rank.early_at for rank in ranks], default=math.inf)
+        self.spans, self.changed = [], False
+        while first < len(ranks):
+            start = _slot(ranks[first])
+            stop = bisect_left(ranks, start + SPAN_MAX, first, key=_slot)
+            leases = tuple([rank.read.lease for rank in ranks[first:stop]])
+            at, epochs = [lease.slot - start for lease in leases], [lease.epoch for lease in leases]
+            self.spans.append(_ProbedSpan(ranks[first:stop], leases, at, epochs))
+            first = stop
 
 
 _slot = attrgetter("read.lease.slot")
@@ -91,7 +118,7 @@ class Scheduler:
         # Reads that the data plane has, in the order in which their deadlines are checked.
         self._reads: dict[int, SourceRank] = {}
         self._early: dict[PeerId, _EarlyRanks] = {}
-        self._probed: dict[int, tuple[_EarlyRanks, list[SourceRank]]] = {}  # by each probe that the data plane has
+        self._probed: dict[int, tuple[_EarlyRanks, _ProbedSpan]] = {}  # by each probe that the data plane has
         self.read_ids = count(1)
 
     @property
@@ -163,7 +190,10 @@ class Scheduler:
         """Probe early ranks, and apply deadlines. Call it every few tens of milliseconds while ``busy``."""
         effects: list[Effect] = []
         for peer, early in [each for each in self._early.items() if each[1].due_at <= now]:
-            for rank in [rank for rank in early.ranks if now - rank.early_at > self._budgets.fence_s]:
+            early.arrange()
+            late_since = now - self._budgets.fence_s
+            late = [rank for rank in early.ranks if rank.early_at < late_since] if early.since < late_since else []
+            for rank in late:
                 if rank.state == "waiting":  # it may have failed just now, with another rank of its pull
                     effects += self._fail_late(rank, "fence", now)
             early.pauses += 1
@@ -220,22 +250,19 @@ class Scheduler:
         if rank.early_at == math.inf:  # otherwise one budget covers all waits, and the pause stays long
             rank.early_at, early.pauses = now, 0
             early.due_at = min(early.due_at, now + EARLY_RETRY_S)
-        early.ranks[rank] = early.rounds
+        early.ranks[rank], early.changed = early.rounds, True
         return [TransferRetried(pull.pull_id, pull.request_id, str(rank.read.peer))]
 
     def _probe(self, peer: PeerId, early: _EarlyRanks) -> tuple[RankRead, ...]:
         """Return probes of the slots of all early ranks of a peer."""
         early.rounds += 1
-        ranks, probes, first = sorted(early.ranks, key=_slot), [], 0
-        while first < len(ranks):
-            stop = bisect_left(ranks, _slot(ranks[first]) + SPAN_MAX, first, key=_slot)
-            span = ranks[first:stop]
-            leases = tuple([rank.read.lease for rank in span])
-            probe = RankRead(next(self.read_ids), peer, leases[0], (), check_first=True, probed=leases)
+        early.arrange()
+        early.awaited = len(early.spans)
+        probes = []
+        for span in early.spans:
+            probe = RankRead(next(self.read_ids), peer, span.leases[0], (), check_first=True, probed=span.leases)
             self._probed[probe.read_id] = early, span
             probes.append(probe)
-            first = stop
-        early.awaited = len(probes)
         return tuple(probes)
 
     def _on_probed(self, probe: ReadEnded, now: float) -> list[Effect]:
@@ -244,15 +271,19 @@ class Scheduler:
         If a probe failed, all its ranks are read again, and each finds out why.
         """
         early, span = self._probed.pop(probe.read_id)
-        if probe.verdict != "failed":
-            values, first = probe.values, _slot(span[0])
-            span = [rank for rank in span if values[rank.read.lease.slot - first] >= rank.read.lease.epoch]
-        early.found += span
+        if probe.verdict == "failed":
+            early.found += span.ranks
+        else:
+            values = probe.values
+            early.found += [
+                rank for rank, at, epoch in zip(span.ranks, span.at, span.epochs, strict=True) if values[at] >= epoch
+            ]
         early.awaited -= 1
         if early.awaited:
             return []
         found, early.found = [rank for rank in early.found if rank in early.ranks], []
         found.sort(key=_early_at)
+        early.changed |= bool(found)
         for rank in found:
             self._pulls[rank.pull_id].early += early.rounds - early.ranks.pop(rank) - 1
         return [StartReads(tuple([self._read_again(rank, now) for rank in found]))] if found else []
@@ -278,7 +309,9 @@ class Scheduler:
                 reading.append(rank.read.read_id)
             if rank.state != "dead":
                 if rank.state == "waiting":
-                    del self._early[rank.read.peer].ranks[rank]
+                    early = self._early[rank.read.peer]
+                    del early.ranks[rank]
+                    early.changed = True
                 rank.move("failed")
         failure = PullFailed(
             pull.pull_id,
