@@ -24,6 +24,7 @@ from kvflow.layout.manifest import MANIFEST_BYTES_MAX, MANIFEST_SCHEMA, Manifest
 from kvflow.version import __version__
 
 __all__ = [
+    "FILES_WANTED",
     "READER",
     "ZEROMQ",
     "Advertisement",
@@ -36,6 +37,9 @@ __all__ = [
     "encode",
     "security_of",
 ]
+
+FILES_WANTED = 256 + 5 * Limits().peers_max
+"""Files that a process opens for the most peers: four to dial each, one for its TCP plane, and 256 of its own."""
 
 READER = Publication.of(b"", schema=MANIFEST_SCHEMA)
 """What a reader publishes: which manifest schema it reads, so that the producer can name a mismatch."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import resource
 import sys
 import threading
 from collections import deque
@@ -30,7 +31,7 @@ from kvflow.leases.tickets import RankAddress
 from kvflow.observability.logs import EventLog, Reporter, check_hooks
 from kvflow.reads.contract import Serving, Transport, TransportEvent
 from kvflow.reads.device import device_memory_of
-from kvflow.rendezvous.endpoint import Advertisement, LocalEndpoint, build_local_endpoint, security_of
+from kvflow.rendezvous.endpoint import FILES_WANTED, Advertisement, LocalEndpoint, build_local_endpoint, security_of
 from kvflow.rendezvous.issuer import TicketKey, draw_head_start
 from kvflow.rendezvous.listener import open_listener
 from kvflow.worker.consumer import Consumer
@@ -39,6 +40,11 @@ from kvflow.worker.producer import LeaseManager, order_stores
 from kvflow.worker.worker import Worker
 
 logger = logging.getLogger("kvflow")
+
+FEW_FILES = (
+    "kvflow: for many peers, raise this process's limit (ulimit -n, LimitNOFILE=): it may open %d files; each takes "
+    "up to 5, and the most peers %d in all"
+)
 
 
 class Cache(Protocol):
@@ -335,6 +341,9 @@ class _Parts:
         self.report(events.WorkerOpened(endpoint, planes.names, self.manifest.num_blocks, self.bytes_per_block, http))
         for omitted in planes.missing:
             self.report(omitted)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # it belongs to the process, so a library leaves it alone
+        if files != resource.RLIM_INFINITY and files < FILES_WANTED:
+            logger.warning(FEW_FILES, files, FILES_WANTED)
 
 
 def _end_child(failure: BaseException | None) -> NoReturn:

@@ -24,6 +24,7 @@ from kvflow.integrations.vllm import NAME
 from kvflow.integrations.vllm.settings import is_here
 from kvflow.integrations.vllm.versions import check_release, installed_release
 from kvflow.reads.reach import ROOT, network_cards, pid_namespace
+from kvflow.rendezvous.endpoint import FILES_WANTED
 from kvflow.tools.doctor.codes import Finding, failure, found, note, ok
 from kvflow.version import __version__
 
@@ -157,9 +158,6 @@ def _numbers(release: str) -> tuple[int, ...]:
 MEMLOCK_MIN = 1 << 30
 """Registered memory is locked, and a cache has gigabytes. Containers have 64 KiB or 8 MiB unless told otherwise."""
 
-OPEN_FILES_MIN = 1024
-"""Each peer takes some files. An engine of a few dozen peers runs with this."""
-
 SHARED_MEMORY_MIN = 256 << 20
 """Containers have 64 MiB unless told otherwise, which the processes of one engine can fill."""
 
@@ -207,7 +205,8 @@ def _memlock(*, needs_pinning: bool) -> Finding:
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     evidence = f"{soft:,} may be open, and up to {hard:,} if the process asks"
-    return ok("open files", evidence) if soft >= OPEN_FILES_MIN else found("open_files_low", "open files", evidence)
+    enough = soft == resource.RLIM_INFINITY or soft >= FILES_WANTED
+    return ok("open files", evidence) if enough else found("open_files_low", "open files", evidence)
 
 
 def _shared_memory(path: Path) -> Finding:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 import threading
 
 import msgspec
@@ -25,6 +26,7 @@ from kvflow.reads.loopback import LoopbackBackend
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.thread import ThreadedTransport
 from kvflow.rendezvous import dialer
+from kvflow.rendezvous.endpoint import FILES_WANTED
 from kvflow.worker import prepared, runtime
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.producer import order_stores
@@ -36,6 +38,22 @@ from .helpers import PATIENCE_S, SECRET, cache_of
 
 def config(engine_id="prefill-0", **settings):
     return flat_config(**{"engine_id": engine_id, "cluster_secret": SECRET, "transport": "loopback"} | settings)
+
+
+@pytest.mark.parametrize(("files", "told"), [(FILES_WANTED - 1, 1), (FILES_WANTED, 0)])
+async def test_few_files_for_the_most_peers_are_told_when_a_worker_starts(caplog, files, told):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[0] < FILES_WANTED:
+        pytest.skip(f"{before[0]} open files are too few")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, before[1]))
+    try:
+        async with asyncio.timeout(PATIENCE_S), open_worker(config(), cache_of()):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == files, "a library does not raise it"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    messages = [record.getMessage() for record in caplog.records if "ulimit -n" in record.getMessage()]
+    assert len(messages) == told
+    assert all(f"{files} files" in message and str(FILES_WANTED) in message for message in messages)
 
 
 async def test_a_worker_reads_from_another():
