@@ -249,7 +249,7 @@ class Scheduler:
         early = self._early.setdefault(rank.read.peer, _EarlyRanks())
         if rank.early_at == math.inf:  # otherwise one budget covers all waits, and the pause stays long
             rank.early_at, early.pauses = now, 0
-            early.due_at = min(early.due_at, now + EARLY_RETRY_S)
+        early.due_at = min(early.due_at, now + pause_s(early.pauses, EARLY_RETRY_S, EARLY_RETRY_S_MAX))
         early.ranks[rank], early.changed = early.rounds, True
         return [TransferRetried(pull.pull_id, pull.request_id, str(rank.read.peer))]
 

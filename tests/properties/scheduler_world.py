@@ -147,15 +147,14 @@ class World:
 
     def answer_probe(self, read_id, admitted, *, failed=False):
         """End a probe: these slots have the epoch of their tickets, and the others a lower one."""
-        probe = self.probes.pop(read_id)
-        for rank in self._waiting(probe.peer):
-            rank.found |= rank.first.lease in probe.probed and (failed or rank.first.lease.slot in admitted)
+        probe, ranks = self.probes.pop(read_id)
+        for rank in ranks:
+            rank.found |= failed or rank.first.lease.slot in admitted
         slots = range(probe.lease.slot, probe.probed[-1].slot + 1)
         values = [EPOCH if slot in admitted else EPOCH - 1 for slot in slots]
         verdict = "failed" if failed else "early"
         self.apply(self.scheduler.on_read_ended(ReadEnded(read_id, verdict, values=() if failed else values), self.now))
-        if not any(each.peer == probe.peer for each in self.probes.values()):
-            assert not any(rank.found for rank in self._waiting(probe.peer)), "what was found is read again at once"
+        assert not any(rank.found for rank in self._waiting(probe.peer)), "what was found is read again at once"
 
     def _waiting(self, peer):
         """Return the ranks of a peer that wait for an admission."""
@@ -225,12 +224,12 @@ class World:
         """All ranks of a peer that wait are probed at once, and only once at a time."""
         for peer in {probe.peer for probe in probes}:
             leases = [lease for probe in probes if probe.peer == peer for lease in probe.probed]
-            assert not any(probe.peer == peer for probe in self.probes.values())
+            assert not any(probe.peer == peer for probe, _ in self.probes.values())
             assert [lease.slot for lease in leases] == sorted(rank.first.lease.slot for rank in self._waiting(peer))
         for probe in probes:
             assert (probe.parts, probe.lease) == ((), probe.probed[0])
             assert probe.probed[-1].slot - probe.lease.slot < SPAN_MAX
-            self.probes[probe.read_id] = probe
+            self.probes[probe.read_id] = probe, self._waiting(probe.peer)  # all slots are in one span
 
     def _started_again(self, read):
         """What is read again is all that a rank must give, under the same lease, once that is found admitted."""

@@ -261,6 +261,15 @@ def test_a_rank_that_was_cancelled_while_it_was_probed_is_not_read_again():
     assert slots_of(only(StartReads, scheduler.on_read_ended(probed(probe, EPOCH), 1.1)).reads) == [2]
 
 
+def test_a_rank_that_is_early_again_is_probed_again():
+    scheduler = waiting(1)
+    again = read_again(scheduler.tick(1.1))
+    assert scheduler.tick(1.5) == []
+    assert not scheduler._early
+    answer(scheduler, again, "early", 1.6)
+    assert slots_of(probes_at(scheduler, 1.6 + EARLY_RETRY_S)) == [1]
+
+
 def test_a_new_early_rank_makes_the_pause_of_its_peer_short_again():
     scheduler = waiting(1)
     for now in (1.1, 1.2, 1.3, 1.5, 1.8):
