@@ -567,3 +567,10 @@ def test_what_a_defect_has_posted_inline_ends_with_the_agents(quick, caplog):
     quick.core.begin_close()
     quick.core.end_close()
     assert quick.seen() == ["1 transport_error"]
+
+
+def test_a_lane_has_chunks_as_large_as_its_backend_says():
+    bench = Bench()
+    bench.backend.chunk_bytes = lambda: 16 << 20
+    bench.core.handle(PeerAddress("r", {}, EPOCHS))
+    assert [bench.core._lanes._lanes[peer].chunk_bytes for peer in "pr"] == [8 << 20, 16 << 20]
