@@ -113,6 +113,8 @@ def test_a_chunk_is_not_over_before_the_helpers_last_piece(ends):
         patch.setattr(copying.Pieces, "_take", taken)
         assert ends.read() == 0
         assert np.array_equal(*ends.caches)
+    cores = os.sched_getaffinity(ends.helper._thread.native_id)
+    assert cores == os.sched_getaffinity(0), "it was late, so it may have the core of the read thread"
 
 
 @pytest.mark.parametrize("where", ["reader", "helper"])

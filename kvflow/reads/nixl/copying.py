@@ -26,6 +26,8 @@ _logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 1 << 20  # the last thread is late by one piece at most: 60 us at 17 GB/s
 
+_LATE_S = 1e-3  # after which a helper may run on every core: another program may have taken the one that it waits for
+
 _libc = ctypes.PyDLL(None)  # keeps the interpreter: the call takes less time than to give it up
 
 
@@ -140,7 +142,11 @@ class Helper:
         try:
             self._given.pop()
         except IndexError:
-            self._done.acquire()
+            if not self._done.acquire(timeout=_LATE_S):
+                self._avoided = -1
+                with suppress(OSError):
+                    os.sched_setaffinity(self._thread.native_id or 0, os.sched_getaffinity(0))
+                self._done.acquire()
 
     def close(self) -> None:
         """End the thread and destroy its agent: nothing writes after that."""
