@@ -353,9 +353,7 @@ class DeviceNixlBackend(NixlBackend):
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
     ) -> PostedWork | Sequence[int]:
-        if (
-            fence and self._reader.has_arrived
-        ):  # once for all fences that are due: on ROCm it waits for the engine's step
+        if fence and self._reader.has_arrived:  # once for all due fences: on ROCm it waits for the engine's step
             try:
                 self._device.make_visible()
             except RuntimeError as error:  # of torch or the driver
