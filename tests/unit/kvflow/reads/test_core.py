@@ -574,3 +574,12 @@ def test_a_lane_has_chunks_as_large_as_its_backend_says():
     bench.backend.chunk_bytes = lambda: 16 << 20
     bench.core.handle(PeerAddress("r", {}, EPOCHS))
     assert [bench.core._lanes._lanes[peer].chunk_bytes for peer in "pr"] == [8 << 20, 16 << 20]
+
+
+@pytest.mark.parametrize(("shared_bytes_min", "learns"), [(1, False), (1 << 20, True)])
+def test_a_chunk_that_several_threads_may_read_says_nothing_of_inline_posts(monkeypatch, shared_bytes_min, learns):
+    monkeypatch.setattr("kvflow.reads.core.SHARED_BYTES_MIN", shared_bytes_min)
+    bench = Bench(at_once=True)
+    bench.core.handle(PostReads((a_read(1),)))
+    bench.core.step()
+    assert (bench.core._peers["p"].costs.ratio != 1.0) == learns
