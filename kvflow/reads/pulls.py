@@ -13,7 +13,7 @@ state          what holds                                                  deadl
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from msgspec import Struct
 
@@ -120,9 +120,8 @@ class Pull(Struct, eq=False):
         if not started_at:
             return {"queue": now - self.submitted_at}
         arrived_at = self._arrived_at()
-        if arrived_at is None:
-            return phases_s(self.ended, self.submitted_at, started_at, now, 0.0)
-        return phases_s(self.ended, self.submitted_at, started_at, arrived_at, now - arrived_at)
+        sums = (0, 0.0, 0, 0, started_at, now if arrived_at is None else arrived_at, now, *_spent(self.ended))
+        return dict(zip(TIMED[2:-1], timings_s(sums, (0.0, self.submitted_at, 0.0))[2:-1], strict=True))
 
     def _arrived_at(self) -> float | None:
         """Return when the last byte of all ranks had arrived; None if some have not."""
@@ -134,6 +133,13 @@ class Pull(Struct, eq=False):
 # --- the report of a pull that has ended ---
 
 Times = tuple[float, float, float]  # when a pull was called, when its reads were created, and when it was completed
+
+# Of a pull: descriptors, share that merging has saved, bytes and chunks that were read. If anything was read, also when
+# the reads began, when the last byte had arrived, when the last fence was read, and seconds to bind, post and scatter.
+Sums = tuple[Any, ...]
+
+TIMED = ("handshake", "total", "queue", "bind", "post", "wire", "scatter", "fence", "deliver")
+"""Keys of ``TransferReport.timings_s``, in their order."""
 
 KEPT_BYTES_MAX = 1 << 20  # reports of more bytes are computed at once, so that they keep no long lists of blocks
 
@@ -149,8 +155,8 @@ def report_of(pull: Pull, ended_at: float, transport: str, plane: str) -> Transf
     report = new_report(TransferReport)
     report.request_id, report.nbytes, report.early = pull.request_id, pull.nbytes, pull.early
     report.early_bytes, report.transport, report.plane = pull.early_bytes, transport, plane
-    given_and_ended = (pull.given, pull.ended, (pull.called_at, pull.submitted_at, ended_at))
-    report.deferred = measure, given_and_ended  # type: ignore[misc]  # mypy ignores the slots of the base class
+    times = pull.called_at, pull.submitted_at, ended_at
+    report.deferred = measure, (pull.given, pull.ended, times)  # type: ignore[misc]  # mypy ignores the slots of the base class
     if pull.nbytes > KEPT_BYTES_MAX:
         report.compute()
     return report
@@ -158,42 +164,49 @@ def report_of(pull: Pull, ended_at: float, transport: str, plane: str) -> Transf
 
 def measure(report: TransferReport, given: Sequence[Part], ended: Sequence[ReadEnded], times: Times) -> None:
     """Set the fields of a report that ``report_of`` leaves out, from the parts of all reads and their answers."""
+    sums = summed(given, ended)
+    report.descriptors, report.merged, report.read_bytes, report.reads, *_ = sums
+    report.timings_s = dict(zip(TIMED, timings_s(sums, times), strict=False))
+
+
+def summed(given: Sequence[Part], ended: Sequence[ReadEnded]) -> Sums:
+    """Return what a report says of the parts of all reads and of their answers."""
+    descriptors = units = nbytes = 0
+    for part in given:
+        if (binding := part.binding) is not None:
+            count = len(part.pairs.source)
+            descriptors += binding.count_merged(part.pairs)
+            units += count * binding.unit_descriptors
+            nbytes += count * binding.read_bytes
+    merged = 1 - descriptors / units if units else 0.0
+    if len(ended) == 1:  # quickly
+        (one,) = ended
+        arrived_at = one.arrived_at
+        moved = one.started_at, arrived_at, arrived_at + one.fence_s, one.bind_s, one.post_s, one.scatter_s
+        return descriptors, merged, nbytes, one.chunks, *moved
+    counts = descriptors, merged, nbytes, sum([each.chunks for each in ended])
+    if not ended:
+        return counts
+    started_at, arrived_at = min([each.started_at for each in ended]), max([each.arrived_at for each in ended])
+    fenced_at = max([each.arrived_at + each.fence_s for each in ended])
+    return *counts, started_at, arrived_at, fenced_at, *_spent(ended)
+
+
+def _spent(ended: Sequence[ReadEnded]) -> tuple[float, float, float]:
+    binding, posting = sum([each.bind_s for each in ended]), sum([each.post_s for each in ended])
+    return binding, posting, sum([each.scatter_s for each in ended])
+
+
+def timings_s(sums: Sums, times: Times) -> tuple[float, ...]:
+    """Return the seconds of each phase of ``TIMED``, or of the first two if nothing was read."""
     called_at, submitted_at, ended_at = times
-    bound = [(part.binding, part.pairs) for part in given if part.binding is not None]
-    units = sum([len(pairs.source) * binding.unit_descriptors for binding, pairs in bound])
-    report.descriptors = sum([binding.count_merged(pairs) for binding, pairs in bound])
-    report.read_bytes = sum([len(pairs.source) * binding.read_bytes for binding, pairs in bound])
-    report.merged = 1 - report.descriptors / units if units else 0.0
-    report.reads = sum([each.chunks for each in ended])
-    timings_s = {"handshake": submitted_at - called_at, "total": ended_at - called_at}
-    if ended:
-        started_at = min([each.started_at for each in ended])
-        arrived_at = max([each.arrived_at for each in ended])
-        fenced_at = max([each.arrived_at + each.fence_s for each in ended])
-        timings_s |= phases_s(ended, submitted_at, started_at, arrived_at, fenced_at - arrived_at)
-        timings_s["deliver"] = ended_at - fenced_at
-    report.timings_s = timings_s
-
-
-def phases_s(
-    ended: Sequence[ReadEnded], submitted_at: float, started_at: float, arrived_at: float, fence_s: float
-) -> dict[str, float]:
-    """Return the seconds of each phase: see ``TransferReport.timings_s``.
-
-    ``arrived_at`` is when the last byte had arrived, or now; ``fence_s`` are the seconds from then to the last verdict.
-    """
-    bind_s = sum([each.bind_s for each in ended])
-    post_s = sum([each.post_s for each in ended])
+    if len(sums) == 4:
+        return submitted_at - called_at, ended_at - called_at
+    _, _, _, _, started_at, arrived_at, fenced_at, bind_s, post_s, scatter_s = sums
     rest_s = max(0.0, arrived_at - started_at - bind_s - post_s)
-    scatter_s = min(rest_s, sum([each.scatter_s for each in ended]))  # a device copies while others are posted
-    return {
-        "queue": started_at - submitted_at,
-        "bind": bind_s,
-        "post": post_s,
-        "wire": rest_s - scatter_s,
-        "scatter": scatter_s,
-        "fence": fence_s,
-    }
+    scatter_s = min(rest_s, scatter_s)  # a device copies while others are posted
+    before = submitted_at - called_at, ended_at - called_at, started_at - submitted_at
+    return *before, bind_s, post_s, rest_s - scatter_s, scatter_s, fenced_at - arrived_at, ended_at - fenced_at
 
 
 def trace_of(pull: Pull) -> TransferTraced:
