@@ -4,10 +4,16 @@ The logger ``kvflow.transfer`` logs ``TransferCompleted`` as ``transfer.complete
 one record per side: ``transfer.completed`` or ``transfer.failed`` at the consumer, ``lease.ended`` at the producer.
 """
 
+import errno
 import inspect
+import io
 import json
 import logging
+import os
 import re
+import select
+import stat
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -57,8 +63,14 @@ COSTLY = (events.TransferTraced,)
 REPEATS_S = 10.0  # a warning is repeated at INFO for as long
 REPEATS_MAX = 1024  # warnings that are remembered: peers may have any number of names
 
-LEVEL_NAMES = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning"}
+TOP = logging.getLogger("kvflow")
 
+LEVEL_NAMES = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning"}
+KEPT_MAX = 256  # records of completed pulls that are written together
+UNWRITTEN_BYTES_MAX = 1 << 20  # of lines that a full disk or pipe does not take now
+CLOSE_S = 1.0  # how long a process that ends waits for the reader of a pipe
+
+Kept = tuple[Callable[[Any], object], object]  # builds a record, and from what
 Record = tuple[Event, Mapping[str, Any]]  # an event, and further fields of its record
 
 # Of warnings without a field ``remedy`` and without the code of an error that has a default remedy.
@@ -85,6 +97,12 @@ _encoder = msgspec.json.Encoder(enc_hook=repr)
 @lru_cache(maxsize=1)
 def _second(since_1970: int) -> str:
     return datetime.fromtimestamp(since_1970, UTC).isoformat()[:19]
+
+
+def timestamp_of(wall_s: float) -> str:
+    """Return seconds since 1970 as the text in a record."""
+    second = int(wall_s)
+    return f"{_second(second)}.{int((wall_s - second) * 1e6):06d}Z"
 
 
 def event_fields(event: Event) -> dict[str, Any]:
@@ -175,7 +193,6 @@ class EventLog:
     def __init__(self, wall: Callable[[], float] = time.time, /, **identity: Any) -> None:
         self.identity = identity
         self._wall = wall
-        self._top = logging.getLogger("kvflow")
         self._repeats = Repeats()
 
     def __call__(self, event: Event, **context: Any) -> None:
@@ -194,9 +211,7 @@ class EventLog:
                 wanted.append((level, logger, event, more))
         if not wanted:
             return
-        now = self._wall()
-        second = int(now)
-        timestamp = f"{_second(second)}.{int((now - second) * 1e6):06d}Z"
+        timestamp = timestamp_of(self._wall())
         messages = [
             {
                 **self.identity,
@@ -208,8 +223,9 @@ class EventLog:
             }
             for level, _, event, context in wanted
         ]
-        only = _only_handler(self._top, {logger for _, logger, _, _ in wanted})
-        if only is not None:
+        files = {only_file(logger) for _, logger, _, _ in wanted}
+        only = files.pop()
+        if only is not None and not files:
             only.write_events(messages)
             return
         for (level, logger, _, _), message in zip(wanted, messages, strict=True):
@@ -251,17 +267,19 @@ class Reporter:
 
     def __init__(self, log: EventLog, hooks: Sequence[Hook]) -> None:
         self._log = log
-        self._hooks = {
-            kind: [
-                hook for hook in hooks if (hook.kind is kind if isinstance(hook, OnlyEvents) else kind not in COSTLY)
-            ]
-            for kind in LEVELS
-        }
-        self._is_logged = {kind: partial(logger_of(kind).isEnabledFor, level) for kind, level in LEVELS.items()}
+        self.identity = log.identity
+        self.hooks: dict[type[Event], list[Callable[[Any], None]]] = {kind: [] for kind in LEVELS}
+        for hook in hooks:
+            if isinstance(hook, OnlyEvents):
+                self.hooks[hook.kind].append(hook.hook)
+                continue
+            for kind in LEVELS.keys() - COSTLY:
+                self.hooks[kind].append(hook)
+        self.is_logged = {kind: partial(logger_of(kind).isEnabledFor, level) for kind, level in LEVELS.items()}
 
     def wants(self, kind: type[Event]) -> bool:
         """Return whether a hook or the log takes events of this type, at its usual level."""
-        return bool(self._hooks[kind]) or self._is_logged[kind]()
+        return bool(self.hooks[kind]) or self.is_logged[kind]()
 
     def __call__(self, event: Event, **context: Any) -> None:
         """Take one event, and further fields of its record."""
@@ -271,11 +289,15 @@ class Reporter:
         """Take the events of one moment. The log writes them at once."""
         self._log.write_all(records)
         for event, _ in records:
-            for hook in self._hooks[type(event)]:
-                try:
-                    hook(event)
-                except Exception:  # a defect of a hook must not stop the worker
-                    logging.getLogger("kvflow").exception("a hook failed", extra={"event_type": type(event).__name__})
+            self.tell(event)
+
+    def tell(self, event: Event) -> None:
+        """Give an event to the hooks alone."""
+        for hook in self.hooks[type(event)]:
+            try:
+                hook(event)
+            except Exception:  # a defect of a hook must not stop the worker
+                logging.getLogger("kvflow").exception("a hook failed", extra={"event_type": type(event).__name__})
 
 
 @cache
@@ -310,36 +332,117 @@ class _JsonFormatter(logging.Formatter):
         return self._by_structlog.format(record)
 
 
-class _JsonFile(logging.Handler):
-    """Appends JSON lines to a file. Each write has whole lines, so that processes may share the file."""
+class JsonFile(logging.Handler):
+    """Appends JSON lines to a file. Each write has whole lines, so that processes may share the file.
+
+    It never waits for a disk that is full or for a pipe that nobody reads. Lines that cannot be written now are kept,
+    up to ``UNWRITTEN_BYTES_MAX``; further ones are lost and counted. Thread: any.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._kept: list[Kept] = []
+        self._unwritten = bytearray()
+        self._file: io.FileIO | None = None
+        self._lost = 0
+        self._told = False  # whether it was told that nothing can be written now
+        for lines in (self._kept, self._unwritten):  # the parent writes them
+            os.register_at_fork(after_in_child=lines.clear)
+        if not path.is_fifo():  # which can be opened once a process reads it
+            self._file = self._opened()
+
+    def _opened(self) -> io.FileIO:
+        file = io.FileIO(self._path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666))
+        # A pipe takes so much whole, or not at all: otherwise lines of several processes might mix.
+        self._write_max = select.PIPE_BUF if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode) else sys.maxsize
+        return file
+
+    def keep(self, build: Callable[[Any], object], kept: object) -> None:
+        """Write the record ``build(kept)`` with others, before any other record; ``flush`` writes it at once."""
+        self._kept.append((build, kept))
+        if len(self._kept) >= KEPT_MAX:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is kept and what could not be written before."""
+        if self._kept or self._unwritten:
+            self.write_events(())
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write one record, after those that are kept."""
+        self.flush()
         try:
             self._write(f"{self.format(record)}\n".encode("utf-8", "backslashreplace"))
         except Exception:  # noqa: BLE001 - as every handler of logging
             self.handleError(record)
 
-    def write_events(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Write events directly, because a ``LogRecord`` takes as long as everything else."""
+    def write_events(self, messages: Sequence[object]) -> None:
+        """Write events after what is kept, directly, because a ``LogRecord`` takes as long as everything else."""
+        self.acquire()
         try:
-            self._write(b"".join([to_json(message) + b"\n" for message in messages]))
+            kept = self._kept[:]
+            del self._kept[: len(kept)]  # another thread may append meanwhile
+            self._write(to_lines([*[build(values) for build, values in kept], *messages]))
         except Exception:  # noqa: BLE001
             self.handleError(logging.makeLogRecord({"msg": messages}))
+        finally:
+            self.release()
 
-    def _write(self, line: bytes) -> None:
-        # Importing NIXL configures logging, which closes every existing handler.
-        if self._file.closed:
-            self._file = self._path.open("ab", buffering=0)
-        self._file.write(line)
+    def _write(self, lines: bytes) -> None:
+        if len(self._unwritten) < UNWRITTEN_BYTES_MAX:
+            self._unwritten += lines
+        else:
+            self._lost += lines.count(b"\n")
+        try:
+            # Importing NIXL configures logging, which closes every existing handler.
+            if self._file is None or self._file.closed:
+                self._file = self._opened()
+            while self._unwritten:
+                end = self._unwritten.rfind(b"\n", 0, self._write_max) + 1 or self._unwritten.find(b"\n") + 1
+                written = self._file.write(self._unwritten[:end])
+                if not written:
+                    raise BlockingIOError(errno.EAGAIN, "nobody reads the pipe")
+                del self._unwritten[:written]
+        except OSError as error:
+            if self._lost or not isinstance(error, BlockingIOError):
+                self._tell(f"cannot be written: {error}; {UNWRITTEN_BYTES_MAX} bytes are kept, and more is lost")
+            return
+        self._told = False
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            text = f"{lost} records were lost before this one, because the log could not be written"
+            self.handle(logging.makeLogRecord({"name": TOP.name, "levelname": "WARNING", "msg": text}))
+
+    def _tell(self, what: str) -> None:
+        if not self._told and sys.stderr is not None:
+            sys.stderr.write(f"kvflow: the log {self._path} {what}\n")
+        self._told = True
 
     def close(self) -> None:
-        self._file.close()  # the next record opens it again, as with ``logging.FileHandler``
+        """Write what is kept, for at most ``CLOSE_S`` if a pipe is full. The next record opens the file again."""
+        self.flush()
+        if self._file is not None and not self._file.closed:
+            deadline, left = time.monotonic() + CLOSE_S, -1
+            writable = select.poll()
+            writable.register(self._file, select.POLLOUT)
+            while len(self._unwritten) not in {0, left}:
+                left = len(self._unwritten)
+                writable.poll(max(0.0, deadline - time.monotonic()) * 1000)
+                self._write(b"")
+            self._file.close()
+        if missing := self._lost + self._unwritten.count(b"\n"):
+            self._told = False
+            self._tell(f"lacks {missing} records")
         super().close()
+
+
+def to_lines(messages: Sequence[object]) -> bytes:
+    """Return objects as lines of JSON."""
+    try:
+        return _encoder.encode_lines(messages)
+    except UnicodeEncodeError:
+        return b"".join([to_json(message) + b"\n" for message in messages])
 
 
 def to_json(message: object) -> bytes:
@@ -350,15 +453,13 @@ def to_json(message: object) -> bytes:
         return json.dumps(msgspec.to_builtins(message, enc_hook=repr, str_keys=True)).encode()
 
 
-def _only_handler(top: logging.Logger, loggers: Iterable[logging.Logger]) -> _JsonFile | None:
-    """Return the file of ``configure_logging`` if it takes all records of these loggers below ``top``, unfiltered."""
-    handlers = top.handlers
-    if top.propagate or len(handlers) != 1 or top.filters:
-        return None
-    if any(logger.handlers or logger.filters or not logger.propagate for logger in loggers):
+def only_file(logger: logging.Logger) -> JsonFile | None:
+    """Return the file of ``configure_logging`` if it takes all records of a logger below ``kvflow``, unfiltered."""
+    handlers = TOP.handlers
+    if len(handlers) != 1 or TOP.propagate or TOP.filters or logger.handlers or logger.filters or not logger.propagate:
         return None
     (handler,) = handlers
-    return handler if type(handler) is _JsonFile and not handler.filters and not handler.level else None
+    return handler if type(handler) is JsonFile and not handler.filters and not handler.level else None
 
 
 def configure_logging(path: Path | None = None, *, level: int = logging.INFO) -> None:
@@ -368,10 +469,12 @@ def configure_logging(path: Path | None = None, *, level: int = logging.INFO) ->
         path: file to append to; None for stderr.
         level: level below which records are dropped.
     """
-    handler = logging.StreamHandler() if path is None else _JsonFile(path)
+    handler = logging.StreamHandler() if path is None else JsonFile(path)
     handler.setFormatter(_JsonFormatter())
     for name in ("kvflow", "handshake"):
         logger = logging.getLogger(name)
+        for replaced in logger.handlers:
+            replaced.flush()
         logger.handlers[:] = [handler]
         logger.setLevel(level)
         logger.propagate = False

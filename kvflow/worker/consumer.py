@@ -280,6 +280,8 @@ class Consumer:
 
     def _end_turn(self) -> None:
         self._turn_until, self._collecting = None, False
+        if self.pulls.completed:
+            self.pulls.write_completed()
         self._flush()
 
     def _flush(self) -> None:
@@ -358,7 +360,7 @@ class Consumer:
         if pull.held:
             self._renewals.stop(pull.held)
         self._renewals.release(pull.leases, read=True)
-        pull.handle.complete(self.pulls.complete(pull))
+        pull.handle.complete(self.pulls.complete(pull, turn_ends=self._turn_until is not None))
 
     def _on_failed(self, event: PullFailed) -> None:
         """Fail a pull that the scheduler has failed, and quarantine its blocks until nothing writes into them."""

@@ -1,18 +1,20 @@
 """Open pulls: what a caller has of each one, and the one record that is written when it ends."""
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import cache
 from itertools import count
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, Struct
 
 from kvflow.errors import DeadlineExceeded, KvflowError, StaleLease
 from kvflow.events import PullFailed, TransferCompleted, TransferQuiesced, TransferTraced
 from kvflow.ids import Clock, Ids
 from kvflow.leases.tickets import Member, Ticket
-from kvflow.observability.logs import Record, Reporter
-from kvflow.reads.pulls import Pull, report_of, trace_of
+from kvflow.observability.logs import TOP, JsonFile, Record, Reporter, logger_of, only_file, timestamp_of
+from kvflow.reads.pulls import TIMED, Pull, report_of, summed, timings_s, trace_of
 from kvflow.rendezvous.dialer import LeaseEnd
 from kvflow.report import TransferReport
 from kvflow.worker.connections import as_ours
@@ -21,6 +23,8 @@ from kvflow.worker.prepared import Route
 from kvflow.worker.renewals import HeldLease
 
 EXPLAIN_S = 0.5  # how long a pull whose lease has ended waits for the reason. An answer takes about a millisecond.
+
+KEPT_S = 0.02  # how long the record of a completed pull waits for others, with which it is written
 
 
 class PullHandle:
@@ -231,8 +235,10 @@ class OpenPulls:
     """The open pulls of one worker, and the record of each pull that ends, however early it fails.
 
     Attributes:
+        completed: pulls whose end is not reported yet, with their reports, and whether a log takes them, too.
         by_id: every pull that is connecting, waiting, open or draining. A pull that is answered at once never gets in.
-        traced: whether a log or a hook takes ``TransferTraced``. A new log level counts from the second pull after it.
+        traced: whether a log or a hook takes ``TransferTraced``. A new log level counts from the second pull after it,
+            or after ``KEPT_S``.
 
     Thread: the event loop; ``begin`` and ``refuse`` from any thread.
     """
@@ -247,7 +253,10 @@ class OpenPulls:
         self._cancel = cancel
         self._ids = count(1)
         self.by_id: dict[int, OpenPull] = {}
-        self._completed: list[tuple[OpenPull, TransferReport]] = []
+        self._is_logged = report.is_logged[TransferCompleted]
+        self._hooks = report.hooks[TransferCompleted]
+        self._records = _CompletedRecords(report.identity, clock, wall, self.flush)
+        self.completed: list[tuple[OpenPull, TransferReport, bool]] = []
         self.traced = report.wants(TransferTraced)
 
     def begin(self, ticket: object, local_request_id: str) -> OpenPull:
@@ -283,26 +292,35 @@ class OpenPulls:
         failed = PullFailed(pull.pull_id, name, code, pull.step, "", detail, quarantined=False, remedy=remedy)
         self._write(pull, failed)
 
-    def complete(self, pull: OpenPull) -> TransferReport:
-        """Return the report of a pull; write its record one iteration of the loop after its caller."""
-        route = pull.route
-        report = report_of(pull, self._clock(), route.transport, route.plane)
-        if self.traced or self._report.wants(TransferCompleted):
-            if not self._completed:
-                asyncio.get_running_loop().call_soon(self._write_completed)
-            self._completed.append((pull, report))
+    def complete(self, pull: OpenPull, *, turn_ends: bool = False) -> TransferReport:
+        """Return the report of a pull. A file of JSON lines keeps its record; hooks and other logs take it later.
+
+        ``turn_ends``: whether the caller has ``write_completed`` called in the next iteration of the loop.
+        """
+        route, ended_at = pull.route, self._clock()
+        report = report_of(pull, ended_at, route.transport, route.plane)
+        logged = self.traced or (self._is_logged() and not self._records.keep(pull, ended_at))
+        if logged or self._hooks:
+            if not (turn_ends or self.completed):
+                asyncio.get_running_loop().call_soon(self.write_completed)
+            self.completed.append((pull, report, logged))
         return report
 
-    def _write_completed(self) -> None:
-        completed, self._completed = self._completed, []
-        since_zero_s = self._wall() - self._clock()
-        records: list[Record] = []
-        for pull, report in completed:
+    def flush(self) -> None:
+        """Write the records that are kept. A worker calls it when it has closed."""
+        self._records.flush()
+        self.traced = self._report.wants(TransferTraced)
+
+    def write_completed(self) -> None:
+        """Give the pulls that have completed since the last call to the hooks, and to logs that keep no records."""
+        completed, self.completed = self.completed, []
+        for pull, report, logged in completed:
             names = (pull.local_request_id, pull.engine_id, pull.traceparent)
             event = TransferCompleted(pull.pull_id, pull.request_id, report, *names)
-            records.append((event, pull.context(since_zero_s)))
-            records += self._trace(pull)
-        self._report.take_all(records)
+            if logged:
+                self._report.take_all([(event, pull.context(self._wall() - self._clock())), *self._trace(pull)])
+            else:
+                self._report.tell(event)
         self.traced = self._report.wants(TransferTraced)
 
     def _trace(self, pull: OpenPull) -> list[Record]:
@@ -366,6 +384,83 @@ class OpenPulls:
         self._report(record, **pull.context(self._wall() - now))
         for event, _ in self._trace(pull):
             self._report(event)
+
+
+class _CompletedRecords:
+    """The records of completed pulls in a file of JSON lines, which are built and written together.
+
+    They equal those that ``EventLog`` writes of the same pulls.
+    """
+
+    def __init__(self, identity: Mapping[str, Any], clock: Clock, wall: Clock, flush: Callable[[], None]) -> None:
+        self._identity = tuple(identity.values())
+        self._line = _record_type(*identity)
+        self._clock = clock
+        self._wall = wall
+        self._flush = flush  # calls ours
+        self._logger = logger_of(TransferCompleted)
+        self._file: JsonFile | None = None  # takes all records of the logger, as long as the timer runs
+        self._since_zero_s = 0.0
+
+    def keep(self, pull: OpenPull, ended_at: float) -> bool:
+        """Keep what the record of a pull needs; return False if the log is no file of JSON lines alone."""
+        file = self._file
+        if file is None or TOP.handlers != [file]:
+            self._file = file = only_file(self._logger)
+            if file is None:
+                return False
+            self._since_zero_s = self._wall() - self._clock()
+            asyncio.get_running_loop().call_later(KEPT_S, self._flush)
+        assert pull.ticket is not None
+        times = pull.called_at, pull.submitted_at, ended_at
+        names = pull.pull_id, pull.local_request_id, pull.ticket.grants[0], pull.targets
+        moved = pull.nbytes, pull.early, pull.early_bytes, pull.route
+        file.keep(self._build, (self._since_zero_s, times, pull.given, pull.ended, names, moved))
+        return True
+
+    def flush(self) -> None:
+        """Write what is kept."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.flush()
+
+    def _build(self, kept: Any) -> Struct:
+        since_zero_s, times, given, ended, (pull_id, local_request_id, grant, targets), moved = kept
+        nbytes, early, early_bytes, route = moved
+        sums = summed(given, ended)
+        descriptors, merged, read_bytes, reads, *_ = sums
+        issued_at, trace = grant.issued_at, grant.trace
+        seconds: list[Any] = [int(each * 1e9 + 0.5) / 1e9 for each in timings_s(sums, times)]
+        if len(seconds) < len(TIMED):  # nothing was read
+            seconds += [UNSET] * (len(TIMED) - len(seconds))
+        return self._line(
+            *self._identity,
+            int((since_zero_s + times[0]) * 1e6 + 0.5) / 1e6,
+            grant.ranks[0].endpoint,
+            sum(map(len, grant.block_ids)),
+            UNSET if issued_at is None else issued_at,
+            sum(map(len, targets)) or UNSET,
+            pull_id,
+            grant.request_id,
+            local_request_id,
+            grant.engine_id,
+            *(nbytes, descriptors, reads, read_bytes, merged, early, early_bytes, route.transport, route.plane),
+            trace.split("-")[1] if trace else UNSET,
+            *seconds,
+            "transfer.completed",
+            "info",
+            timestamp_of(since_zero_s + times[2]),
+        )
+
+
+@cache
+def _record_type(*identity: str) -> Callable[..., Struct]:
+    """Return the type of the records of completed pulls of workers with these fields of identity."""
+    context = "called_at remote_endpoint num_remote_blocks issued_at num_local_blocks pull_id request_id"
+    report = "nbytes descriptors reads read_bytes merged early early_bytes transport plane"
+    names = f"{context} local_request_id remote_engine_id {report} trace_id".split()
+    phases = [f"{phase}_s" for phase in TIMED]
+    return msgspec.defstruct("CompletedRecord", [*identity, *names, *phases, "event", "level", "timestamp"], gc=False)
 
 
 def _failure(pull: OpenPull, error: KvflowError) -> PullFailed:

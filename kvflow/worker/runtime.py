@@ -155,6 +155,7 @@ async def _opened(
             for task in background:
                 task.cancel()
         report(closed)
+        consumer.pulls.flush()
         if failure is not None:
             raise failure
 

@@ -5,9 +5,11 @@ import gc
 import threading
 import weakref
 from contextlib import asynccontextmanager
+from functools import partial
 
 from kvflow.layout.specs import FullAttention
 from kvflow.memory.cache import allocate
+from kvflow.observability.logs import LEVELS, EventLog, Reporter
 from kvflow.worker import threaded
 from kvflow.worker.snapshot import PullState
 
@@ -43,10 +45,12 @@ class Clock:
         return self.now
 
 
-class Reports:
+class Reports(Reporter):
     """Events with their context, as a worker reports them."""
 
     def __init__(self):
+        super().__init__(EventLog(), [])
+        self.is_logged = {kind: partial(self.wants, kind) for kind in LEVELS}
         self.events = []
         self.contexts = []
 
