@@ -176,7 +176,9 @@ class Metrics:
             report, peer = event.report, self._peer(event.remote_engine_id)
             phases = peer.phases
             for phase, seconds in report.timings_s.items():
-                phases[phase].add(seconds)
+                each = phases[phase]  # as ``Distribution.add``, in half of the time
+                each.counts[bisect_left(SECONDS, seconds)] += 1
+                each.total += seconds
             peer.nbytes.add(report.nbytes)
             peer.read_bytes += report.read_bytes
             peer.descriptors += report.descriptors
