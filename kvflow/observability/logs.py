@@ -64,13 +64,12 @@ REPEATS_S = 10.0  # a warning is repeated at INFO for as long
 REPEATS_MAX = 1024  # warnings that are remembered: peers may have any number of names
 
 TOP = logging.getLogger("kvflow")
-
 LEVEL_NAMES = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning"}
+WHOLE = 1.5 * 2**52  # floats of this size have no fraction, so that adding it rounds
 KEPT_MAX = 256  # records of completed pulls that are written together
 UNWRITTEN_BYTES_MAX = 1 << 20  # of lines that a full disk or pipe does not take now
 CLOSE_S = 1.0  # how long a process that ends waits for the reader of a pipe
 
-Kept = tuple[Callable[[Any], object], object]  # builds a record, and from what
 Record = tuple[Event, Mapping[str, Any]]  # an event, and further fields of its record
 
 # Of warnings without a field ``remedy`` and without the code of an error that has a default remedy.
@@ -113,10 +112,13 @@ def event_fields(event: Event) -> dict[str, Any]:
     if traceparent := fields.pop("traceparent", ""):
         fields["trace_id"] = traceparent.split("-")[1]
     if timings_s := fields.pop("timings_s", None):
-        # In nanoseconds; round() takes three times as long.
-        rounded = [int(seconds * 1e9 + 0.5) / 1e9 for seconds in timings_s.values()]
-        fields.update(zip(_phase_names(tuple(timings_s)), rounded, strict=True))
+        fields.update(zip(_phase_names(tuple(timings_s)), rounded(timings_s.values()), strict=True))
     return fields
+
+
+def rounded(seconds: Iterable[float]) -> list[float]:
+    """Round seconds to nanoseconds; ``round`` takes ten times as long."""
+    return [(each * 1e9 + WHOLE - WHOLE) / 1e9 for each in seconds]
 
 
 @lru_cache(maxsize=64)
@@ -268,13 +270,11 @@ class Reporter:
     def __init__(self, log: EventLog, hooks: Sequence[Hook]) -> None:
         self._log = log
         self.identity = log.identity
-        self.hooks: dict[type[Event], list[Callable[[Any], None]]] = {kind: [] for kind in LEVELS}
-        for hook in hooks:
-            if isinstance(hook, OnlyEvents):
-                self.hooks[hook.kind].append(hook.hook)
-                continue
-            for kind in LEVELS.keys() - COSTLY:
-                self.hooks[kind].append(hook)
+        takers = [(hook.kind, hook.hook) if isinstance(hook, OnlyEvents) else (None, hook) for hook in hooks]
+        self.hooks: dict[type[Event], list[Callable[[Any], None]]] = {
+            kind: [hook for only, hook in takers if only is kind or (only is None and kind not in COSTLY)]
+            for kind in LEVELS
+        }
         self.is_logged = {kind: partial(logger_of(kind).isEnabledFor, level) for kind, level in LEVELS.items()}
 
     def wants(self, kind: type[Event]) -> bool:
@@ -342,7 +342,7 @@ class JsonFile(logging.Handler):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
-        self._kept: list[Kept] = []
+        self._kept: list[tuple[Callable[[Any], object], object]] = []
         self._unwritten = bytearray()
         self._file: io.FileIO | None = None
         self._lost = 0

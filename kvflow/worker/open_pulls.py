@@ -13,7 +13,7 @@ from kvflow.errors import DeadlineExceeded, KvflowError, StaleLease
 from kvflow.events import PullFailed, TransferCompleted, TransferQuiesced, TransferTraced
 from kvflow.ids import Clock, Ids
 from kvflow.leases.tickets import Member, Ticket
-from kvflow.observability.logs import TOP, JsonFile, Record, Reporter, logger_of, only_file, timestamp_of
+from kvflow.observability.logs import TOP, JsonFile, Record, Reporter, logger_of, only_file, rounded, timestamp_of
 from kvflow.reads.pulls import TIMED, Pull, report_of, summed, timings_s, trace_of
 from kvflow.rendezvous.dialer import LeaseEnd
 from kvflow.report import TransferReport
@@ -430,7 +430,7 @@ class _CompletedRecords:
         sums = summed(given, ended)
         descriptors, merged, read_bytes, reads, *_ = sums
         issued_at, trace = grant.issued_at, grant.trace
-        seconds: list[Any] = [int(each * 1e9 + 0.5) / 1e9 for each in timings_s(sums, times)]
+        seconds: list[Any] = rounded(timings_s(sums, times))
         if len(seconds) < len(TIMED):  # nothing was read
             seconds += [UNSET] * (len(TIMED) - len(seconds))
         return self._line(
