@@ -69,7 +69,6 @@ WHOLE = 1.5 * 2**52  # floats of this size have no fraction, so that adding it r
 KEPT_MAX = 256  # records of completed pulls that are written together
 UNWRITTEN_BYTES_MAX = 1 << 20  # of lines that a full disk or pipe does not take now
 CLOSE_S = 1.0  # how long a process that ends waits for the reader of a pipe
-
 Record = tuple[Event, Mapping[str, Any]]  # an event, and further fields of its record
 
 # Of warnings without a field ``remedy`` and without the code of an error that has a default remedy.
@@ -431,9 +430,10 @@ class JsonFile(logging.Handler):
                 writable.poll(max(0.0, deadline - time.monotonic()) * 1000)
                 self._write(b"")
             self._file.close()
-        if missing := self._lost + self._unwritten.count(b"\n"):
-            self._told = False
-            self._tell(f"lacks {missing} records")
+            self._lost += self._unwritten.count(b"\n")
+            self._unwritten.clear()
+            self._told = not self._lost
+            self._tell(f"lacks {self._lost} records")
         super().close()
 
 
