@@ -155,8 +155,10 @@ def report_of(pull: Pull, ended_at: float, transport: str, plane: str) -> Transf
     report = new_report(TransferReport)
     report.request_id, report.nbytes, report.early = pull.request_id, pull.nbytes, pull.early
     report.early_bytes, report.transport, report.plane = pull.early_bytes, transport, plane
-    times = pull.called_at, pull.submitted_at, ended_at
-    report.deferred = measure, (pull.given, pull.ended, times)  # type: ignore[misc]  # mypy ignores the slots of the base class
+    report.deferred = (  # type: ignore[misc]  # mypy ignores the slots of the base class
+        measure,
+        (pull.given, pull.ended, (pull.called_at, pull.submitted_at, ended_at)),
+    )
     if pull.nbytes > KEPT_BYTES_MAX:
         report.compute()
     return report

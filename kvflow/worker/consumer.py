@@ -282,7 +282,8 @@ class Consumer:
         self._turn_until, self._collecting = None, False
         if self.pulls.completed:
             self.pulls.write_completed()
-        self._flush()
+        if self._collected:
+            self._flush()
 
     def _flush(self) -> None:
         """Post everything that was collected, in one call."""
@@ -360,7 +361,7 @@ class Consumer:
         if pull.held:
             self._renewals.stop(pull.held)
         self._renewals.release(pull.leases, read=True)
-        pull.handle.complete(self.pulls.complete(pull, turn_ends=self._turn_until is not None))
+        pull.handle.complete(self.pulls.complete(pull, self._turn_until))
 
     def _on_failed(self, event: PullFailed) -> None:
         """Fail a pull that the scheduler has failed, and quarantine its blocks until nothing writes into them."""

@@ -292,16 +292,16 @@ class OpenPulls:
         failed = PullFailed(pull.pull_id, name, code, pull.step, "", detail, quarantined=False, remedy=remedy)
         self._write(pull, failed)
 
-    def complete(self, pull: OpenPull, *, turn_ends: bool = False) -> TransferReport:
+    def complete(self, pull: OpenPull, turn_until: float | None = None) -> TransferReport:
         """Return the report of a pull. A file of JSON lines keeps its record; hooks and other logs take it later.
 
-        ``turn_ends``: whether the caller has ``write_completed`` called in the next iteration of the loop.
+        ``turn_until``: not None if the caller calls ``write_completed`` in the next iteration of the loop.
         """
         route, ended_at = pull.route, self._clock()
         report = report_of(pull, ended_at, route.transport, route.plane)
         logged = self.traced or (self._is_logged() and not self._records.keep(pull, ended_at))
         if logged or self._hooks:
-            if not (turn_ends or self.completed):
+            if turn_until is None and not self.completed:
                 asyncio.get_running_loop().call_soon(self.write_completed)
             self.completed.append((pull, report, logged))
         return report

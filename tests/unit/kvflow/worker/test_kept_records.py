@@ -50,9 +50,9 @@ def contexts(monkeypatch):
     """What a log that keeps nothing gets beside the event of each pull that ends."""
     found, complete = [], open_pulls.OpenPulls.complete
 
-    def noted(self, pull, **how):
+    def noted(self, pull, *how):
         found.append(pull.context(self._wall() - self._clock()))
-        return complete(self, pull, **how)
+        return complete(self, pull, *how)
 
     monkeypatch.setattr(open_pulls.OpenPulls, "complete", noted)
     return found
