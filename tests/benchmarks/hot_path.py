@@ -1,10 +1,11 @@
 # ruff: noqa: T201 - a benchmark prints its tables
-"""What a pull costs beside its floor: every number of the hot path that needs no vLLM.
+"""What a pull costs beside its floor: every figure of docs/explanation/performance.md, in one run of some ten minutes.
 
-    python -m tests.benchmarks.hot_path [--rounds 7] [--only small] [--json out/hot-path.json]
+    python -m tests.benchmarks.hot_path [--rounds 15] [--only small] [--json out/hot-path.json]
 
-Each participant is a process that has a source process of its own. Participants take turns in every round, and a ratio
-is the median of the rounds' own ratios. What was read is compared with the source after each measurement.
+All that is compared runs in one process and reads from one source process, in an order that rotates from round to
+round. A ratio is the median of the rounds' own ratios. What was read is compared with the source after each
+measurement. ``kvflow bench beside`` is a part of the run, without vLLM.
 """
 
 import argparse
@@ -19,19 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import uvloop
 
-from kvflow import Worker
 from kvflow.config import SECRET_VARIABLE
-from kvflow.tools.bench import Result, Table, header, median_ratio, quantile
+from kvflow.report import PHASES
+from kvflow.tools.bench import SAMPLES_MIN, Result, Table, header, median_ratio, quantile, tail
 from kvflow.tools.doctor.probe import Geometry
+from tests.benchmarks import beside as beside_others
 from tests.benchmarks.hot_path_calls import Calls
 from tests.benchmarks.hot_path_children import Child
-from tests.benchmarks.hot_path_sides import Sample, open_reader
-from tests.benchmarks.layouts import HALF_PAGES, HEAD_SIZE, LAYERS, VARIANTS
+from tests.benchmarks.hot_path_sides import PEERS, Sample, open_readers
 
 KIB, MIB = 1 << 10, 1 << 20
 US, MS = 1e6, 1e3
-WAYS = [way for way in ("pull", "start_pull", "pull_many") if hasattr(Worker, way)]
+WAYS = ("pull", "pull_many")
+READ_BEFORE, ONE_CORE = "pull, read before", "pull, 1"
+"""Pulls of tickets that ``read_ticket`` has read, and pulls with ``copy_threads=1``."""
 PAGES = {"huge": "auto", "small": "never"}
 COLUMNS = ("measure", "floor", "kvflow", "found", "goal")
 
@@ -61,21 +65,29 @@ def packed(num_blocks: int, block_bytes: int) -> Geometry:
 
 
 class Readers:
-    """Participants that take turns.
+    """Participants of one process that take turns.
 
     Args:
-        kinds: see ``open_reader``; each with its cache and its source's, which is the same if it is not given.
+        kinds: see ``open_readers``.
+        geometry: of their cache.
+        source: of the source's, if it is another.
         rounds: how often each is asked.
     """
 
-    def __init__(self, stack: ExitStack, kinds: Mapping[str, tuple[Geometry, ...]], rounds: int) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        kinds: Sequence[str],
+        geometry: Geometry,
+        rounds: int,
+        *,
+        source: Geometry | None = None,
+        peers: int = 1,
+    ) -> None:
         self._rounds = rounds
-        self._children: dict[str, Child] = {}
-        for name, (geometry, *source) in kinds.items():
-            kind = name.partition(":")[0]
-            self._children[name] = stack.enter_context(Child(open_reader, kind, geometry, *(source or [geometry])))
+        self._child = stack.enter_context(Child(open_readers, kinds, geometry, source or geometry, peers))
 
-    def ask(self, operation: str, *arguments: Any, only: Iterable[str] = (), **named: Any) -> Samples:
+    def ask(self, operation: str, *arguments: Any, only: Sequence[str] = (), **named: Any) -> Samples:
         """Ask every participant for one measurement in each round; the first round warms up and does not count.
 
         Args:
@@ -85,179 +97,171 @@ class Readers:
             named: more arguments.
         """
         found: dict[str, list[Any]] = defaultdict(list)
-        names = [name for name in self._children if not only or name in only]
         for turn in range(self._rounds + 1):
             show(f"{operation} {arguments}, round {turn} of {self._rounds}")
-            for name in names[:: 1 if turn % 2 else -1]:
-                sample = self._children[name].ask(operation, turn, *arguments, **named)
-                if turn:
-                    found[name].append(sample)
+            samples = self._child.ask("each", operation, turn, *arguments, only=only, **named)
+            for name, sample in samples.items() if turn else ():
+                found[name].append(sample)
         return found
 
 
 def small(stack: ExitStack, rounds: int) -> Iterable[Table]:
-    """Measure pulls of 64 KiB one after the other, in a row and with pauses, and what a log costs."""
-    geometry = packed(1 << 12, 32 * KIB)
-    readers = Readers(stack, dict.fromkeys(("bare", "pull", "pull, logged"), (geometry,)), rounds)
+    """Measure pulls of 64 KiB one after the other, in a row and with pauses."""
+    readers = Readers(stack, ("bare", "pull", READ_BEFORE), packed(1 << 12, 32 * KIB), rounds)
     rows = []
-    for name, count, pause_s, goal in (("64 KiB, back to back", 400, 0.0, 1.3), ("64 KiB, every 2 ms", 100, 0.002, 2)):
-        found = readers.ask("one_by_one", count, 2, pause_s, only=("bare", "pull"))
-        for share, limit in ((0.5, f"<= {goal} x"), (0.99, "" if pause_s else "<= 400 us")):
-            walls = [[quantile(sorted(each.wall_s), share) for each in found[kind]] for kind in ("bare", "pull")]
-            rows.append(times_floor(f"{name}, p{100 * share:.0f}, us", *walls, limit))
-        rows.append(times_floor(f"{name}, CPU, us", *([each.cpu_s for each in found[k]] for k in ("bare", "pull")), ""))
-    found = readers.ask("one_by_one", 1000, 2, only=("pull", "pull, logged"))
-    for name, value in (("CPU", lambda each: each.cpu_s), ("p50", lambda each: statistics.median(each.wall_s))):
-        silent, logged = ([value(each) for each in found[kind]] for kind in ("pull", "pull, logged"))
-        rows.append(beyond_floor(f"64 KiB, back to back, with a log, {name}, us (floor: without)", silent, logged, 10))
-    yield table("one pull after the other; floor: bare NIXL, eight bytes more, one thread hop", rows)
+    phases = []
+    for name, count, pause_s, goals in (
+        ("64 KiB, one after the other", 400, 0.0, {"pull": 23, READ_BEFORE: 18}),
+        ("64 KiB, every 2 ms", 100, 0.002, {"pull": 45, READ_BEFORE: 35}),
+    ):
+        found = readers.ask("one_by_one", count, 2, pause_s)
+        for kind, goal in goals.items():
+            title = f"{name}{', ticket read before' if kind == READ_BEFORE else ''}"
+            rows.append(beyond_floor(f"{title}, p50, us", *walls(found["bare"], found[kind]), goal))
+        longest = (tail([one for each in found[kind] for one in each.wall_s], US) for kind in ("bare", "pull"))
+        rows.append((f"{name}, tail, us", *longest, "", ""))
+        rows.append(beyond_floor(f"{name}, CPU, us", *cpus(found["bare"], found["pull"]), None))
+        phases.append(phase_row(name, found["pull"]))
+    yield table("one pull after the other; floor: two bare reads, data and eight bytes, on the calling thread", rows)
+    yield phase_table(phases)
 
 
 def in_flight(stack: ExitStack, rounds: int) -> Iterable[Table]:
     """Measure many pulls at once."""
-    for block_kib, num_blocks, cases in (
-        (32, 20_480, ((2, 100), (2, 1_000), (2, 10_000), (16, 100), (16, 1_000))),
-        (4, 163_840, ((16, 100), (16, 1_000), (16, 10_000))),
-    ):
-        geometries = packed(num_blocks, block_kib * KIB), packed(1 << 12, block_kib * KIB)
-        with ExitStack() as own:
-            readers = Readers(own, dict.fromkeys(("bare", *WAYS), geometries), rounds)
-            rows = []
-            for blocks, count in cases:
-                found = readers.ask("at_once", count, blocks, repeat=max(1, 500 // count))
-                rows += rows_in_flight(
-                    f"{count:,} in flight of {blocks}", found, asked=block_kib == 32 and blocks == 16
-                )
-        yield table(f"many pulls at once, random blocks of {block_kib} KiB; floor: bare NIXL", rows)
+    readers = Readers(stack, ("bare", *WAYS), packed(20_480, 32 * KIB), rounds, source=packed(1 << 12, 32 * KIB))
+    rows = []
+    for count in (100, 1_000):
+        found = readers.ask("at_once", count, 16, repeat=max(1, 500 // count))
+        for way, goal in zip(WAYS, (90, 60), strict=True):
+            title = f"{count:,} in flight of 512 KiB, {way}: CPU of each, us"
+            rows.append(beyond_floor(title, *cpus(found["bare"], found[way]), goal))
+        source = statistics.median(each.source_cpu_s for each in found["pull"]) * US
+        title = f"offer, admit and release 16 blocks, {count:,} in flight: CPU, us"
+        rows.append((title, None, source, f"{source:.1f}", judged(source, "<=", 25)))
+    yield table("many pulls at once, random blocks of 32 KiB; floor: bare NIXL", rows)
 
 
-def rows_in_flight(title: str, found: Samples, *, asked: bool) -> Iterable[tuple[Any, ...]]:
-    """Return the rows of one number of pulls in flight."""
-    bare = found["bare"]
-    for way in WAYS:
-        goal = {"pull": 90, "pull_many": 60}.get(way) if asked else None
-        cpu = [[each.cpu_s for each in samples] for samples in (bare, found[way])]
-        yield beyond_floor(f"{title}, {way}: CPU of each, us", *cpu, goal)
-    for way in WAYS:
-        yield times_floor(f"{title}, {way}: time, ms", *walls(bare, found[way]), "", MS)
-    for way in WAYS:
-        source = statistics.median(each.source_cpu_s for each in found[way]) * US
-        yield (f"{title}, {way}: source's CPU of each, us", None, source, "", "<= 25" if asked else "")
+LARGE_GOALS = {
+    (16, "small"): (0.85, 0.85),
+    (16, "huge"): (0.7, 0.7),
+    (64, "small"): (1.25, 1.5),
+    (64, "huge"): (0.95, 1.2),
+    (256, "small"): (1.25, 1.5),
+    (256, "huge"): (0.95, 1.2),
+}
+"""MiB and pages -> least rate of consecutive blocks and of random ones, of bare NIXL's."""
 
 
 def large(stack: ExitStack, rounds: int) -> Iterable[Table]:
-    """Measure large reads beside bare NIXL, with huge pages on both sides and with small ones."""
-    geometry = packed(4_097, 64 * KIB)
-    paged = {name: msgspec.structs.replace(geometry, huge_pages=how) for name, how in PAGES.items()}
-    kinds = {f"{kind}: {name}": (cache,) for name, cache in paged.items() for kind in ("bare", "pull")}
-    readers = Readers(stack, kinds, rounds)
-    rows = []
-    for scattered in (False, True):
-        for size in (64, 256):
-            found = readers.ask("at_once", 1, size * MIB // (64 * KIB), scattered=scattered)
-            for name in PAGES:
-                title = f"{size} MiB, {'random' if scattered else 'consecutive'} blocks, {name} pages, ms"
-                rows.append(of_floor(title, *walls(found[f"bare: {name}"], found[f"pull: {name}"]), ">= 0.96"))
-    yield table("large reads, blocks of 64 KiB; floor: bare NIXL with the same pages", rows)
-
-
-def pages(stack: ExitStack, rounds: int) -> Iterable[Table]:
-    """Measure what huge pages gain, and on which side."""
-    geometry = packed(2_048, 64 * KIB)
-    paged = {name: msgspec.structs.replace(geometry, huge_pages=how) for name, how in PAGES.items()}
-    kinds = {
-        f"{kind}: {here} here, {there} there": (paged[here], paged[there])
-        for kind in ("bare", "pull")
-        for here in PAGES
-        for there in PAGES
-    }
-    readers = Readers(stack, kinds, rounds)
-    rows = []
-    for scattered in (False, True):
-        found = readers.ask("at_once", 1, 64 * MIB // (64 * KIB), scattered=scattered)
-        for name in [name for name in kinds if "huge" in name]:
-            small_pages = found[f"{name.partition(':')[0]}: small here, small there"]
-            title = f"{'random' if scattered else 'consecutive'} blocks, {name}, ms"
-            rows.append(of_floor(title, *walls(small_pages, found[name]), ""))
-    yield table("64 MiB, blocks of 64 KiB, reader here, source there; floor: small pages on both sides", rows)
-
-
-def layouts(stack: ExitStack, rounds: int) -> Iterable[Table]:
-    """Measure what packing gains, through ``pull`` and with bare NIXL."""
+    """Measure large reads beside bare NIXL, and what the second core gains, with huge pages and with small ones."""
     del stack
-    rows = []
-    for half_page, heads in list(HALF_PAGES.items())[:2]:  # the third needs 9 GiB
-        kinds = {
-            f"{kind}: {name}": (
-                Geometry(layers=LAYERS, num_kv_heads=heads, head_size=HEAD_SIZE, num_blocks=640, layout=layout, kv=kv),
-            )
-            for kind in ("bare", "pull")
-            for name, (layout, kv) in VARIANTS.items()
-        }
+    rows, gains, phases = [], [], []
+    for pages, how in PAGES.items():
+        geometry = msgspec.structs.replace(packed(4_097, 64 * KIB), huge_pages=how)
         with ExitStack() as own:
-            readers = Readers(own, kinds, rounds)
-            for blocks in (63, 607):
-                found = readers.ask("at_once", 1, blocks)
-                gains = {
-                    kind: ratios(*walls(found[f"{kind}: per-layer"], found[f"{kind}: packed"]))
-                    for kind in ("bare", "pull")
-                }
-                share = median_ratio(gains["pull"], gains["bare"])
-                medians = [statistics.median(gains[kind]) for kind in ("bare", "pull")]
-                title = f"half pages of {half_page // KIB} KiB, {blocks} random blocks: gain"
-                rows.append((title, *medians, f"{share:.2f} of it", ">= 0.97"))
-    yield table("packed over per-layer; floor: the gain of bare NIXL", rows)
+            readers = Readers(own, ("bare", "pull", ONE_CORE), geometry, rounds)
+            for size in (16, 64, 256):
+                for scattered in (False, True):
+                    found = readers.ask("at_once", 1, size * MIB // (64 * KIB), scattered=scattered)
+                    title = f"{size} MiB, {'random' if scattered else 'consecutive'} blocks, {pages} pages"
+                    bare, both, one = walls(*(found[kind] for kind in ("bare", "pull", ONE_CORE)))
+                    rows.append(of_floor(f"{title}, ms", bare, both, LARGE_GOALS[size, pages][scattered]))
+                    if size > 16:
+                        rows.append(times_floor(f"{title}, CPU, ms", *cpus(found["bare"], found["pull"]), 1.3))
+                    gains.append(of_floor(f"{title}, ms", one, both, None))
+                    if scattered:
+                        phases.append(phase_row(title, found["pull"]))
+    yield table("large reads, blocks of 64 KiB; floor: bare NIXL with the same pages", rows)
+    yield table("what the second core gains; floor: copy_threads=1", gains)
+    yield phase_table(phases)
 
 
 def beside(stack: ExitStack, rounds: int) -> Iterable[Table]:
     """Measure what happens beside a pull of 1 GiB."""
     blocks = (1 << 30) // (64 * KIB)
-    readers = Readers(stack, {"pull": (packed(blocks + 512, 64 * KIB),)}, rounds)
+    readers = Readers(stack, ("pull",), packed(blocks + 512, 64 * KIB), rounds)
     (lags,) = readers.ask("lag", blocks).values()
-    busy, idle = (sorted(lag for each in lags for lag in each[kind]) for kind in ("busy", "idle"))
-    rows: list[tuple[Any, ...]] = [
-        (f"lag of the event loop, p{100 * share:.0f}, ms", *values, "", "<= 1" if share > 0.5 else "")
-        for share in (0.5, 0.99)
-        for values in [(quantile(idle, share) * MS, quantile(busy, share) * MS)]
+    idle, busy = ([lag for each in lags for lag in each[kind]] for kind in ("idle", "busy"))
+    (found,) = readers.ask("urgent", blocks, 0.01, -(-SAMPLES_MIN // rounds)).values()
+    urgent = [wall for each in found for wall in each["urgent"]]
+    alone, with_urgent = ([statistics.median(each[name]) for each in found] for name in ("alone_s", "beside_s"))
+    alone_ms = statistics.median(alone) * MS
+    rows = [
+        tail_row("lag of the event loop, ms", idle, busy, 1),
+        tail_row(f"urgent 64 KiB, of {len(urgent):,}, ms", [], urgent, 3),
+        ("1 GiB alone, ms", None, alone_ms, f"{alone_ms:.1f}", judged(alone_ms, "<=", 65)),
+        of_floor("1 GiB with an urgent pull every 10 ms, ms", alone, with_urgent, 0.95),
     ]
-    (found,) = readers.ask("urgent", blocks, 0.01).values()
-    urgent = sorted(wall for each in found for wall in each["urgent"])
-    for share, goal in ((0.5, ""), (0.99, "<= 5")):
-        title = f"urgent 64 KiB, p{100 * share:.0f} of {len(urgent)}, ms"
-        rows.append((title, None, quantile(urgent, share) * MS, "", goal))
-    alone, with_urgent = ([each[name] for each in found] for name in ("alone_s", "beside_s"))
-    rows.append(of_floor("1 GiB with an urgent pull every 10 ms, ms (floor: alone)", alone, with_urgent, ">= 0.90"))
-    yield table("beside 1 GiB of random blocks of 64 KiB; floor of the lag: nothing moves", rows)
+    yield table("beside 1 GiB of random blocks of 64 KiB; floor: idle, or alone", rows)
 
 
-def late(stack: ExitStack, rounds: int) -> Iterable[Table]:
-    """Measure what is read in vain where leases are held after their tickets are read."""
-    readers = Readers(stack, {"pull": (packed(1 << 12, 32 * KIB),)}, rounds)
+def tail_row(title: str, floor: Sequence[float], ours: Sequence[float], goal: float) -> tuple[Any, ...]:
+    """Return the row of medians and tails, of which ours has a goal."""
+    shown = [f"p50 {statistics.median(each) * MS:.2f}, {tail(each, MS)}" if each else None for each in (floor, ours)]
+    found = quantile(sorted(ours), 0.99 if len(ours) >= SAMPLES_MIN else 1) * MS
+    return (title, *shown, f"{found:.2f}", judged(found, "<=", goal))
+
+
+def waiting(stack: ExitStack, rounds: int) -> Iterable[Table]:
+    """Measure what pulls take that wait for their admission."""
+    readers = Readers(stack, ("start_pull",), packed(1 << 14, 4 * KIB), min(rounds, 3))
+    (found,) = readers.ask("waiting", 10_000, 8.0).values()
+    none, share = (statistics.median(100 * each[name] for each in found) for name in ("none", "waiting"))
+    rows = [("10,000 pulls that wait for admission, % of a core", none, share, f"{share:.1f}", judged(share, "<=", 1))]
+    yield table("tickets that are admitted late; floor: no pull", rows)
+
+
+def peers(stack: ExitStack, rounds: int) -> Iterable[Table]:
+    """Measure pulls from many peers."""
+    readers = Readers(
+        stack, ("start_pull",), packed(1 << 10, 64 * KIB), rounds, source=packed(1 << 6, 64 * KIB), peers=PEERS
+    )
+    (found,) = readers.ask("of_peers", 1_000).values()
+    one, many = ([each[number] for each in found] for number in (1, PEERS))
+    rows = [times_floor(f"1,000 in flight of 64 KiB, {PEERS} peers, CPU of each, us", one, many, 1.2, US)]
+    yield table("pulls from many peers; floor: from one", rows)
+
+
+OBSERVED = {("JSON lines", "64 KiB"): 1.10, ("JSON lines", "1 MiB"): 1.05, ("hook", ""): 1.05, ("http", ""): 1.10}
+"""Way and size, or all sizes -> most CPU, of a pull that nobody observes."""
+
+
+def observed(stack: ExitStack, rounds: int) -> Iterable[Table]:
+    """Measure what it costs to observe a pull."""
+    del stack
+    from tests.benchmarks.observing import costs  # which imports this module
+
     rows = []
-    for count, blocks in ((16, 16), (1, 1_024)):
-        (found,) = readers.ask("late", count, blocks, 0.1).values()
-        in_vain = sum(each["in_vain"] for each in found) / sum(each["nbytes"] for each in found)
-        title = f"{count} pulls of {blocks} blocks"
-        rows.append((f"{title}: bytes read in vain, of those that were delivered", None, in_vain, "", "0"))
-        rows.append((f"{title}: done after the admission, ms", None, median(found, "after_s") * MS, "", ""))
-    yield table("tickets that are admitted 100 ms late, blocks of 32 KiB", rows)
+    for each in costs(rounds, 40):
+        size = each.title.partition(" pull of ")[2].partition(",")[0]
+        for way, cpu_us, more_us, ratio, *_ in each.rows:
+            goal = OBSERVED.get((way, size)) or OBSERVED.get((way, ""))
+            verdict = judged(ratio, "<=", goal) if goal else ""
+            rows.append(
+                (f"CPU of a pull of {size}, {way}, us", cpu_us - more_us, cpu_us, f"{ratio:.2f} times", verdict)
+            )
+    yield table("what it costs to observe a pull; floor: nobody does", rows)
+
+
+def others(stack: ExitStack, rounds: int) -> Iterable[Table]:
+    """Compare with what else moves the same bytes."""
+    del stack
+    return uvloop.run(beside_others.run(rounds, 0, show, vllm=""))
 
 
 def calls(stack: ExitStack, rounds: int) -> Iterable[Table]:
     """Count what one pull executes."""
-    readers = Readers(stack, {"pull, traced": (packed(1 << 12, 32 * KIB),)}, rounds)
+    readers = Readers(stack, ("pull, traced",), packed(1 << 12, 32 * KIB), rounds)
     (found,) = readers.ask("calls", 2).values()
     commit, figures = known_figures()
     rows: list[tuple[Any, ...]] = []
     notes: list[str] = []
     for number, title in enumerate(CALLS):
         counted = least(each[number] for each in found)
-        goals = ("<= 80", "<= 45", "", "<= 2,000", "<= 10") if number == 0 else ("",) * 5
         known = figures.get(title, {})
-        rows += [
-            (f"{name}, {title}", known.get(name), value, "", goal)
-            for (name, value), goal in zip(executed(counted).items(), goals, strict=True)
-        ]
+        for name, value in executed(counted).items():
+            goal = judged(value, "<=", 2_100) if (number, name) == (0, "bytecodes") else ""
+            rows.append((f"{name}, {title}", known.get(name), value, f"{value:,}" if goal else "", goal))
         made = ", ".join(f"{count} {name}" for name, count in counted.records.most_common())
         most = ", ".join(
             f"{count} {Path(path).stem}.{name}" for (path, name), count in counted.functions.most_common(25)
@@ -289,7 +293,8 @@ def known_figures() -> tuple[str, Mapping[str, Mapping[str, int]]]:
 
 
 SCENARIOS: Mapping[str, Callable[[ExitStack, int], Iterable[Table]]] = {
-    scenario.__name__: scenario for scenario in (small, in_flight, large, pages, layouts, beside, late, calls)
+    scenario.__name__: scenario
+    for scenario in (small, calls, in_flight, large, beside, waiting, peers, observed, others)
 }
 
 
@@ -306,30 +311,53 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
     return [one / other for one, other in zip(above, below, strict=True)]
 
 
+def judged(value: float, sign: str, goal: float) -> str:
+    """Return a goal, and whether it was met."""
+    met = value <= goal if sign == "<=" else value >= goal
+    return f"{sign} {goal:,}: {'met' if met else 'missed'}"
+
+
+def cpus(*kinds: Sequence[Sample]) -> list[list[float]]:
+    """Return the process time of one read in each round, kind by kind."""
+    return [[sample.cpu_s for sample in samples] for samples in kinds]
+
+
 def times_floor(
-    title: str, floor: Sequence[float], ours: Sequence[float], goal: str, unit: float = US
+    title: str, floor: Sequence[float], ours: Sequence[float], goal: float, unit: float = MS
 ) -> tuple[Any, ...]:
-    """Return the row of a time that is so many times its floor."""
-    return (title, *medians(floor, ours, unit), f"{median_ratio(ours, floor):.2f} x", goal)
+    """Return the row of what is so many times its floor."""
+    ratio = median_ratio(ours, floor)
+    return (title, *medians(floor, ours, unit), f"{ratio:.2f} times", judged(ratio, "<=", goal))
 
 
-def of_floor(title: str, floor: Sequence[float], ours: Sequence[float], goal: str) -> tuple[Any, ...]:
+def of_floor(title: str, floor: Sequence[float], ours: Sequence[float], goal: float | None) -> tuple[Any, ...]:
     """Return the row of a rate that is such a share of the floor's."""
-    return (title, *medians(floor, ours, MS), f"{median_ratio(floor, ours):.2f} times the rate", goal)
+    share = median_ratio(floor, ours)
+    verdict = "" if goal is None else judged(share, ">=", goal)
+    return (title, *medians(floor, ours, MS), f"{share:.2f} of the rate", verdict)
 
 
 def beyond_floor(title: str, floor: Sequence[float], ours: Sequence[float], goal: int | None) -> tuple[Any, ...]:
     """Return the row of what is spent beyond the floor."""
     beyond = statistics.median(one - other for one, other in zip(ours, floor, strict=True)) * US
-    return (title, *medians(floor, ours, US), f"+ {beyond:.1f}", "" if goal is None else f"<= {goal}")
+    return (title, *medians(floor, ours, US), f"+ {beyond:.1f}", "" if goal is None else judged(beyond, "<=", goal))
 
 
 def medians(floor: Sequence[float], ours: Sequence[float], unit: float) -> tuple[float, float]:
     return statistics.median(floor) * unit, statistics.median(ours) * unit
 
 
-def median(samples: Sequence[Mapping[str, float]], name: str) -> float:
-    return statistics.median(each[name] for each in samples)
+PHASES_TITLE = "where the time of a pull goes, us"
+
+
+def phase_row(title: str, samples: Sequence[Sample]) -> tuple[Any, ...]:
+    """Return how long a pull took, and of that each phase of its report."""
+    phases = [statistics.median(each.phases_s[phase] for each in samples) * US for phase in PHASES]
+    return (title, statistics.median(walls(samples)[0]) * US, *phases)
+
+
+def phase_table(rows: Sequence[tuple[Any, ...]]) -> Table:
+    return Table(title=PHASES_TITLE, columns=("pull", "whole", *PHASES), rows=tuple(rows))
 
 
 def show(text: str) -> None:
@@ -340,7 +368,7 @@ def show(text: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.hot_path", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="of each measurement (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=15, help="of each measurement (default: %(default)s)")
     parser.add_argument("--only", choices=SCENARIOS, action="append", help="one of the scenarios; may be repeated")
     parser.add_argument("--json", type=Path, help="write the result into this file, too")
     options = parser.parse_args()

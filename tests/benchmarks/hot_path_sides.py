@@ -1,4 +1,4 @@
-"""Who takes part in ``hot_path``: a source process, and readers that each have one of their own.
+"""Who takes part in ``hot_path``: a process of readers that take turns, and the process of their source.
 
 A reader reads pairs of block ids with bare NIXL, or pulls them with kvflow. Whatever is read is compared with what the
 source holds, after the time was taken.
@@ -7,26 +7,26 @@ source holds, after the time was taken.
 import asyncio
 import os
 import secrets
-import tempfile
-import threading
+import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from itertools import cycle
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from kvflow import Ticket, TicketMint, TransferReport, Worker, WorkerConfig, configure_logging, open_worker
+from kvflow import Ticket, TicketMint, TransferReport, Worker, WorkerConfig, open_worker
 from kvflow.config import SECRET_VARIABLE
 from kvflow.memory.cache import KVCache
 from kvflow.planning.pairs import Int64s
 from kvflow.reads.nixl.binding import Agent, load_binding
 from kvflow.reads.reach import host_facts
+from kvflow.report import PHASES
 from kvflow.tools.bench.ceilings import BareNixl, Opened
 from kvflow.tools.doctor.probe import BLOCK_SIZE, Geometry
 from tests.benchmarks.hot_path_calls import Calls, count_calls
@@ -38,8 +38,13 @@ LEASE_S = 600.0
 URGENT = -100
 """Priority of the urgent pull: no bulk pull waits long enough to overtake it."""
 
-URGENT_MAX = 256
+URGENT_MAX = 64
 """Urgent pulls beside one bulk pull."""
+
+PEERS = 100
+
+WINDOW_S = 2.0
+"""In which the CPU time of pulls that wait is taken."""
 
 STEADY = 50
 """Pulls in a row, of which the last one is counted."""
@@ -58,36 +63,35 @@ class Sample:
     Attributes:
         wall_s: of each, or of all together where they were in flight at once.
         cpu_s: process time of the reader, all threads, for one read.
+        phases_s: medians of what the reports say; empty if there are none.
         source_cpu_s: process time of the source for one offer, its admission and its release.
     """
 
     wall_s: list[float]
     cpu_s: float
     source_cpu_s: float = 0.0
+    phases_s: Mapping[str, float] = field(default_factory=dict)
 
 
 # --- the source ---
 
 
 class Source:
-    """A cache that is offered by a worker, or registered with a bare agent."""
+    """A cache that workers offer, and that may be registered with a bare agent beside them."""
 
-    def __init__(self, cache: KVCache, worker: Worker | None, opened: Opened) -> None:
-        self._cache, self._worker, self._opened = cache, worker, opened
+    def __init__(self, workers: Sequence[Worker], opened: Opened) -> None:
+        self._workers, self._opened = workers, opened
         self._offered_s = self._mark_s = 0.0
 
     async def opened(self) -> Opened:
         """Return what a bare reader needs."""
         return self._opened
 
-    async def offer(self, lists: list[list[int]]) -> list[dict[str, Any]]:
-        """Offer blocks."""
-        assert self._worker is not None
-        names = [secrets.token_hex(8) for _ in lists]
+    async def offer(self, lists: list[list[int]], peers: int = 1) -> list[dict[str, Any]]:
+        """Offer blocks, by so many workers in turn."""
+        works = zip([secrets.token_hex(8) for _ in lists], lists, cycle(self._workers[:peers]), strict=False)
         started = time.process_time()
-        tickets = [
-            self._worker.offer(name, [ids], len(ids) * BLOCK_SIZE) for name, ids in zip(names, lists, strict=True)
-        ]
+        tickets = [worker.offer(name, [ids], len(ids) * BLOCK_SIZE) for name, ids, worker in works]
         self._offered_s = time.process_time() - started
         return [ticket.to_params() for ticket in tickets]
 
@@ -97,40 +101,41 @@ class Source:
 
     async def offer_late(self, lists: list[list[int]], late_s: float) -> list[dict[str, Any]]:
         """Sign tickets in another mint's name, and admit each so late."""
-        assert self._worker is not None
+        worker = self._workers[0]
         mint = TicketMint(
-            "source", [self._worker.rank_address], cluster_secret=os.environ[SECRET_VARIABLE], lease_s=LEASE_S
+            "source-0", [worker.rank_address], cluster_secret=os.environ[SECRET_VARIABLE], lease_s=LEASE_S
         )
         minted = [mint.offer(secrets.token_hex(8), block_ids=[ids], num_tokens=len(ids) * BLOCK_SIZE) for ids in lists]
         for _, grant in minted:
-            asyncio.get_running_loop().call_later(late_s, self._worker.admit, grant)
+            asyncio.get_running_loop().call_later(late_s, worker.admit, grant)
         return [ticket.to_params() for ticket, _ in minted]
 
     async def settle(self) -> float:
         """Wait until all leases have ended; return the process time of the last offers and since the last mark."""
-        assert self._worker is not None
         await asyncio.sleep(0.1)
-        while self._worker.snapshot().leases:  # noqa: ASYNC110  # an event of each lease would cost time
+        while any(worker.snapshot().leases for worker in self._workers):  # noqa: ASYNC110  # an event of each lease would cost time
             await asyncio.sleep(0.1)
         return self._offered_s + time.process_time() - self._mark_s
 
 
 @asynccontextmanager
-async def open_source(geometry: Geometry, *, bare: bool) -> AsyncIterator[Source]:
-    """Open a cache whose every eight bytes hold their own number."""
+async def open_source(geometry: Geometry, *, bare: bool, peers: int = 1) -> AsyncIterator[Source]:
+    """Open a cache whose every eight bytes hold their own number, with so many workers, and for bare NIXL if asked."""
     cache = geometry.build()
     number_words(cache)
     manifest = cache.manifest()
     encoded = msgspec.msgpack.encode(manifest)
-    if bare:
-        agent = Agent(load_binding(), f"bare-{secrets.token_hex(8)}", progress=True)
-        agent.register(manifest.regions)
-        yield Source(cache, None, Opened(host_facts(), encoded, "", agent.metadata(), ""))
-        agent.destroy()
-        return
-    config = WorkerConfig.read({"engine_id": "source", "lease_s": LEASE_S, "lease_slots": LEASES})
-    async with open_worker(config, cache) as worker:
-        yield Source(cache, worker, Opened(host_facts(), encoded, "", b"", ""))
+    async with AsyncExitStack() as stack:
+        metadata = b""
+        if bare:
+            agent = Agent(load_binding(), f"bare-{secrets.token_hex(8)}", progress=True)
+            stack.callback(agent.destroy)
+            agent.register(manifest.regions)
+            metadata = agent.metadata()
+        settings = {"lease_s": LEASE_S, "lease_slots": LEASES}
+        configs = [WorkerConfig.read({"engine_id": f"source-{number}", **settings}) for number in range(peers)]
+        workers = [await stack.enter_async_context(open_worker(config, cache)) for config in configs]
+        yield Source(workers, Opened(host_facts(), encoded, "", metadata, ""))
 
 
 def number_words(cache: KVCache) -> None:
@@ -165,8 +170,8 @@ class Reader:
         """Read once."""
         raise NotImplementedError
 
-    async def read_all(self, work: Sequence[Any]) -> None:
-        """Read all that is given, all of it in flight at once."""
+    async def read_all(self, work: Sequence[Any]) -> Sequence[Any]:
+        """Read all that is given, all of it in flight at once; return the reports, if there are any."""
         raise NotImplementedError
 
     async def one_by_one(self, seed: int, count: int, blocks: int, pause_s: float = 0.0) -> Sample:
@@ -174,16 +179,18 @@ class Reader:
         pairs = self.pairs(seed, count, blocks)
         works = await self.prepare(pairs)
         walls: list[float] = []
+        reports = []
         used = time.process_time()
         for work in works:
             started = time.perf_counter()
-            await self.read(work)
+            report = await self.read(work)
             walls.append(time.perf_counter() - started)
+            reports.append(report)
             if pause_s:
                 await asyncio.sleep(pause_s)
         used = time.process_time() - used
         self.compare(pairs)
-        return Sample(walls, used / count)
+        return Sample(walls, used / count, phases_s=phases_of(reports))
 
     async def at_once(self, seed: int, count: int, blocks: int, *, scattered: bool = True, repeat: int = 1) -> Sample:
         """Have so many reads in flight."""
@@ -194,13 +201,13 @@ class Reader:
             works = await self.prepare(pairs)
             await asyncio.to_thread(self._source.ask, "mark")
             used, started = time.process_time(), time.perf_counter()
-            await self.read_all(works)
+            reports = await self.read_all(works)
             walls.append(time.perf_counter() - started)
             cpu_s += time.process_time() - used
             source_s += await self.settle()
             self.compare(pairs)
         reads = count * repeat
-        return Sample(walls, cpu_s / reads, source_s / reads)
+        return Sample(walls, cpu_s / reads, source_s / reads, phases_of(reports))
 
     async def settle(self) -> float:
         """Wait until the source holds no lease; return its process time for what was read."""
@@ -250,31 +257,32 @@ class Reader:
             found[target_ids] = 0
 
 
+def phases_of(reports: Sequence[Any]) -> dict[str, float]:
+    """Return the median of each phase of pulls; nothing of other reads."""
+    timings = [report.timings_s for report in reports if isinstance(report, TransferReport)]
+    return {phase: statistics.median(each[phase] for each in timings) for phase in PHASES} if timings else {}
+
+
 class BareReader(Reader):
-    """Reads with bare NIXL: one by one with a fence's read and a thread hop, all at once without them."""
+    """Reads with bare NIXL on the calling thread: one by one with a fence's read, all at once without it."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._bare = BareNixl(self._source.ask("opened"), self._cache)
-        self._hop = Hop()
 
     async def prepare(self, pairs: Pairs) -> list[Any]:
         return [self._bare.bind(*pair) for pair in pairs]
 
     async def read(self, work: Any) -> None:
-        await self._hop(partial(self._read_and_look, work))
+        self._bare.read_fenced(work)
 
-    async def read_all(self, work: Sequence[Any]) -> None:
+    async def read_all(self, work: Sequence[Any]) -> Sequence[Any]:
         for bound in work:
             self._bare.read(bound)
-
-    def _read_and_look(self, bound: Any) -> None:
-        self._bare.read(bound)
-        self._bare.read_word()
+        return ()
 
     def close(self) -> None:
-        """End the thread, and the agent."""
-        self._hop.close()
+        """End the agent."""
         self._bare.close()
 
 
@@ -283,14 +291,18 @@ class PullReader(Reader):
 
     Args:
         way: the worker's method that ``read_all`` uses: ``pull``, ``start_pull`` or ``pull_many``.
+        read_before: have the worker read and verify tickets before the time is taken.
     """
 
-    def __init__(self, *arguments: Any, worker: Worker, way: str) -> None:
+    def __init__(self, *arguments: Any, worker: Worker, way: str, read_before: bool = False) -> None:
         super().__init__(*arguments)
         self._worker = worker
         self._pull = worker.pull
         self._many = worker.pull_many if way == "pull_many" else partial(_each, getattr(worker, way))
         self._by_handles = way != "pull"
+        self._read_ticket: Callable[[Any], Ticket] = Ticket.from_params
+        if read_before:
+            self._read_ticket = worker.read_ticket  # type: ignore[attr-defined]
 
     async def prepare(self, pairs: Pairs) -> list[Any]:
         return await self._tickets("offer", pairs)
@@ -299,19 +311,17 @@ class PullReader(Reader):
         lists = [source_ids.tolist() for source_ids, _ in pairs]
         params = await asyncio.to_thread(self._source.ask, kind, lists, *arguments)
         return [
-            (Ticket.from_params(each), [target_ids.tolist()])
+            (self._read_ticket(each), [target_ids.tolist()])
             for each, (_, target_ids) in zip(params, pairs, strict=True)
         ]
 
     async def read(self, work: Any) -> TransferReport:
         return await self._pull(*work)
 
-    async def read_all(self, work: Sequence[Any]) -> None:
+    async def read_all(self, work: Sequence[Any]) -> Sequence[Any]:
         if not self._by_handles:
-            await asyncio.gather(*self._many(work))
-            return
-        for handle in self._many(work):  # gather would make a task of each
-            await handle
+            return await asyncio.gather(*self._many(work))
+        return [await handle for handle in self._many(work)]  # gather would make a task of each
 
     async def settle(self) -> float:
         used: float = await asyncio.to_thread(self._source.ask, "settle")
@@ -330,23 +340,30 @@ class PullReader(Reader):
         self.compare(pairs)
         return {"busy": busy, "idle": idle, "wall_s": wall_s}
 
-    async def urgent(self, seed: int, blocks: int, pause_s: float) -> dict[str, Any]:
-        """Pull much at once alone, and with one urgent pull of a block after the other beside it, in either order."""
+    async def urgent(self, seed: int, blocks: int, pause_s: float, wanted: int) -> dict[str, Any]:
+        """Pull much at once alone, and with an urgent pull of a block now and then beside it, in turns.
+
+        This goes on until as many urgent pulls as wanted were made.
+        """
         sources, targets = (ids[0] for ids in zip(*self.pairs(seed, 1, blocks + URGENT_MAX), strict=True))
         bulk = [(sources[:blocks], targets[:blocks])]
         small = [(sources[at : at + 1], targets[at : at + 1]) for at in range(blocks, blocks + URGENT_MAX)]
-        seconds, latest = {}, {}
-        for beside in (False, True)[:: 1 if seed % 2 else -1]:
-            (work,) = await self.prepare(bulk)
-            urgent = await self.prepare(small if beside else [])
-            task = asyncio.ensure_future(self._timed(work))
-            latencies = [await self._urgent_pull(each, pause_s) for each in urgent if not task.done()]
-            seconds[beside] = await task
-            self.compare([*bulk, *small[: len(latencies)]])
-            latest[beside] = latencies
-            for ticket, _ in urgent[len(latencies) :]:
-                await self._worker.release(ticket)
-        return {"urgent": latest[True], "alone_s": seconds[False], "beside_s": seconds[True]}
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        latencies: list[float] = []
+        made = 0
+        while len(latencies) < wanted:
+            for beside in (False, True)[:: 1 if (seed + len(seconds[True])) % 2 else -1]:
+                (work,) = await self.prepare(bulk)
+                urgent = await self.prepare(small if beside else [])
+                task = asyncio.ensure_future(self._timed(work))
+                found = [await self._urgent_pull(each, pause_s) for each in urgent if not task.done()]
+                seconds[beside].append(await task)
+                latencies += found
+                made = max(made, len(found))
+                for ticket, _ in urgent[len(found) :]:
+                    await self._worker.release(ticket)
+        self.compare([*bulk, *small[:made]])
+        return {"urgent": latencies, "alone_s": seconds[False], "beside_s": seconds[True]}
 
     async def _timed(self, work: Any) -> float:
         started = time.perf_counter()
@@ -359,30 +376,40 @@ class PullReader(Reader):
         await self._worker.pull(*work, priority=URGENT)
         return time.perf_counter() - started
 
-    async def late(self, seed: int, count: int, blocks: int, late_s: float) -> dict[str, Any]:
-        """Pull tickets that are admitted late; return the bytes that were read in vain, and how long after it ended."""
-        pairs = self.pairs(seed, count, blocks)
-        started = time.perf_counter()
+    async def waiting(self, seed: int, count: int, late_s: float) -> dict[str, float]:
+        """Return the share of a core that pulls take which wait for their admission, and that of none."""
+        pairs = self.pairs(seed, count, 1)
+        none = await self._share_of_core()
         works = await self._tickets("offer_late", pairs, late_s)
-        reports = await asyncio.gather(*(self.read(work) for work in works))
-        after_s = time.perf_counter() - started - late_s
+        handles = [self._worker.start_pull(*work) for work in works]
+        await asyncio.sleep(1)  # each has been read early once, and waits
+        share = await self._share_of_core()
+        if any(handle.done() for handle in handles):
+            raise ValueError("pulls were admitted while the time was taken")
+        for handle in handles:
+            await handle
         self.compare(pairs)
-        return {
-            "nbytes": sum(report.nbytes for report in reports),
-            "in_vain": sum(report.early_bytes for report in reports),
-            "after_s": after_s,
-        }
+        await self.settle()
+        return {"none": none, "waiting": share}
 
-    async def calls_of_many(self, seed: int, count: int, blocks: int) -> Calls:
-        """Count calls of so many pulls at once, until the last of them returns."""
-        before, pairs = self.pairs(2 * seed, count, blocks), self.pairs(2 * seed + 1, count, blocks)
-        await self.read_all(await self.prepare(before))
-        self.compare(before)
-        works = await self.prepare(pairs)
-        with count_calls() as calls:
+    @staticmethod
+    async def _share_of_core() -> float:
+        used = time.process_time()
+        await asyncio.sleep(WINDOW_S)
+        return (time.process_time() - used) / WINDOW_S
+
+    async def of_peers(self, seed: int, count: int) -> dict[int, float]:
+        """Pull a block each from one peer, and from all, in turns; return the process time of a pull, by peers."""
+        found = {}
+        for peers in (1, PEERS)[:: 1 if seed % 2 else -1]:
+            pairs = self.pairs(seed, count, 1)
+            works = await self._tickets("offer", pairs, peers)
+            used = time.process_time()
             await self.read_all(works)
-        self.compare(pairs)
-        return calls
+            found[peers] = (time.process_time() - used) / count
+            await self.settle()
+            self.compare(pairs)
+        return found
 
     async def calls(self, seed: int, blocks: int) -> tuple[Calls, Calls]:
         """Pull in a row, and count calls until the last pull returns; of another row also its release, by itself."""
@@ -406,64 +433,50 @@ def _each(pull: Callable[..., Any], works: Sequence[Any]) -> list[Any]:
     return [pull(*work) for work in works]
 
 
-class Hop:
-    """A thread that works when an eventfd wakes it, and wakes the event loop by another: no hand-over takes less."""
+class Together:
+    """Readers of one process and one source, which take turns."""
 
-    def __init__(self) -> None:
-        self._there, self._back = os.eventfd(0), os.eventfd(0, os.EFD_NONBLOCK)
-        self._work: Callable[[], object] | None = None
-        self._done: asyncio.Future[None] | None = None
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._back, self._returned)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+    def __init__(self, readers: Mapping[str, Reader]) -> None:
+        self._readers = readers
 
-    async def __call__(self, work: Callable[[], object]) -> None:
-        self._work, self._done = work, self._loop.create_future()
-        os.eventfd_write(self._there, 1)
-        await self._done
-
-    def _run(self) -> None:
-        while os.eventfd_read(self._there) and self._work is not None:
-            self._work()
-            os.eventfd_write(self._back, 1)
-
-    def _returned(self) -> None:
-        os.eventfd_read(self._back)
-        assert self._done is not None
-        self._done.set_result(None)
-
-    def close(self) -> None:
-        """End the thread."""
-        self._work = None
-        os.eventfd_write(self._there, 1)
-        self._thread.join()
-        self._loop.remove_reader(self._back)
+    async def each(self, operation: str, seed: int, *arguments: Any, only: Sequence[str] = (), **named: Any) -> Any:
+        """Ask every reader for one measurement, in an order that rotates with ``seed``; return what each has found."""
+        names = [name for name in self._readers if not only or name in only]
+        turned = names[seed % len(names) :] + names[: seed % len(names)]
+        return {name: await getattr(self._readers[name], operation)(seed, *arguments, **named) for name in turned}
 
 
 @asynccontextmanager
-async def open_reader(kind: str, geometry: Geometry, source_geometry: Geometry) -> AsyncIterator[Reader]:
-    """Open a reader and its source.
+async def open_readers(
+    kinds: Sequence[str], geometry: Geometry, source_geometry: Geometry, peers: int = 1
+) -> AsyncIterator[Together]:
+    """Open readers, with one cache, and a source process with as many workers as there are peers.
 
     Args:
-        kind: ``bare``, or a method of the worker. ``pull, logged`` writes a log; ``pull, traced`` can count calls.
-        geometry: of the reader's cache.
+        kinds: ``bare``, or a method of the worker; after a comma ``traced`` (its calls can be counted), ``read before``
+            (tickets are verified before the time is taken) or a number of ``copy_threads``.
+        geometry: of the readers' cache.
         source_geometry: of the source's.
     """
     cache = geometry.build()
-    way, _, extra = kind.partition(", ")
-    if extra == "traced":
+    if any(kind.endswith("traced") for kind in kinds):
         Calls.watch_threads()
-    with (
-        Child(partial(open_source, bare=way == "bare"), source_geometry) as source,
-        tempfile.TemporaryDirectory() as at,
-    ):
-        if way == "bare":
-            bare = BareReader(geometry, source_geometry, source, cache)
-            yield bare
-            bare.close()
-            return
-        if extra == "logged":
-            configure_logging(Path(at) / "log.jsonl")
-        async with open_worker(WorkerConfig(engine_id="target"), cache) as worker:
-            yield PullReader(geometry, source_geometry, source, cache, worker=worker, way=way)
+    opens = partial(open_source, bare="bare" in kinds, peers=peers)
+    readers: dict[str, Reader] = {}
+    with Child(opens, source_geometry) as source:
+        async with AsyncExitStack() as stack:
+            for kind in kinds:
+                way, _, extra = kind.partition(", ")
+                if way == "bare":
+                    bare = readers[kind] = BareReader(geometry, source_geometry, source, cache)
+                    stack.callback(bare.close)
+                    continue
+                words = {"engine_id": kind.replace(", ", "-").replace(" ", "-")}
+                if extra.isdecimal():
+                    words["copy_threads"] = int(extra)
+                worker = await stack.enter_async_context(open_worker(WorkerConfig.read(words), cache))
+                before = extra == "read before"
+                readers[kind] = PullReader(
+                    geometry, source_geometry, source, cache, worker=worker, way=way, read_before=before
+                )
+            yield Together(readers)

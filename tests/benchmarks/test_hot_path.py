@@ -8,7 +8,7 @@ from kvflow.config import SECRET_VARIABLE
 
 from .hot_path import CALLS, KIB, executed, known_figures, least, packed
 from .hot_path_children import Child
-from .hot_path_sides import open_reader
+from .hot_path_sides import open_readers
 
 ROUNDS_MAX = 60
 """On a busy machine something else may come between. In one of these rounds nothing does."""
@@ -25,9 +25,9 @@ def test_a_steady_pull_executes_no_more_than_before(monkeypatch):
     monkeypatch.setenv(SECRET_VARIABLE, secrets.token_hex(32))
     wanted = {what: {name: FIGURES[what][name] for name in COMPARED} for what in CALLS}
     rounds, found = [], {}
-    with Child(open_reader, "pull, traced", *2 * [packed(1 << 8, 32 * KIB)]) as reader:
+    with Child(open_readers, ["pull, traced"], *2 * [packed(1 << 8, 32 * KIB)]) as readers:
         for turn in range(ROUNDS_MAX):
-            rounds.append(reader.ask("calls", turn, 2))
+            rounds.append(readers.ask("each", "calls", turn, 2)["pull, traced"])
             counted = {what: executed(least(each[at] for each in rounds)) for at, what in enumerate(CALLS)}
             found = {what: {name: counted[what][name] for name in COMPARED} for what in CALLS}
             if all(found[what][name] <= wanted[what][name] for what in CALLS for name in COMPARED):
