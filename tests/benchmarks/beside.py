@@ -43,7 +43,7 @@ BARE, MOONCAKE = "bare NIXL", "Mooncake over TCP"
 INSTALL = "pip install mooncake-transfer-engine-non-cuda requests, and apt install libibverbs1"
 CHECKOUT = Path(__file__).parents[2]
 VLLM = ("-m", "tests.benchmarks.beside_vllm", "--models", "llama", "--in-flight", "1", "--rounds", "3")
-CHECKED = "30 s, renewed", "fence", "signed ticket, block ids, layout"
+CHECKED = "30 s, renewed", "fence", "ticket, ids, layout"
 PROMISES = (
     *((name, "none", "none", "none", "no") for name in (BARE, "plain sockets", MOONCAKE)),
     ("NixlConnector in vLLM", "30 s, renewed", "none", "hash of the layout", "no"),
