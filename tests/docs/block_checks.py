@@ -163,7 +163,7 @@ CHECKS: dict[str, list[Check] | CheckedBy] = {
     "docs/reference/api.md": CheckedBy("tests/docs/api_page.py", "generates it from the docstrings"),
     "docs/reference/models.md": [Step()],
     "docs/explanation/architecture.md": [Drawing()] * 2,
-    "docs/explanation/performance.md": [Parsed("measures for minutes on an idle machine"), Drawing()],
+    "docs/explanation/performance.md": [Parsed("measures for minutes on an idle machine")],
     "docs/explanation/planning.md": [PLANNING] * 2,
     "docs/contributing/faults.md": [
         Parsed("runs for minutes; tests/simulation run a short form"),

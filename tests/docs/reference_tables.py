@@ -27,6 +27,7 @@ from kvflow.observability.metrics import METRICS
 from kvflow.report import TransferReport
 from kvflow.tools.cli import build_parser
 from kvflow.tools.doctor.codes import CODES
+from tests.docs import performance
 from tests.vllm.replaying import facts
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
@@ -294,6 +295,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "events.md": {"events": events},
     "cli.md": {"commands": command_line},
     "../howto/routers.md": {"routers": routers},
+    "../explanation/performance.md": {"figures": performance.figures, "others": performance.others},
 }
 """Page -> generated part -> what writes it."""
 
@@ -312,3 +314,4 @@ def page(name: str) -> str:
 if __name__ == "__main__":
     for page_name in PARTS:
         (REFERENCE / page_name).write_text(page(page_name))
+    performance.PICTURE.write_text(performance.picture())
