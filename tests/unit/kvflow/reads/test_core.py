@@ -577,7 +577,7 @@ def test_a_lane_has_chunks_as_large_as_its_backend_says():
 
 
 @pytest.mark.parametrize(("shared_bytes_min", "learns"), [(1, False), (1 << 20, True)])
-def test_a_chunk_that_several_threads_may_read_says_nothing_of_inline_posts(monkeypatch, shared_bytes_min, learns):
+def test_a_shared_chunk_says_nothing_of_inline_posts(monkeypatch, shared_bytes_min, learns):
     monkeypatch.setattr("kvflow.reads.core.SHARED_BYTES_MIN", shared_bytes_min)
     bench = Bench(at_once=True)
     bench.core.handle(PostReads((a_read(1),)))
