@@ -273,10 +273,10 @@ class Lanes:
             fence = bool(lane.fences)
             if fence:
                 reads, lane.fences = _one_span(lane.fences)
-            elif lane.checks:
-                reads, lane.checks = _one_span(lane.checks)
-            else:
+            elif lane.probes and not lane.checks:
                 reads = [lane.probes.pop(0)]
+            else:
+                reads, lane.checks = _one_span(lane.checks)
             if not lane.fences and not lane.checks and not lane.probes:
                 del self._due[lane]
             if reads:
