@@ -148,11 +148,11 @@ class Consumer:
         errors: list[KvflowError] = []
         for member in ticket.members():
             try:
-                link = await self.peers.connect_link(member)
+                await self.peers.connect_link(member)
             except KvflowError as error:
                 errors.append(error)  # release the other ranks nevertheless
             else:
-                link.release([(member.grant.slot, member.grant.epoch_value)], read=False)
+                self._renewals.release([(member.peer, member.grant.slot, member.grant.epoch_value)], read=False)
         if errors:
             raise errors[0]
 

@@ -335,6 +335,22 @@ def test_releases_of_a_pull_of_several_ranks_may_pass_the_limit_by_some(monkeypa
         assert [world.leases(rank) for rank in range(2)] == [0, 0]
 
 
+def test_tickets_that_are_released_unread_travel_together(world):
+    """Each as a message of its own would fill the queue of a peer that reads slowly, and then that counts as lost."""
+    world.pull(world.offer((1,)), (1,))
+    world.pass_time(1.0)
+    began, tickets = world.now, [world.offer((1,)) for _ in range(20)]
+
+    async def release_all():
+        for ticket in tickets:
+            await world.consumer.worker.release(ticket)
+
+    world.do(release_all)
+    world.pass_time(1.0)
+    assert len(world.heard("Release", since=began)) == 1
+    assert {outcomes(world)[ticket.request_id] for ticket in tickets} == {"released"}
+
+
 def test_no_release_overtakes_the_caller(world, monkeypatch):
     """A pull ends in the very turn in which releases are taken, and its caller runs in the next."""
     order, release = [], Link.release
