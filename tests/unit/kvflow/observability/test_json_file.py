@@ -18,13 +18,15 @@ PATIENCE_S = 30.0
 
 @pytest.fixture
 def kvflow_logger():
-    """The logger of kvflow, which is put back as it was."""
-    logger = logging.getLogger("kvflow")
-    before = list(logger.handlers), logger.level, logger.propagate
-    yield logger
-    for handler in set(logger.handlers) - set(before[0]):
-        handler.close()
-    logger.handlers[:], logger.level, logger.propagate = before
+    """The logger of kvflow. It is put back as it was, and so is that of the handshake, which has the same handler."""
+    loggers = [logging.getLogger(name) for name in ("kvflow", "handshake")]
+    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
+    yield loggers[0]
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        for handler in set(logger.handlers) - set(handlers):
+            handler.close()
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.fixture
