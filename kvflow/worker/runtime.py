@@ -42,8 +42,8 @@ from kvflow.worker.worker import Worker
 logger = logging.getLogger("kvflow")
 
 FEW_FILES = (
-    "kvflow: for many peers, raise this process's limit (ulimit -n, LimitNOFILE=): it may open %d files; each takes "
-    "up to 5, and the most peers %d in all"
+    "kvflow: this process may open %d files, and a worker with the most peers needs %d. To serve many peers, raise the "
+    "limit: ulimit -n, or LimitNOFILE= of systemd. Each peer takes up to 5 files."
 )
 
 
