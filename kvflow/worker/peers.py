@@ -102,8 +102,8 @@ class PeerPool:
         return await (await self._connection(member)).require_link()
 
     def start_connecting(self, member: Member) -> None:
-        """Start to connect a peer, unless it has a connection; do not wait. Raises as ``connect`` if it is useless."""
-        if member.peer not in self._connections and not self._closed:
+        """Start to connect a trusted peer that has no connection. Raises as ``connect`` if it is useless."""
+        if member.peer not in self._connections and not self._closed and self._local.trusts(member.peer):
             self._start(member)
 
     async def _connection(self, member: Member) -> Connection:

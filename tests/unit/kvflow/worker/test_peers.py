@@ -493,6 +493,9 @@ async def test_a_peer_whose_key_is_removed_is_dropped(network, connected):
             assert isinstance(error, PeerLost)
             assert "no longer among our allowed keys" in error.message
         (dropped,) = await world.heard(PeerDropped)
+        peers, (member,) = world.consumer._consumer.peers, offered(world.producers[0], "request-2").members()
+        peers.start_connecting(member)
+        assert peers.listed(1) == (), "a renewal that is due now dials no worker that we do not trust"
         assert "no longer among our allowed keys" in dropped.detail
         assert sum(world.consumer.snapshot().dropped.values()) == 1
 
