@@ -20,7 +20,7 @@ from kvflow.errors import FailureCode
 from kvflow.ids import PeerId
 from kvflow.layout.component import METADATA_BYTES_MAX, Region
 from kvflow.reads.bounds import CheckedRows, CheckedScatter
-from kvflow.reads.contract import CHUNK_BYTES_MAX, Carrier, LeaseName, PeerAddress, PreparedList, Serving
+from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, PreparedList, Serving
 from kvflow.reads.device import Scatters
 from kvflow.reads.reach import HostFacts
 
@@ -199,10 +199,6 @@ class Backend(Protocol):
     def ends_at_once(self, peer: PeerId) -> bool:
         """Return whether most posts have ended when they return, or are short requests: only then are they inline."""
         return False
-
-    def chunk_bytes(self) -> int:
-        """Return the most bytes of one post whose end comes with its return."""
-        return CHUNK_BYTES_MAX
 
     def chunk_descriptors(self, peer: PeerId) -> int:
         """Return the most descriptors of one post for a peer whose posts are asynchronous.

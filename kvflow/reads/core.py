@@ -468,7 +468,7 @@ class ReadCore:
             backend = self._backend.of(address.peer)
             costs = PostCosts() if backend.ends_at_once(address.peer) else None
             peer = self._peers[address.peer] = _Peer(address, carrier, backend, address.epochs.nbytes // 8, costs)
-            self._lanes.open(address.peer, min(max(address.weight, 1), WEIGHT_MAX), backend.chunk_bytes())
+            self._lanes.open(address.peer, min(max(address.weight, 1), WEIGHT_MAX))
         self._tell(PeerAdded(address.peer, peer.carrier))
 
     def _remove(self, peer_id: PeerId, *, gone: bool) -> None:

@@ -34,15 +34,7 @@ from kvflow.leases.epochs import judge
 from kvflow.planning.pairs import UnitPairs, joined
 from kvflow.reads.backend import NO_BUFFER, Cause, CheckedList, Chunk, Portion, Share
 from kvflow.reads.bounds import OutOfBounds
-from kvflow.reads.contract import (
-    CHUNK_BYTES_MAX,
-    SPAN_MAX,
-    ArrivedChunk,
-    Outstanding,
-    RankRead,
-    ReadEnded,
-    Verdict,
-)
+from kvflow.reads.contract import SPAN_MAX, ArrivedChunk, Outstanding, RankRead, ReadEnded, Verdict
 from kvflow.reads.pacing import Pace
 from kvflow.reads.prepared import bind_portion, paced_pairs
 from kvflow.reads.staging import Buffers
@@ -105,7 +97,6 @@ class Lane(Struct, eq=False):
 
     peer: PeerId
     weight: int = 1  # chunks in one turn
-    chunk_bytes: int = CHUNK_BYTES_MAX
     outstanding: Outstanding = field(default_factory=Outstanding)
     queues: "dict[int, Queue]" = {}  # by priority
     checks: list[OpenRead] = []  # whose first check is due
@@ -191,10 +182,10 @@ class Lanes:
         self._due: dict[Lane, None] = {}  # where checks are due
         self._numbers = 0
 
-    def open(self, peer: PeerId, weight: int = 1, chunk_bytes: int = CHUNK_BYTES_MAX) -> None:
+    def open(self, peer: PeerId, weight: int = 1) -> None:
         """Accept reads from a peer, with ``weight`` chunks per turn."""
         assert peer not in self._lanes
-        self._lanes[peer] = Lane(peer, weight, chunk_bytes)
+        self._lanes[peer] = Lane(peer, weight)
 
     def drained(self, peer: PeerId) -> bool:
         """Return whether a peer was abandoned, or never opened, and has nothing in flight."""
@@ -566,7 +557,7 @@ def _bind(reads: list[OpenRead], prepared_list: CheckedList) -> Portion:
         pairs = UnitPairs(pairs.source[first:stop], pairs.target[first:stop])
     shares = (Share(leader.read.read_id, leader.read.lease, stop - first),)
     if pace is None:
-        portion = bind_portion(prepared_list, pairs, shares, leader.lane.chunk_bytes)
+        portion = bind_portion(prepared_list, pairs, shares)
     else:
         portion = bind_portion(prepared_list, pairs, shares, pace.chunk_bytes, pace.chunk_descriptors)
     leader.cursor = stop

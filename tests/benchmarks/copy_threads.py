@@ -18,7 +18,6 @@ import numpy as np
 
 from kvflow import WorkerConfig, open_worker
 from kvflow.config import SECRET_VARIABLE
-from kvflow.reads import lanes
 from kvflow.reads.nixl.copying import Helpers
 from kvflow.tools.bench.ceilings import BareNixl
 from tests.benchmarks.hot_path import KIB, MIB, PAGES, packed
@@ -26,25 +25,20 @@ from tests.benchmarks.hot_path_children import Child
 from tests.benchmarks.hot_path_sides import PullReader, open_source
 
 SIZES = (16, 64, 256)
-WAYS = {"bare": 0, "one thread": 8, "two threads": 8, "two threads, larger chunks": 16}
-"""Who reads -> MiB of a chunk."""
+WAYS = ("bare", "one thread", "two threads")
 
 
 async def measure(rounds: int, pages: str) -> None:
     """Print the medians of the rounds' own ratios to bare NIXL."""
     geometry = msgspec.structs.replace(packed(4_097, 64 * KIB), huge_pages=PAGES[pages])
-    way, shared, bind_portion = "bare", Helpers.post, lanes.bind_portion
+    with_helpers, shared = [True], Helpers.post
 
     def post(helpers, peer, chunk):
-        return shared(helpers, peer, chunk) if way.startswith("two") else peer.reader.post(peer, chunk)
+        return shared(helpers, peer, chunk) if with_helpers[0] else peer.reader.post(peer, chunk)
 
-    def bind(prepared_list, pairs, shares, *_):
-        return bind_portion(prepared_list, pairs, shares, WAYS[way] * MIB)
-
+    Helpers.post = post
     with ExitStack() as stack:
-        for owner, name, value in ((Helpers, "post", post), (lanes, "bind_portion", bind)):
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
+        stack.callback(setattr, Helpers, "post", shared)
         opened = [partial(open_source, bare=bare) for bare in (False, True)]
         source, other = (stack.enter_context(Child(each, geometry)) for each in opened)
         cache = geometry.build()
@@ -56,7 +50,9 @@ async def measure(rounds: int, pages: str) -> None:
                 for size in SIZES:
                     walls, cpus = ({way: [] for way in WAYS} for _ in range(2))
                     for turn in range(rounds + 2):
-                        for way in list(WAYS)[:: 1 if turn % 2 else -1]:
+                        order = WAYS[:: 1 if turn % 2 else -1]
+                        for way in order:
+                            with_helpers[0] = way == "two threads"
                             pairs = reader.pairs(turn, 1, size * MIB // (64 * KIB), scattered=scattered)
                             work = bare.bind(*pairs[0]) if way == "bare" else (await reader.prepare(pairs))[0]
                             used, started = time.process_time(), time.perf_counter()
@@ -69,10 +65,13 @@ async def measure(rounds: int, pages: str) -> None:
                                 cpus[way].append(time.process_time() - used)
                             reader.compare(pairs)
                     kind = "random" if scattered else "consecutive"
-                    print(f"{pages} pages, {size} MiB {kind}: bare {statistics.median(walls['bare']) * 1e3:.2f} ms")
-                    for each in list(WAYS)[1:]:
-                        rate, cpu = ratio(walls["bare"], walls[each]), ratio(cpus[each], cpus["bare"])
-                        print(f"    {each}: {rate:.2f} times the rate of bare, {cpu:.2f} of its CPU", flush=True)
+                    rates = [ratio(walls["bare"], walls[way]) for way in WAYS[1:]]
+                    spent = [ratio(cpus[way], cpus["bare"]) for way in WAYS[1:]]
+                    print(
+                        f"{pages} pages, {size} MiB {kind}: bare {statistics.median(walls['bare']) * 1e3:.2f} ms; rate "
+                        f"of bare's {rates[0]:.2f} -> {rates[1]:.2f}; CPU of bare's {spent[0]:.2f} -> {spent[1]:.2f}",
+                        flush=True,
+                    )
         bare.close()
 
 

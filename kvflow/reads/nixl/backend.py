@@ -230,9 +230,6 @@ class NixlBackend(Backend):
     def ends_at_once(self, peer_id: PeerId) -> bool:
         return True  # over shared memory the post is the copy; over RDMA it is short, too
 
-    def chunk_bytes(self) -> int:
-        return self._helpers.chunk_bytes
-
     def chunk_descriptors(self, peer_id: PeerId) -> int:
         carrier = self._peers[peer_id].carrier
         if "cuda_ipc" in carrier:  # a GPU copies without our help

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, PostedWork
-from kvflow.reads.contract import CHUNK_BYTES_MAX, SHARED_BYTES_MIN, UNKNOWN_CARRIER
+from kvflow.reads.contract import SHARED_BYTES_MIN, UNKNOWN_CARRIER
 from kvflow.reads.nixl.reading import Posted, ReadingAgent, RemoteAgent
 
 _logger = logging.getLogger(__name__)
@@ -186,8 +186,6 @@ class Helpers:
 
     def __init__(self, make_reader: Callable[[], ReadingAgent], count: int, errors: Sequence[type[Exception]]) -> None:
         self._make_reader, self._count = make_reader, count
-        # Each chunk waits for its last thread. Two threads copy 16 MiB in the time of 8 MiB.
-        self.chunk_bytes = 2 * CHUNK_BYTES_MAX if count else CHUNK_BYTES_MAX
         self._errors: tuple[type[Exception], ...] = (BackendError, *errors)
         self._helpers: list[Helper] = []
 

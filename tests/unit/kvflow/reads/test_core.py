@@ -569,13 +569,6 @@ def test_what_a_defect_has_posted_inline_ends_with_the_agents(quick, caplog):
     assert quick.seen() == ["1 transport_error"]
 
 
-def test_a_lane_has_chunks_as_large_as_its_backend_says():
-    bench = Bench()
-    bench.backend.chunk_bytes = lambda: 16 << 20
-    bench.core.handle(PeerAddress("r", {}, EPOCHS))
-    assert [bench.core._lanes._lanes[peer].chunk_bytes for peer in "pr"] == [8 << 20, 16 << 20]
-
-
 @pytest.mark.parametrize(("shared_bytes_min", "learns"), [(1, False), (1 << 20, True)])
 def test_a_shared_chunk_says_nothing_of_inline_posts(monkeypatch, shared_bytes_min, learns):
     monkeypatch.setattr("kvflow.reads.core.SHARED_BYTES_MIN", shared_bytes_min)

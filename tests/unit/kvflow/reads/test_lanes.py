@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
 
 from kvflow.planning.bind import Bound
 from kvflow.reads.backend import Cause
@@ -522,20 +521,3 @@ def test_an_id_is_used_once():
     lanes.admit(a_read(1), [ONE_EACH])
     with pytest.raises(AssertionError, match="used twice"):
         lanes.admit(a_read(1), [ONE_EACH])
-
-
-def test_a_backend_says_how_large_the_chunks_of_a_peer_are():
-    bench, asked = Bench("p"), []
-    bench.lanes.open("q", 1, 16 << 20)
-    binding = ONE_EACH.prepared_list.binding
-
-    class Asked:
-        def bind(self, pairs, *, chunk_bytes, chunk_descriptors):
-            asked.append(chunk_bytes)
-            return binding.bind(pairs, chunk_bytes=chunk_bytes, chunk_descriptors=chunk_descriptors)
-
-    prepared_list = structs.replace(ONE_EACH, prepared_list=structs.replace(ONE_EACH.prepared_list, binding=Asked()))
-    for number, peer in enumerate("pq"):
-        bench.admit(number, prepared_list, peer=peer)
-        bench.drain()
-    assert asked == [8 << 20, 16 << 20]
