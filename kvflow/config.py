@@ -111,8 +111,9 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
             host, and TCP over a loopback address, are allowed.
         nixl_backend_params: parameters for NIXL's UCX backend, by name, such as ``engine_config`` and ``ucx_devices``.
             ``engine_config`` is added to kvflow's own: a value that it sets replaces kvflow's.
-        copy_threads: threads that copy a large read which NIXL makes within a host; 0 or 1: the read thread alone. The
-            others start with the first read of 2 MiB or more, and each keeps off the read thread's core.
+        copy_threads: threads that copy a large read which NIXL makes within a host; 0: two where this process may use
+            at least four cores, otherwise the read thread alone. The others start with the first read of 2 MiB or more,
+            and each keeps off the read thread's core.
         lease_slots: offers that may be held at once.
         connect_s: budget for reaching a peer's endpoint.
         handshake_s: budget from there until the peer's manifest has arrived.
@@ -140,7 +141,7 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
     tcp_encryption: Encryption = "off"  # NIXL does not encrypt, either, and it costs CPU on both sides
     require_encryption: bool = False
     nixl_backend_params: NixlParams = {}
-    copy_threads: Annotated[int, Meta(ge=0, le=16)] = 2  # one core at a time copies for an agent
+    copy_threads: Annotated[int, Meta(ge=0, le=16)] = 0  # on two cores a busy engine needs the second one
     lease_slots: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096  # 32 KiB of epochs; more requests than one rank runs
     connect_s: Seconds = 1.5  # a listening peer accepts within milliseconds; a death must be detected within 2 s
     handshake_s: Seconds = 5.0  # one round trip and a manifest; the rest is a peer that is busy starting

@@ -289,7 +289,7 @@ def create_transport(config: WorkerConfig, agent_name: str, sink: Sink, staging_
         staging,
         uses=Uses(config.role, config.tuning.sleep_mode),
         known_only=config.transport == "auto",
-        copy_threads=config.tuning.copy_threads,
+        copy_threads=config.tuning.copy_threads or copy_threads_for(len(os.sched_getaffinity(0))),
         params=config.tuning.nixl_backend_params,
     )
     factories: dict[str, BackendFactory] = {
@@ -305,3 +305,8 @@ def create_transport(config: WorkerConfig, agent_name: str, sink: Sink, staging_
         # A caller that names an address for the TCP plane requires it; without it some peers could not be read.
         required=frozenset() if config.tuning.tcp_bind is None else frozenset({"tcp"}),
     )
+
+
+def copy_threads_for(cores: int) -> int:
+    """Return the number of threads that copy. On two cores, a busy engine loses what a second thread gains."""
+    return 2 if cores >= 4 else 1

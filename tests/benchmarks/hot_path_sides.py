@@ -476,8 +476,7 @@ async def open_readers(
                     stack.callback(bare.close)
                     continue
                 words = {"engine_id": kind.replace(", ", "-").replace(" ", "-")}
-                if extra.isdecimal():
-                    words["copy_threads"] = int(extra)
+                words["copy_threads"] = int(extra) if extra.isdecimal() else 2
                 worker = await stack.enter_async_context(open_worker(WorkerConfig.read(words), cache))
                 before = extra == "read before"
                 readers[kind] = PullReader(

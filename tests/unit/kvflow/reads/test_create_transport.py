@@ -7,7 +7,7 @@ from kvflow.errors import TransportUnavailable
 from kvflow.layout.component import Region
 from kvflow.reads import thread
 from kvflow.reads.loopback import LoopbackBackend
-from kvflow.reads.thread import PLANES, create_transport
+from kvflow.reads.thread import PLANES, copy_threads_for, create_transport
 from tests.helpers.settings import flat_config
 from tests.unit.kvflow.reads.test_planes import Memory
 
@@ -60,3 +60,8 @@ def test_a_plane_that_is_asked_for_by_name_must_be_there(monkeypatch, name):
 def test_a_tcp_plane_with_an_address_must_be_there(monkeypatch):
     with pytest.raises(TransportUnavailable, match="tcp is not there"):
         opened(monkeypatch, absent=["tcp"], tcp_bind="tcp://127.0.0.1:5700")
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (4, 2), (64, 2)])
+def test_a_second_thread_copies_where_the_engine_leaves_a_core(cores, threads):
+    assert copy_threads_for(cores) == threads
