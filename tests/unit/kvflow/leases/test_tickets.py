@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, ConfigInvalid, ReleaseMismatch, TicketInvalid
 from kvflow.ids import PeerId
+from kvflow.leases import tickets
 from kvflow.leases.blocks import NUM_BLOCKS_MAX, block_ends
 from kvflow.leases.tickets import (
     BLOCKS_MAX,
@@ -423,6 +424,12 @@ def test_block_ids_are_the_same_after_they_were_runs(block_ids):
     assert grant.block_ids == tuple(map(tuple, block_ids))
     found = checked(params_of(ticket))
     assert found == ticket
+    found.verify(verify)
+
+
+def test_what_was_read_in_runs_is_not_divided_into_runs_again(monkeypatch):
+    found = checked(params_of(mint_of().offer("r", block_ids=[range(300)], num_tokens=4800)[0]))
+    monkeypatch.setattr(tickets, "runs_of", None)
     found.verify(verify)
 
 
