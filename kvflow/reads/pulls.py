@@ -141,9 +141,6 @@ Sums = tuple[Any, ...]
 TIMED = ("handshake", "total", "queue", "bind", "post", "wire", "scatter", "fence", "deliver")
 """Keys of ``TransferReport.timings_s``, in their order."""
 
-KEPT_BYTES_MAX = 1 << 20  # reports of more bytes are computed at once, so that they keep no long lists of blocks
-
-
 TRACED_MAX = 4096
 """Chunks of one traced pull, and merged pairs of each of its groups, that its record lists: some 100 KiB of JSON."""
 
@@ -159,8 +156,6 @@ def report_of(pull: Pull, ended_at: float, transport: str, plane: str) -> Transf
         measure,
         (pull.given, pull.ended, (pull.called_at, pull.submitted_at, ended_at)),
     )
-    if pull.nbytes > KEPT_BYTES_MAX:
-        report.compute()
     return report
 
 

@@ -24,6 +24,8 @@ from kvflow.worker.renewals import HeldLease
 
 EXPLAIN_S = 0.5  # how long a pull whose lease has ended waits for the reason. An answer takes about a millisecond.
 
+KEPT_BYTES_MAX = 1 << 20  # reports of more bytes are computed after the callers wake, and then keep no lists of blocks
+
 KEPT_S = 0.02  # how long the record of a completed pull waits for others, with which it is written
 
 
@@ -124,6 +126,8 @@ class PullHandle:
         self._report, self._quiescent = report, True
         if self._waiters or self._on_settled:
             self.settle()
+        if report.nbytes > KEPT_BYTES_MAX:
+            asyncio.get_running_loop().call_soon(report.compute)
 
     def fail(self, error: KvflowError) -> None:
         """Record that the pull has failed; something may still write into its blocks. The worker calls it."""

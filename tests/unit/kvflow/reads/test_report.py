@@ -40,11 +40,11 @@ class Binding:
         return 3 * len(pairs.source) - 1
 
 
-def report_of(*ended, binding=None, nbytes=100):
+def report_of(*ended, binding=None):
     """Report a pull that was called at 0.5, submitted at 1.0 and completed at 9.0."""
     given = [Part(1, UnitPairs((1, 2), (3, 4)), binding or Binding())] if ended else []
     reads = [RankRead(1, "p", LeaseName(0, 7), tuple(given))]
-    pull = pulls.Pull(1, "r", 0.5, submitted_at=1.0, reads=reads, nbytes=nbytes, early=2, early_bytes=30, ended=ended)
+    pull = pulls.Pull(1, "r", 0.5, submitted_at=1.0, reads=reads, nbytes=100, early=2, early_bytes=30, ended=ended)
     return pulls.report_of(pull, 9.0, "cma", "nixl")
 
 
@@ -122,9 +122,3 @@ def test_a_report_that_is_not_computed_equals_its_copies():
     assert msgspec.json.decode(msgspec.json.encode(report), type=TransferReport) == report
     with pytest.raises(AttributeError):
         _ = report.nothing
-
-
-def test_a_large_report_keeps_no_lists_of_blocks():
-    binding = Binding()
-    report_of(ReadEnded(0, "held"), binding=binding, nbytes=pulls.KEPT_BYTES_MAX + 1)
-    assert binding.asked == 1

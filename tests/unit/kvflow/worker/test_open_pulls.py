@@ -12,8 +12,9 @@ from kvflow import errors
 from kvflow.events import PullFailed, TransferCompleted, TransferQuiesced, TransferRetried
 from kvflow.layout.groups import Group
 from kvflow.rendezvous.dialer import Link
+from kvflow.report import TransferReport
 from kvflow.worker import open_pulls
-from kvflow.worker.open_pulls import OpenPulls
+from kvflow.worker.open_pulls import KEPT_BYTES_MAX, OpenPulls, PullHandle
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.prepared import Route
 
@@ -474,3 +475,24 @@ async def test_a_block_of_groups_that_share_bytes_is_one_target():
         world.faults.heal()
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(first, *free)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "order"), [(KEPT_BYTES_MAX, ["woken"]), (KEPT_BYTES_MAX + 1, ["woken", "computed"])]
+)
+async def test_a_large_report_is_computed_after_the_caller_wakes_and_keeps_no_lists(nbytes, order):
+    happened = []
+    report = object.__new__(TransferReport)
+    report.nbytes, report.deferred = nbytes, (lambda *_: happened.append("computed"), ())
+    handle = PullHandle(1, lambda _: None)
+
+    async def call():
+        await handle
+        happened.append("woken")
+
+    calling = asyncio.ensure_future(call())
+    await asyncio.sleep(0)
+    handle.complete(report)
+    await calling
+    assert happened == order
+    assert (report.deferred is None) == ("computed" in order)
