@@ -480,7 +480,7 @@ async def test_a_block_of_groups_that_share_bytes_is_one_target():
 @pytest.mark.parametrize(
     ("nbytes", "order"), [(KEPT_BYTES_MAX, ["woken"]), (KEPT_BYTES_MAX + 1, ["woken", "computed"])]
 )
-async def test_a_large_report_is_computed_after_the_caller_wakes_and_keeps_no_lists(nbytes, order):
+async def test_a_large_report_is_computed_after_the_caller_wakes(nbytes, order):
     happened = []
     report = object.__new__(TransferReport)
     report.nbytes, report.deferred = nbytes, (lambda *_: happened.append("computed"), ())
