@@ -81,12 +81,10 @@ async def decode():
     with prefilling("prefill-0", "BLHNC") as good, prefilling("prefill-1", "LBNHC") as other:
         opening = kvflow.open_worker(config("decode-0", staging_bytes=0), allocate("BLHNC"))
         async with asyncio.timeout(PATIENCE_S), opening as worker:
-            offered = (good.offer("chat-1"), other.offer("chat-2"))
-            tickets = [kvflow.Ticket.from_params(params) for params in offered]
-            for ticket in tickets:
+            for connected, prefill_worker in enumerate((good, other), 1):  # one after the other, as clocks differ
+                ticket = kvflow.Ticket.from_params(prefill_worker.offer(f"chat-{connected}"))
                 worker.hold(ticket)  # connects
-            await until(lambda: [each.state for each in worker.snapshot().producers] == ["connected"] * 2)
-            for ticket in tickets:
+                await until(lambda: [each.state for each in worker.snapshot().producers] == ["connected"] * connected)  # noqa: B023
                 await worker.pull(ticket, BLOCKS)
             await lose(worker, good.process, kvflow.Ticket.from_params(good.offer("chat-3")))
 
