@@ -97,15 +97,28 @@ def rows_of(*buffers: bytearray | memoryview | npt.NDArray[np.uint8]) -> ByteRow
 
 
 class Stream(Protocol):
-    """A connected stream. A call that cannot go on returns 0; epoll reports when it can. Raises: ChannelClosed."""
+    """A non-blocking socket that it owns. A call that cannot go on returns 0; epoll says when. Raises: ChannelClosed.
+
+    Attributes:
+        pending: whether bytes may wait that epoll does not report: read until a call returns 0.
+    """
+
+    pending: bool = False
+    _sock: socket.socket
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
 
     def fileno(self) -> int:
         """Return the socket's descriptor."""
-        ...
+        return self._sock.fileno()
 
     def read(self, into: memoryview) -> int:
         """Fill a buffer from the front, and return the number of bytes."""
-        ...
+        try:
+            return self._sock.recv_into(into) or _ended()
+        except OSError as error:
+            return _would_block(error)
 
     def write(self, content: bytes | bytearray | memoryview) -> int:
         """Take bytes from the front, and return their number. After 0, the next call begins with the same bytes."""
@@ -119,39 +132,23 @@ class Stream(Protocol):
         """Take the next bytes, skip them, and return their number."""
         ...
 
-    @property
-    def pending(self) -> bool:
-        """Whether bytes may wait that epoll does not report: read until a call returns 0."""
-        ...
-
     def await_bytes(self, nbytes: int) -> None:
         """Let epoll report the stream only when this many bytes are there, or at its end. Not all streams can."""
-        ...
+        return
 
     def close(self, *, reset: bool = False) -> None:
         """Close the socket. ``reset``: tell the other side at once, and drop what was not sent."""
-        ...
+        close_socket(self._sock, reset=reset)
 
 
-class PlainStream:
-    """A stream without encryption, over a connected non-blocking socket that it owns."""
-
-    pending = False
+class PlainStream(Stream):
+    """A stream without encryption."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+        super().__init__(sock)
         self._message = np.zeros(7, np.int64)  # struct msghdr; fields 2 and 3 are the table and its rows
         self._at = self._message.ctypes.data
         self._awaited = 1
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def read(self, into: memoryview) -> int:
-        try:
-            return self._sock.recv_into(into) or _ended()
-        except OSError as error:
-            return _would_block(error)
 
     def write(self, content: bytes | bytearray | memoryview) -> int:
         try:
@@ -172,9 +169,6 @@ class PlainStream:
             with suppress(OSError):  # it has ended; epoll reports that in any case
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
-    def close(self, *, reset: bool = False) -> None:
-        close_socket(self._sock, reset=reset)
-
     def _move(self, call: Callable[[int, int, int], int], spans: ByteRows) -> int:
         table = spans.rows()
         self._message[2], self._message[3] = table.ctypes.data, len(table)
@@ -186,28 +180,21 @@ class PlainStream:
         return nbytes
 
 
-class TlsStream:
-    """A stream over a non-blocking TLS socket whose handshake is done, and which it owns.
+class TlsStream(Stream):
+    """A stream over a TLS socket whose handshake is done. The other side chooses the length of records.
 
     OpenSSL reads and writes the socket, and keeps at most a record. It must be given the same bytes again after 0.
     """
 
+    _sock: ssl.SSLSocket
+
     def __init__(self, sock: ssl.SSLSocket) -> None:
-        self._sock = sock
+        super().__init__(sock)
         self._scratch = ctypes.create_string_buffer(RECORD_BYTES)
 
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
     @property
-    def pending(self) -> bool:
+    def pending(self) -> bool:  # type: ignore[override]  # a property costs a call, which plain streams save
         return self._sock.pending() > 0
-
-    def read(self, into: memoryview) -> int:
-        try:
-            return self._sock.recv_into(into) or _ended()
-        except OSError as error:
-            return _would_block(error)
 
     def write(self, content: bytes | bytearray | memoryview) -> int:
         try:
@@ -253,12 +240,6 @@ class TlsStream:
             if not taken:
                 break
         return done
-
-    def await_bytes(self, nbytes: int) -> None:
-        """No effect: the other side chooses the length of records."""
-
-    def close(self, *, reset: bool = False) -> None:
-        close_socket(self._sock, reset=reset)
 
     def _gathered(self, spans: ByteRows) -> memoryview:
         """Copy the next bytes, so that one record has many rows."""
