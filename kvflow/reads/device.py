@@ -6,7 +6,7 @@ memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,29 +15,12 @@ from kvflow.errors import TransportUnavailable
 from kvflow.layout.component import Region
 from kvflow.reads.contract import DeviceMemory, Piece
 
+if TYPE_CHECKING:
+    from kvflow.memory.device import TorchDeviceOrder
+
 PORTION_BYTES = 1 << 20
 """Most bytes of a portion. Each portion takes one synchronization with the device; a connection of 3 GB/s takes 0.35 ms
 for 1 MiB. Not measured on a GPU yet."""
-
-
-class DeviceOrder(Protocol):
-    """Order the work of a cache's device, for a data plane that reads into it directly. Thread: the read thread."""
-
-    def enter(self) -> None:
-        """Make the device current on the calling thread."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until everything that is queued on the device has ended."""
-        ...
-
-    def make_visible(self) -> None:
-        """Make the bytes that have arrived visible to work that the device starts from now on."""
-        ...
-
-
-Copy = tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]
-"""See ``kvflow.memory.device.Copy``."""
 
 
 class Scattering(Protocol):
@@ -64,33 +47,8 @@ class Scatters(Protocol):
         ...
 
 
-class DeviceStage(Protocol):
-    """Staging buffers on the device of a cache; ``region`` has all of them. Thread: the read thread."""
-
-    region: Region
-
-    def content(self, first: int, nbytes: int) -> Any:
-        """Return bytes of the buffers, for ``Scatters.start``."""
-        ...
-
-    def scatterer(self, copies: Sequence[Copy], units: tuple[int, int, int]) -> Scatters:
-        """Return what runs checked copies to a target of these blocks, kernel blocks and units."""
-        ...
-
-    def settle(self) -> None:
-        """Return when every copy that was started has ended."""
-        ...
-
-
-def device_stage_of(regions: Sequence[Region], nbytes: int) -> DeviceStage:
-    """Return ``nbytes`` of staging buffers on the one device that a cache lies on."""
-    from kvflow.memory.device import torch_stage_of  # noqa: PLC0415
-
-    return torch_stage_of(regions, nbytes)
-
-
-def device_order_of(regions: Sequence[Region]) -> DeviceOrder:
-    """Return the ``DeviceOrder`` of the one device that regions lie on.
+def device_order_of(regions: Sequence[Region]) -> "TorchDeviceOrder":
+    """Return what orders the work of the one device that regions lie on.
 
     Raises:
         TransportUnavailable: they lie on several devices.

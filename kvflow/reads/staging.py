@@ -6,7 +6,7 @@ reader registers the memory, and it is not published.
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,10 @@ from kvflow.layout.component import Region
 from kvflow.planning.staging import FIXED, STAGING_BUFFERS, buffer_bytes_of
 from kvflow.reads.bounds import CheckedRows, CheckedScatter, check_rows
 from kvflow.reads.contract import StagingUse
-from kvflow.reads.device import DeviceStage, Scatters, device_stage_of
+from kvflow.reads.device import Scatters
+
+if TYPE_CHECKING:
+    from kvflow.memory.device import TorchStage
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -44,7 +47,7 @@ class StagingMemory:
                 f"staging_bytes is {staging_bytes:,}, and this process cannot get so much memory",
                 remedy="Lower staging_bytes; the default is 64 MiB, and 0 never stages.",
             ) from error
-        self._stage: DeviceStage | None = None
+        self._stage: TorchStage | None = None
         region = Region(self._memory.ctypes.data, self._memory.nbytes)
         self.buffers = _divided(region) if nbytes else ()
         self.memory = region.memory
@@ -57,9 +60,11 @@ class StagingMemory:
             TransportUnavailable: the device does not have so much memory.
         """
         if self.buffers and all(region.memory == "VRAM" for region in regions):
-            self._move(device_stage_of(regions, self._memory.nbytes))
+            from kvflow.memory.device import torch_stage_of  # noqa: PLC0415 - loads torch
 
-    def _move(self, stage: DeviceStage) -> None:
+            self._move(torch_stage_of(regions, self._memory.nbytes))
+
+    def _move(self, stage: "TorchStage") -> None:
         self._stage, self._memory = stage, np.empty(0, np.uint8)
         self.buffers, self.memory = _divided(stage.region), stage.region.memory
 

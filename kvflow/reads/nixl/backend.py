@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain, count
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ from kvflow.reads.backend import (
     unseal,
 )
 from kvflow.reads.contract import REQUIRED, SHARED_BYTES_MIN, UNKNOWN_CARRIER, Carrier, LeaseName, PeerAddress, Serving
-from kvflow.reads.device import DeviceOrder, device_order_of
+from kvflow.reads.device import device_order_of
 from kvflow.reads.nixl.binding import (
     ADDING,
     DEVICE,
@@ -53,6 +53,9 @@ from kvflow.reads.nixl.metadata import carrier_between, difference, inspect, ins
 from kvflow.reads.nixl.reading import SPANS, Posted, ReadingAgent
 from kvflow.reads.reach import expects_more, host_facts, unreached
 from kvflow.reads.staging import StagingMemory
+
+if TYPE_CHECKING:
+    from kvflow.memory.device import TorchDeviceOrder
 
 _logger = logging.getLogger(__name__)
 
@@ -339,7 +342,7 @@ class DeviceNixlBackend(NixlBackend):
     remedy = DEVICE_REMEDY
     kept_max = 0  # over cuda_ipc the memory of a peer is mapped, and its GPU does not free what is mapped
 
-    def __init__(self, device: DeviceOrder, *arguments: Any, **options: Any) -> None:
+    def __init__(self, device: "TorchDeviceOrder", *arguments: Any, **options: Any) -> None:
         self._device = device
         device.enter()  # otherwise UCX may not know the device, and reach it over the wrong card or over TCP
         super().__init__(*arguments, **options)
