@@ -231,7 +231,7 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
         if fault := find_fault(self, hidden=SECRETS):
             raise ConfigInvalid(_flat(fault))
         for name, value in self.settings().items():
-            if isinstance(value, str) and not _is_unicode(value):
+            if isinstance(value, str) and not _can_encode(value, "utf-8"):
                 raise ConfigInvalid(
                     f"{name} is not Unicode text: it holds half of a surrogate pair",
                     remedy="Give text that can be encoded as UTF-8.",
@@ -241,15 +241,15 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
                 f"rank is {self.rank}, but num_ranks is {self.num_ranks}",
                 remedy=f"Ranks count from 0: give one from 0 to {self.num_ranks - 1}, or raise num_ranks.",
             )
-        _check_bound("bind", self.bind)
-        _check_bound("tcp_bind", self.tuning.tcp_bind)
+        _check_address("bind", self.bind)
+        _check_address("tcp_bind", self.tuning.tcp_bind)
         if self.advertise is None and _is_wildcard(self.bind):
             raise ConfigInvalid(
                 f"bind is {self.bind!r}, which no peer can dial",
                 remedy="Set advertise to the address that peers reach this worker at.",
             )
-        _check_advertised("advertise", self.advertise)
-        _check_advertised("tcp_advertise", self.tuning.tcp_advertise)
+        _check_address("advertise", self.advertise, dialed=True)
+        _check_address("tcp_advertise", self.tuning.tcp_advertise, dialed=True)
         _check_families("", self.bind, self.advertise)
         _check_families("tcp_", self.tcp.bind, self.tcp.advertise)
         _check_nixl_params(self.tuning.nixl_backend_params)
@@ -269,7 +269,7 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
     def _check_http(self) -> None:
         if self.http is None:
             return
-        _check_bound("http", self.http)
+        _check_address("http", self.http)
         if not self.tuning.http_public and not is_loopback(host_and_port(self.http)[0]):
             raise ConfigInvalid(
                 f"http is {self.http!r}, which other hosts may reach, and the server has no authentication",
@@ -378,11 +378,7 @@ def engine_settings(params: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_nixl_params(params: Mapping[str, str]) -> None:
-    """Check the parameters of NIXL's backend. NIXL and UCX ignore what they do not know.
-
-    Raises:
-        ConfigInvalid: kvflow decides one of them, or ``engine_config`` has an entry that UCX would ignore.
-    """
+    """Raise ``ConfigInvalid`` for parameters that kvflow decides, and for what NIXL and UCX would ignore."""
     if taken := sorted(NIXL_PARAMS_OF_KVFLOW & set(params)):
         raise ConfigInvalid(
             f"nixl_backend_params has {', '.join(taken)}, but kvflow decides this parameter", remedy="Remove it."
@@ -400,19 +396,10 @@ def _check_nixl_params(params: Mapping[str, str]) -> None:
             )
 
 
-def _is_unicode(text: str) -> bool:
-    """Return whether text can be encoded; a Python string may contain half of a surrogate pair."""
+def _can_encode(text: str, encoding: str) -> bool:
+    """Return whether text has an encoding: half of a surrogate pair has none, nor a host with an empty part."""
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _is_written_as_a_host(host: str) -> bool:
-    """Return whether a resolver accepts a host: no part of the name is empty or longer than 63 bytes."""
-    try:
-        host.encode("idna")
+        text.encode(encoding)
     except UnicodeError:
         return False
     return True
@@ -430,36 +417,25 @@ def _is_wildcard(endpoint: str) -> bool:
     return host_and_port(endpoint)[0] in WILDCARD_HOSTS
 
 
-def _check_bound(name: str, endpoint: str | None) -> None:
-    """Check an address to listen on.
-
-    Raises:
-        ConfigInvalid: the port is too high, or the address has a placeholder.
-    """
+def _check_address(name: str, endpoint: str | None, *, dialed: bool = False) -> None:
+    """Raise ``ConfigInvalid`` if nothing can listen on an address, or if it is to be ``dialed``, and no peer can."""
     if endpoint is None:
         return
-    _check_filled_in(name, endpoint)
-    if host_and_port(endpoint)[1] > PORT_MAX:
+    if "{" in endpoint:
         raise ConfigInvalid(
-            f"{name} is {endpoint!r}, but no port is above {PORT_MAX}",
-            remedy="Give a port up to 65535, or port 0, which takes a free one.",
+            f"{name} is {endpoint!r}, which contains a placeholder that was not replaced",
+            remedy="Give an address or a name. {host} is understood by the connector of vLLM alone.",
         )
-
-
-def _check_advertised(name: str, endpoint: str | None) -> None:
-    """Check an address as peers dial it.
-
-    Raises:
-        ConfigInvalid: no peer can dial it.
-    """
-    if endpoint is None:
-        return
-    _check_filled_in(name, endpoint)
     host, port = host_and_port(endpoint)
-    if host in WILDCARD_HOSTS or not _is_written_as_a_host(host) or not 0 < port <= PORT_MAX:
+    if dialed and (host in WILDCARD_HOSTS or not _can_encode(host, "idna") or not 0 < port <= PORT_MAX):
         raise ConfigInvalid(
             f"{name} is {endpoint!r}, which no peer can dial",
             remedy="Give the host name or address of this worker, and its port, as peers reach it.",
+        )
+    if port > PORT_MAX:
+        raise ConfigInvalid(
+            f"{name} is {endpoint!r}, but no port is above {PORT_MAX}",
+            remedy="Give a port up to 65535, or port 0, which takes a free one.",
         )
 
 
@@ -479,16 +455,3 @@ def _family(endpoint: str) -> str:
     if host.startswith("["):
         return "" if host == "[::]" else "IPv6"
     return "IPv4" if host == "*" or re.fullmatch(r"[0-9.]+", host) else ""
-
-
-def _check_filled_in(name: str, endpoint: str) -> None:
-    """Check that an address has no placeholder in braces.
-
-    Raises:
-        ConfigInvalid: it has.
-    """
-    if "{" in endpoint:
-        raise ConfigInvalid(
-            f"{name} is {endpoint!r}, which contains a placeholder that was not replaced",
-            remedy="Give an address or a name. {host} is understood by the connector of vLLM alone.",
-        )
