@@ -197,11 +197,7 @@ def _fields(kind: inspect.Type) -> list[str]:
 
 
 def _walk(expected: Any, value: Any, path: str) -> tuple[str, Any, Any]:
-    """Follow a path of msgspec into a type and a value; return it by names, and what is there of both.
-
-    Raises:
-        LookupError: the type or the value has no such part.
-    """
+    """Follow a path of msgspec into a type and a value; return it by names, and both. LookupError: there is none."""
     name, kind = "", inspect.type_info(expected)
     for step in _STEP.finditer(path):
         kind = _choose(kind, step, value)
@@ -249,11 +245,7 @@ def _is_of(value: object, kind: inspect.Type) -> bool:
 
 
 def _choose(kind: Any, step: "re.Match[str]", value: object) -> Any:
-    """Return the member of a type that has a step of a path.
-
-    Raises:
-        LookupError: none has.
-    """
+    """Return the member of a type that has a step of a path. LookupError: none has."""
     match kind:
         case inspect.Metadata(type=inner):
             return _choose(inner, step, value)

@@ -107,7 +107,7 @@ def read_completion(body: bytes) -> Completion:
         if others > OTHERS_BYTES_MAX:
             raise RequestMalformed(f"the fields other than {', '.join(LONG)} have more than {OTHERS_BYTES_MAX} bytes")
         fields = msgspec.json.decode(text, type=dict[str, Raw])
-        if _value(fields, PARAMS) is not None:
+        if msgspec.json.decode(fields.get(PARAMS, NULL)) is not None:
             raise RequestMalformed(f"clients must not send {PARAMS}; servers set it")
         return Completion(fields, alone=_why_alone(fields))
     except UNREADABLE as error:
@@ -195,10 +195,6 @@ def _why_alone(fields: dict[str, Raw]) -> str:
         except msgspec.ValidationError:
             return "there are several prompts, and one ticket"
     return ""
-
-
-def _value(fields: dict[str, Raw], name: str) -> Any:
-    return msgspec.json.decode(fields.get(name, NULL))
 
 
 ERROR_CHARACTERS_MAX: Final = 500
