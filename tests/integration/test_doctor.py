@@ -13,7 +13,7 @@ import pytest
 
 from kvflow.config import SECRET_VARIABLE
 from kvflow.reads.reach import PREFIXES
-from kvflow.tools.doctor import apart, host
+from kvflow.tools.doctor import apart, path
 from kvflow.tools.doctor.codes import FailureFigures
 from tests.ports import free_port
 from tests.vllm.hosts import Hosts
@@ -151,27 +151,27 @@ def codes(findings):
 
 @pytest.mark.nixl
 async def test_a_nixl_that_is_whole_starts_and_reads():
-    found = codes([each async for each in host.check_nixl()])
+    found = codes([each async for each in path.check_nixl()])
     assert set(found) == {"NIXL", "UCX"}
     assert "cma" in found["UCX"].evidence
-    read = await host.check_reads("nixl")
+    read = await path.check_reads("nixl")
     assert (read.status, "over cma" in read.evidence) == ("ok", True)
 
 
 async def test_two_processes_read_over_tcp():
-    read = await host.check_reads("tcp")
+    read = await path.check_reads("tcp")
     assert (read.status, "over tcp (tcp)" in read.evidence) == ("ok", True)
 
 
 @pytest.mark.nixl
 async def test_what_a_variable_of_ucx_leaves_out_is_found(monkeypatch):
     monkeypatch.setenv("UCX_TLS", "tcp")
-    first, *others = [each async for each in host.check_nixl()]
+    first, *others = [each async for each in path.check_nixl()]
     assert "UCX_TLS=tcp" in first.evidence
     found = codes(others)
     assert found["ucx_restricted"].status == "warning"
     assert "UCX_TLS=tcp leaves out cma" in found["ucx_restricted"].evidence
-    read = await host.check_reads("nixl")
+    read = await path.check_reads("nixl")
     assert read.code == "shared_memory_unused"
     assert "UCX_TLS is 'tcp' here, which leaves out cma" in read.evidence
     assert "UCX_TLS" in read.remedy
@@ -197,7 +197,7 @@ def broken(folder, program):
 async def test_a_nixl_that_is_broken_does_not_end_the_doctor(monkeypatch, tmp_path, how):
     program, code, words = BROKEN[how]
     monkeypatch.syspath_prepend(broken(tmp_path, program))
-    found = codes([each async for each in host.check_nixl()])
+    found = codes([each async for each in path.check_nixl()])
     assert list(found) == [code]
     assert words in found[code].evidence
     assert found[code].remedy

@@ -158,11 +158,11 @@ def _examined(options: argparse.Namespace) -> AsyncIterator[Finding]:
 
 
 async def _alone(options: argparse.Namespace) -> AsyncIterator[Finding]:
-    from kvflow.tools.doctor import host  # noqa: PLC0415
+    from kvflow.tools.doctor import path  # noqa: PLC0415
 
     for finding in check_settings():
         yield finding
-    async for finding in host.examine(bind=options.bind, advertise=options.advertise, device=options.device):
+    async for finding in path.examine_host(bind=options.bind, advertise=options.advertise, device=options.device):
         yield finding
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvflow.config import ACCEPTED_VARIABLE, KEY_VARIABLE, SECRET_VARIABLE, WorkerConfig
 from kvflow.tools.cli import doctor, main
-from kvflow.tools.doctor import host
+from kvflow.tools.doctor import path
 from kvflow.worker.runtime import open_worker
 from tests.ports import free_port
 from tests.unit.kvflow.worker.helpers import PATIENCE_S, SECRET, cache_of
@@ -117,7 +117,7 @@ def test_a_setting_that_is_wrong_is_named(monkeypatch, name, value, code, status
 )
 def test_a_secret_is_judged_and_never_printed(monkeypatch, secret, code):
     monkeypatch.setenv(SECRET_VARIABLE, secret)
-    (found,) = host.check_secret()
+    (found,) = path.check_secret()
     assert found.code == code
     assert "hunter2" not in doctor.line_of(found)
     assert [each.status for each in doctor.check_settings()] == ["ok"]  # no fault is told twice
@@ -125,7 +125,7 @@ def test_a_secret_is_judged_and_never_printed(monkeypatch, secret, code):
 
 def test_a_second_secret_is_judged_too(monkeypatch):
     monkeypatch.setenv(ACCEPTED_VARIABLE, "short")
-    first, second = host.check_secret()
+    first, second = path.check_secret()
     assert (first.code, second.code, second.subject) == ("", "secret_malformed", ACCEPTED_VARIABLE)
 
 
