@@ -26,6 +26,10 @@ from handshake.limits import Limits
 # Events.
 # Messages and their parts.
 from handshake.messages import (
+    Answer,
+    Answered,
+    Ask,
+    Asked,
     ConnectionClosed,
     ConnectionFailed,
     Ending,
@@ -54,6 +58,10 @@ from handshake.server import HandshakeServer, Peer, PeerKey, open_server
 __all__ = [
     "AddressInvalid",
     "AllowedKeys",
+    "Answer",
+    "Answered",
+    "Ask",
+    "Asked",
     "ClockOffset",
     "CloseCode",
     "Closed",

@@ -24,6 +24,7 @@ from handshake.errors import (
 )
 from handshake.limits import DEFAULT_LIMITS, Limits
 from handshake.messages import (
+    Ask,
     ConnectionClosed,
     ConnectionFailed,
     Ending,
@@ -79,12 +80,13 @@ class HandshakeClient:
         """How far the server's wall clock is ahead of ours; None if it is unknown."""
         return self._attempt.connection.clock_offset
 
-    def send(self, message: Release | Renew) -> None:
+    def send(self, message: Release | Renew | Ask) -> None:
         """Ask the server. Never waits, and never calls ``on_event`` before it returns.
 
         Raises:
-            Closed: the connection has ended.
-            LocalProtocolError: a field is out of bounds.
+            Closed: the connection has ended, and every question with it.
+            LocalProtocolError: a field is out of bounds. Or an ``Ask``: ``version`` is below 2, its nonce is that of an
+                open question, or 1,024 are open. One is open until ``Answered``, however long it is awaited.
         """
         self._attempt.driver.send(message)
 

@@ -12,10 +12,15 @@ from msgspec import UNSET, Struct, UnsetType
 
 from handshake import codec
 from handshake.errors import CloseCode, Closed, LocalProtocolError, RemoteProtocolError
-from handshake.limits import Limits
+from handshake.limits import QUESTIONS_MAX, Limits
 from handshake.messages import (
+    QUESTIONS_SINCE,
     SUPPORTED,
+    Answer,
+    Answered,
     AnyMessage,
+    Ask,
+    Asked,
     Bye,
     ClockTime,
     ConnectionClosed,
@@ -137,12 +142,12 @@ class Conversation:
         self._limits = limits
         self._versions = versions
         self._allowance = allowance or Allowance(limits, now)
-        self._wall_ahead_s = wall_ahead_s
         self._giving = giving
-        self._offsets = OffsetFilter()
+        self._offsets = OffsetFilter(wall_ahead_s)
         self._partner: Hello | Welcome | None = None
         self._version = 0  # not agreed yet
         self._ping_nonce = 0
+        self._open: set[int] = set()  # nonces of the questions that wait for an answer
         self._since_s = now  # start of the handshake; later, when the last word was said
         self._heard_s = now
         self._asked_s = now  # when the last thing that wants an answer was said
@@ -177,18 +182,22 @@ class Conversation:
         self._say(_hello(self._identity, self._versions))
         self._asked_s = now
 
-    def send(self, message: Release | Released | Renew | Renewed) -> None:
-        """Send a message about leases.
+    def send(self, message: Release | Released | Renew | Renewed | Ask | Answer) -> None:
+        """Send a message about leases, a question or an answer.
 
         Raises:
-            Closed: the connection has ended.
-            LocalProtocolError: our role or state does not allow it, or a field is out of bounds.
+            Closed: the connection has ended, and every question with it.
+            LocalProtocolError: our role or state does not allow it, or a field is out of bounds. The peer speaks no
+                version with questions, ``QUESTIONS_MAX`` are open, or not the one that is answered.
         """
         if self._ending is not None:
             raise Closed(f"the connection has ended: {self._ending.reason}")
-        if not isinstance(message, (Release, Released, Renew, Renewed)):
+        if isinstance(message, (Release, Released, Renew, Renewed)):
+            self._say(message)
+        elif isinstance(message, (Ask, Answer)):
+            self._say_in_turn(message)
+        else:
             raise LocalProtocolError(f"{type(message).__name__} is not said by the program above")
-        self._say(message)
 
     def ask(self, now: float, *, report: bool) -> None:
         """Ping the server now, perhaps for its report. ``PingAnswered`` is the answer to the last ping.
@@ -296,8 +305,8 @@ class Conversation:
                 self._measure(clock_s, now)
                 if self.role is Role.CLIENT:
                     self._events.append(PingAnswered(rtt_s=now - self._asked_s, report=report))
-            case _:  # a late Pong, or a last word, which changes state and time only
-                pass
+            case _:
+                self._take_question(message, now)
 
     def _welcome(self, hello: Hello, now: float) -> None:
         theirs = VersionRange(hello.version_min, hello.version_max)
@@ -309,7 +318,7 @@ class Conversation:
             return
         self._partner = hello
         self._version = version
-        self._say(Welcome(version=version, identity=self._identity, clock_s=now + self._wall_ahead_s))
+        self._say(Welcome(version=version, identity=self._identity, clock_s=self._offsets.wall(now)))
         make_pass = self._giving.make_pass
         pass_ = UNSET if make_pass is None else make_pass(hello.identity)
         self._say(Publish(publication=self._publication, pass_=pass_))
@@ -323,7 +332,7 @@ class Conversation:
         self._partner = welcome
         self._version = welcome.version
         self._measure(welcome.clock_s, now)
-        self._say(Publish(publication=self._publication, clock_s=now + self._wall_ahead_s))
+        self._say(Publish(publication=self._publication, clock_s=self._offsets.wall(now)))
 
     def _become_ready(self, publish: Publish, now: float) -> None:
         assert self._partner is not None, "the table lets no Publish pass before Hello or Welcome"
@@ -351,14 +360,41 @@ class Conversation:
                 self._refuse_rate("questions for a report", self._limits.reports_per_s_max, now)
                 return
             report = self._giving.make_report()
-        self._say(Pong(nonce=ping.nonce, clock_s=now + self._wall_ahead_s, report=report))
+        self._say(Pong(nonce=ping.nonce, clock_s=self._offsets.wall(now), report=report))
+
+    def _take_question(self, message: AnyMessage, now: float) -> None:
+        """Take a question or an answer; a late Pong, or a last word, changes state and time only."""
+        match message:
+            case Ask(nonce=nonce, question=question) if self._may_open(nonce):
+                if not self._allowance.takes_question(now):
+                    self._refuse_rate("questions", self._limits.questions_per_s_max, now)
+                    return
+                self._open.add(nonce)
+                self._events.append(Asked(nonce=nonce, question=question))
+            case Answer(nonce=nonce, answer=answer) if nonce in self._open:
+                self._open.remove(nonce)
+                self._events.append(Answered(nonce=nonce, answer=answer))
+            case Ask(nonce=nonce) | Answer(nonce=nonce):
+                said = f"version {self._version}, {type(message).__name__} {nonce}, {len(self._open)} questions open"
+                raise RemoteProtocolError(f"it came out of turn: {said}", violation="unexpected")
+            case _:
+                pass
+
+    def _say_in_turn(self, message: Ask | Answer) -> None:
+        nonce, asks = message.nonce, isinstance(message, Ask)
+        if not (self._may_open(nonce) if asks else nonce in self._open):
+            raise LocalProtocolError(f"{type(message).__name__} {nonce} is out of turn, {len(self._open)} are open")
+        self._say(message)
+        self._open ^= {nonce}
+
+    def _may_open(self, nonce: int) -> bool:
+        return self._version >= QUESTIONS_SINCE and nonce not in self._open and len(self._open) < QUESTIONS_MAX
 
     def _measure(self, clock_s: ClockTime, now: float) -> None:
         """Record the round trip that ``_asked_s`` began."""
         self.rtt_s = now - self._asked_s
         if not isinstance(clock_s, UnsetType):
-            asked_at, answered_at = self._asked_s + self._wall_ahead_s, now + self._wall_ahead_s
-            self._offsets.add(asked_at=asked_at, answered_at=answered_at, clock_s=clock_s)
+            self._offsets.add(asked_at=self._asked_s, answered_at=now, clock_s=clock_s)
 
     def _refuse_rate(self, what: str, per_s: float, now: float) -> None:
         reason = f"more than {per_s:g} {what} per second"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from handshake.connection import Conversation
 from handshake.errors import CloseCode
-from handshake.messages import Event, Release, Released, Renew, Renewed
+from handshake.messages import Answer, Ask, Event, Release, Released, Renew, Renewed
 from handshake.sockets import ZEROMQ, Delivery
 
 logger = logging.getLogger("handshake")
@@ -66,7 +66,7 @@ class Driver:
         self.connection.lost(reason)
         self.settle()
 
-    def send(self, message: Release | Released | Renew | Renewed) -> None:
+    def send(self, message: Release | Released | Renew | Renewed | Ask | Answer) -> None:
         """Send one message for the program above; raise as ``Conversation.send``."""
         self.connection.send(message)
         self._flush()

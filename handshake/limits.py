@@ -13,6 +13,9 @@ PUBLICATION_BYTES_MAX = 2 << 20
 LEASES_MAX = 1024
 """Leases in one message: 40 KiB, which is decoded in well under a millisecond."""
 
+QUESTIONS_MAX = 1024
+"""Questions of one connection that are open: a server that lets them wait remembers each."""
+
 
 class Limits(Struct, frozen=True, kw_only=True):
     """What one endpoint spends on its peers at most.
@@ -35,6 +38,8 @@ class Limits(Struct, frozen=True, kw_only=True):
         leases_per_s_max: named in those messages.
         reports_per_s_max: reports that such a key or connection may ask for. A person who watches a server asks once
             in a second.
+        questions_per_s_max: questions that such a key or connection may ask. An engine asks once for each prompt, and a
+            producer answers the longest within 300 us.
         incoming_max: messages of one peer that wait to be read. A reader that keeps up never has more than a few.
         incoming_bytes_max: of those messages. Fewer of them wait where each may be a whole publication. A peer whose
             bytes are more than its messages can be is cut off.
@@ -61,6 +66,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     messages_per_s_max: float = 20_000.0
     leases_per_s_max: float = 200_000.0
     reports_per_s_max: float = 4.0
+    questions_per_s_max: float = 2000.0
     incoming_max: int = 64
     incoming_bytes_max: int = 8 << 20
     outgoing_max: int = 1024

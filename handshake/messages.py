@@ -1,4 +1,4 @@
-"""The messages of the wire protocol, version 1, the bounds of every field, and the events that follow from them.
+"""The messages of the wire protocol, version 2, the bounds of every field, and the events that follow from them.
 
 The conversation. Only the client may ask, renew and release; both may ping, refuse and leave::
 
@@ -9,6 +9,8 @@ The conversation. Only the client may ask, renew and release; both may ping, ref
     Publish       ->                              now both are ready
     Release, Renew ->
                   <-  Released, Renewed
+    Ask           ->                              since version 2
+                  <-  Answer                      when the server has one: answers come in any order
     Ping          <->  Pong                       a client's Ping may ask for the server's report
     Bye, Refuse   <->  Bye                        close the connection
 
@@ -24,7 +26,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from handshake.limits import LEASES_MAX, PUBLICATION_BYTES_MAX
 
-WIRE_VERSION = 1  # the newest that this release speaks
+WIRE_VERSION = 2  # the newest that this release speaks
+QUESTIONS_SINCE = 2  # the first with ``Ask`` and ``Answer``
 
 
 class VersionRange(NamedTuple):
@@ -48,6 +51,8 @@ def choose(ours: VersionRange, theirs: VersionRange) -> int | None:
 
 PASS_BYTES_MAX = 64  # two digests of 32 bytes
 REPORT_BYTES_MAX = 64 << 10  # some two hundred pulls and leases
+QUESTION_BYTES_MAX = 48 << 10  # two thousand digests of 16 bytes are 36 KiB
+ANSWER_BYTES_MAX = 1 << 20
 CERTIFICATE_BYTES_MAX = 1024  # one of an elliptic curve has some 300
 
 Role = Literal["prefill", "decode", "both"]
@@ -227,13 +232,29 @@ class Pong(Message, frozen=True, kw_only=True, tag="pong"):
     report: Report | UnsetType = UNSET
 
 
+class Ask(Message, frozen=True, kw_only=True, tag="ask"):
+    """A question of the client's program, opaque here. ``nonce``: of no question that is still open."""
+
+    nonce: Nonce
+    question: Annotated[bytes, Meta(max_length=QUESTION_BYTES_MAX)]
+
+
+class Answer(Message, frozen=True, kw_only=True, tag="answer"):
+    """Answer to the open question with the same nonce; opaque here."""
+
+    nonce: Nonce
+    answer: Annotated[bytes, Meta(max_length=ANSWER_BYTES_MAX)]
+
+
 class Bye(Message, frozen=True, kw_only=True, tag="bye"):
     """The last word of a peer without a complaint, and the answer to a last word."""
 
     reason: Text = ""
 
 
-AnyMessage = Hello | Welcome | Refuse | Publish | Release | Released | Renew | Renewed | Ping | Pong | Bye
+AnyMessage = (
+    Hello | Welcome | Refuse | Publish | Release | Released | Renew | Renewed | Ask | Answer | Ping | Pong | Bye
+)
 
 
 # What a connection reports to the program above. Exactly one ``ConnectionClosed`` or ``ConnectionFailed`` comes last.
@@ -287,6 +308,20 @@ class PingAnswered(Struct, frozen=True, kw_only=True):
     report: bytes | UnsetType = UNSET  # if we have not asked for it, or the server has none
 
 
+class Asked(Struct, frozen=True, kw_only=True):
+    """The client asks. The question is open until it is answered, or the connection ends."""
+
+    nonce: int
+    question: bytes
+
+
+class Answered(Struct, frozen=True, kw_only=True):
+    """The server has answered the question with this nonce."""
+
+    nonce: int
+    answer: bytes
+
+
 class ConnectionClosed(Struct, frozen=True, kw_only=True):
     """One side left without a complaint."""
 
@@ -303,4 +338,14 @@ class ConnectionFailed(Struct, frozen=True, kw_only=True):
 
 
 Ending = ConnectionClosed | ConnectionFailed
-Event = PeerReady | ReleaseReceived | RenewReceived | ReleaseAnswered | RenewAnswered | PingAnswered | Ending
+Event = (
+    PeerReady
+    | ReleaseReceived
+    | RenewReceived
+    | ReleaseAnswered
+    | RenewAnswered
+    | Asked
+    | Answered
+    | PingAnswered
+    | Ending
+)

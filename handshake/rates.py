@@ -35,6 +35,7 @@ class Allowance:
         self._messages = Bucket(limits.messages_per_s_max, now)
         self._leases = Bucket(limits.leases_per_s_max, now)
         self._reports = Bucket(limits.reports_per_s_max, now)
+        self._questions = Bucket(limits.questions_per_s_max, now)
 
     def takes_message(self, now: float) -> bool:
         """Count one message; False if that is too many."""
@@ -47,6 +48,10 @@ class Allowance:
     def takes_report(self, now: float) -> bool:
         """Count one question for a report; likewise."""
         return self._reports.take(1, now)
+
+    def takes_question(self, now: float) -> bool:
+        """Count one other question; likewise."""
+        return self._questions.take(1, now)
 
 
 def pause_s(attempt: int, first_s: float, longest_s: float, draw: float = 1.0) -> float:
@@ -73,14 +78,20 @@ class OffsetFilter:
     """Estimates ``best`` from questions that a peer answered with its own time; None before the first.
 
     Each answer was written between our question and its arrival. The middle is wrong by half of the round trip at most,
-    so the shortest of the last round trips counts.
+    so the shortest of the last round trips counts. ``wall_ahead_s``: of our wall clock, to the monotonic one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wall_ahead_s: float = 0.0) -> None:
+        self._wall_ahead_s = wall_ahead_s
         self._samples: deque[ClockOffset] = deque(maxlen=SAMPLES_MAX)
         self.best: ClockOffset | None = None
 
+    def wall(self, now: float) -> float:
+        """Return what our wall clock shows at ``now``."""
+        return now + self._wall_ahead_s
+
     def add(self, *, asked_at: float, answered_at: float, clock_s: float) -> None:
-        """Record one round trip: our wall clock at question and answer, and the peer's in between."""
-        self._samples.append(ClockOffset(clock_s - (asked_at + answered_at) / 2, (answered_at - asked_at) / 2))
+        """Record one round trip: our monotonic clock at question and answer, and the peer's wall clock in between."""
+        middle_s = self.wall((asked_at + answered_at) / 2)
+        self._samples.append(ClockOffset(clock_s - middle_s, (answered_at - asked_at) / 2))
         self.best = min(self._samples, key=lambda sample: sample.error_s)

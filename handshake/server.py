@@ -21,6 +21,7 @@ from handshake.limits import DEFAULT_LIMITS, Limits
 from handshake.messages import (
     PASS_BYTES_MAX,
     REPORT_BYTES_MAX,
+    Answer,
     ConnectionFailed,
     Event,
     Identity,
@@ -155,12 +156,12 @@ class HandshakeServer:
         """How many connections have failed since the start, by code, including those never let in."""
         return {**self._failures, **self._channel.strangers}
 
-    def send(self, peer_key: PeerKey, message: Released | Renewed) -> None:
-        """Answer a peer. Never waits, and never calls ``on_event`` before it returns.
+    def send(self, peer_key: PeerKey, message: Released | Renewed | Answer) -> None:
+        """Answer a peer; what it ``Asked``, now or later. Never waits, and never calls ``on_event`` before it returns.
 
         Raises:
-            Closed: the connection has ended.
-            LocalProtocolError: the peer is not ready, or a field is out of its bounds.
+            Closed: the connection has ended, and every question with it.
+            LocalProtocolError: the peer is not ready, a field is out of its bounds, or the question is not open.
         """
         driver = self._drivers.get(peer_key)
         if driver is None:

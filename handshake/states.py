@@ -6,7 +6,7 @@
     GREETED    the client's Hello was sent
     WELCOMED   the version is agreed
     PUBLISHED  our publication was sent, the peer's is awaited
-    READY      leases and pings
+    READY      leases, questions and pings
     CLOSING    we said our last word, and wait for the peer's
     CLOSED     the end
 
@@ -22,7 +22,9 @@ from msgspec import Struct
 from handshake.errors import LocalProtocolError
 from handshake.limits import Limits
 from handshake.messages import (
+    Answer,
     AnyMessage,
+    Ask,
     Bye,
     Hello,
     Message,
@@ -112,8 +114,10 @@ _CLIENT: dict[Progress, Rules] = {
     Progress.READY: {
         Sent(Release): Progress.READY,
         Sent(Renew): Progress.READY,
+        Sent(Ask): Progress.READY,
         Received(Released): Progress.READY,
         Received(Renewed): Progress.READY,
+        Received(Answer): Progress.READY,
         **_PINGS,
         **_ANY_TIME,
     },
@@ -129,8 +133,10 @@ _SERVER: dict[Progress, Rules] = {
     Progress.READY: {
         Received(Release): Progress.READY,
         Received(Renew): Progress.READY,
+        Received(Ask): Progress.READY,
         Sent(Released): Progress.READY,
         Sent(Renewed): Progress.READY,
+        Sent(Answer): Progress.READY,
         **_PINGS,
         **_ANY_TIME,
     },

@@ -6,9 +6,11 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+import handshake
 from handshake import HandshakeServer, Peer, PeerKey, Publication, open_server
 from handshake.errors import HandshakeError
 from handshake.messages import (
+    Asked,
     ConnectionFailed,
     Event,
     LeaseAnswer,
@@ -87,6 +89,8 @@ class Listener:
                 answers, lease_s = self._leases.on_renew(_keys(refs), self._readers[key])
                 answered = tuple(map(self._explained, _answered(zip(refs, answers, strict=True))))
                 self._server.send(key, Renewed(leases=answered, lease_s=lease_s))
+            case Asked(nonce=nonce):
+                self._server.send(key, handshake.Answer(nonce=nonce, answer=b""))
             case ConnectionFailed(code=code, reason=reason):
                 self._report(ConsumerRejected(self._forget(key), code, reason))
             case _:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from handshake.messages import WIRE_VERSION
+from handshake.messages import SUPPORTED, WIRE_VERSION
 from kvflow.integrations.vllm.versions import NEWEST, OLDEST, features_of
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.leases.tickets import FORMAT, FORMAT_BEFORE
@@ -45,7 +45,7 @@ def test_each_release_of_vllm_is_described(release):
 def test_formats_are_those_of_this_release():
     assert row_of("ticket")[0] == f"{FORMAT}`, and reads `{FORMAT_BEFORE}"
     assert row_of("manifest")[0] == str(MANIFEST_SCHEMA)
-    assert row_of("wire version")[0] == str(WIRE_VERSION)
+    assert row_of("wire version")[0] == f"{WIRE_VERSION}, and speaks {SUPPORTED.lowest}"
 
 
 def test_earlier_commits_are_those_that_are_tried():

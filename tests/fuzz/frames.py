@@ -9,6 +9,9 @@ from handshake.codec import FORMAT, encode
 from handshake.connection import Conversation
 from handshake.limits import DEFAULT_LIMITS
 from handshake.messages import (
+    WIRE_VERSION,
+    Answer,
+    Ask,
     Bye,
     Hello,
     LeaseAnswer,
@@ -29,7 +32,7 @@ from .mutations import Mutator
 
 IDENTITY = Identity(engine_id="fuzz", rank=0, num_ranks=1, incarnation="f" * 32, role="decode")
 PUBLICATION = Publication.of(b"of a fuzzer" * 20)
-_HELLO = Hello(version_min=1, version_max=1, identity=IDENTITY)
+_HELLO = Hello(version_min=1, version_max=WIRE_VERSION, identity=IDENTITY)
 _PUBLISH = Publish(publication=PUBLICATION)
 _LEASES = tuple(LeaseRef(slot=slot, epoch=(1 << 40) + slot) for slot in range(3))
 _ANSWERS = tuple(LeaseAnswer(slot=each.slot, epoch=each.epoch, outcome="held") for each in _LEASES)
@@ -38,13 +41,15 @@ SEEDS = tuple(
     encode(message, DEFAULT_LIMITS.frame_bytes_max)[0]
     for message in (
         _HELLO,
-        Welcome(version=1, identity=IDENTITY, clock_s=1.0),
+        Welcome(version=WIRE_VERSION, identity=IDENTITY, clock_s=1.0),
         _PUBLISH,
         Refuse(code="busy", reason="a reason", remedy="a remedy"),
         Release(leases=_LEASES),
         Released(leases=_ANSWERS),
         Renew(leases=_LEASES),
         Renewed(leases=_ANSWERS, lease_s=30.0),
+        Ask(nonce=7, question=b"a question"),
+        Answer(nonce=7, answer=b"an answer"),
         Ping(nonce=7),
         Pong(nonce=7, clock_s=1.0),
         Bye(reason="a reason"),
@@ -114,13 +119,19 @@ def broken(mutator, frame=None):
 def strange_but_valid(mutator):
     """Draw a message in words that no worker uses: any numbers, fields that nobody knows, any order."""
     draw = mutator.draw
-    fields = msgspec.to_builtins(draw.choice((Ping(nonce=draw.getrandbits(63)), _about_leases(draw))))
+    fields = msgspec.to_builtins(draw.choice((_about_nothing(draw), _about_leases(draw))))
     items = list(fields.items())
     if draw.random() < 0.5:
         items.append((draw.choice(("x", "é", "Type", "lease", "a" * 300)), mutator.of_value([1, {"a": b"x"}])))
     if draw.random() < 0.5:
         draw.shuffle(items)
     return FORMAT + msgspec.msgpack.encode(dict(items))
+
+
+def _about_nothing(draw):
+    if draw.random() < 0.5:
+        return Ping(nonce=draw.getrandbits(63))
+    return Ask(nonce=draw.getrandbits(63), question=draw.randbytes(draw.choice((0, 1, 30, 3000))))
 
 
 def _about_leases(draw):

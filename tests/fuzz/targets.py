@@ -15,7 +15,7 @@ from handshake import Publication, codec
 from handshake.connection import Conversation
 from handshake.errors import RemoteProtocolError
 from handshake.limits import DEFAULT_LIMITS
-from handshake.messages import ConnectionFailed
+from handshake.messages import Ask, ConnectionFailed
 from handshake.states import Progress, Role
 from kvflow.errors import KvflowError, PlanUnsound
 from kvflow.integrations.vllm.messages import Fail, Load
@@ -104,6 +104,8 @@ def take_frame(data):
             connection.greet(0.0)
         for frame in said:
             connection.receive([frame], 0.0)
+        if (role, connection.state) == (Role.CLIENT, Progress.READY):
+            connection.send(Ask(nonce=7, question=b"a question"))
         assert connection.state is not Progress.CLOSED
         connection.receive([data], 1.0)
         for frames in connection.take_outgoing():

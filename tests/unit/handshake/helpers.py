@@ -7,6 +7,7 @@ from typing import Any
 
 import zmq
 import zmq.asyncio
+from msgspec.structs import replace
 
 import handshake
 from handshake.codec import encode
@@ -14,7 +15,10 @@ from handshake.connection import NOTHING_GIVEN, Conversation
 from handshake.limits import Limits
 from handshake.messages import (
     SUPPORTED,
+    WIRE_VERSION,
+    Answer,
     AnyMessage,
+    Ask,
     Bye,
     Event,
     Hello,
@@ -71,6 +75,8 @@ EXAMPLES: dict[str, AnyMessage] = {
     "released": Released(leases=ANSWERS),
     "renew": Renew(leases=LEASES),
     "renewed": Renewed(leases=ANSWERS, lease_s=30.0),
+    "ask": Ask(nonce=7, question=b"who holds this?"),
+    "answer": Answer(nonce=7, answer=b"I do"),
     "ping": Ping(nonce=7),
     "pong": Pong(nonce=7),
     "ping_with_question": Ping(nonce=7, report=True),
@@ -154,7 +160,9 @@ def connection_in(
     """
     identity, publication = (CONSUMER, CONSUMED) if role is Role.CLIENT else (PRODUCER, PRODUCED)
     connection = Conversation(role, identity, publication, limits=limits, now=now, allowance=allowance)
-    heard = [EXAMPLES["welcome" if role is Role.CLIENT else "hello"], EXAMPLES["publish"]]
+    hello = replace(EXAMPLES["hello"], version_max=WIRE_VERSION)
+    welcome = replace(EXAMPLES["welcome"], version=WIRE_VERSION)
+    heard = [welcome if role is Role.CLIENT else hello, EXAMPLES["publish"]]
     order = [Progress.PUBLISHED, Progress.READY, Progress.CLOSING, Progress.CLOSED]
     if role is Role.CLIENT and state is not Progress.FRESH:
         connection.greet(now)

@@ -23,6 +23,7 @@ from handshake.errors import (
 )
 from handshake.limits import Limits
 from handshake.messages import (
+    WIRE_VERSION,
     Bye,
     ConnectionClosed,
     ConnectionFailed,
@@ -83,7 +84,7 @@ async def talk():
                 connected(server.endpoint, security=security, on_event=answered) as client,
                 connected(server.endpoint, security=security) as idle,
             ):
-                assert (client.identity, client.publication, client.version) == (PRODUCER, PRODUCED, 1)
+                assert (client.identity, client.publication, client.version) == (PRODUCER, PRODUCED, WIRE_VERSION)
                 assert client.rtt_s >= 0
                 client.send(EXAMPLES["release"])
                 await served.wait_of(ReleaseReceived)

@@ -8,6 +8,7 @@ from handshake.connection import Conversation, Giving, check_introduction
 from handshake.errors import CloseCode, Closed, LocalProtocolError
 from handshake.limits import LEASES_MAX, Limits
 from handshake.messages import (
+    WIRE_VERSION,
     Bye,
     ConnectionClosed,
     ConnectionFailed,
@@ -54,8 +55,8 @@ def said(connection):
 
 def test_two_ends_become_ready_and_know_each_other():
     pair = Pair().make_ready()
-    assert pair.client_events == [PeerReady(identity=PRODUCER, publication=PRODUCED, version=1)]
-    assert pair.server_events == [PeerReady(identity=CONSUMER, publication=CONSUMED, version=1)]
+    assert pair.client_events == [PeerReady(identity=PRODUCER, publication=PRODUCED, version=WIRE_VERSION)]
+    assert pair.server_events == [PeerReady(identity=CONSUMER, publication=CONSUMED, version=WIRE_VERSION)]
 
 
 def test_a_server_gives_its_client_a_pass_and_takes_none():
@@ -106,7 +107,7 @@ def test_a_peer_of_version_99_is_told_both_ranges():
     pair.settle()
     (told,) = pair.client_events
     assert (told.code, told.refused) == ("version_unsupported", True)
-    assert "1..1" in told.reason
+    assert "1..2" in told.reason
     assert "99..99" in told.reason
     assert told.remedy
     (kept,) = pair.server_events
@@ -116,7 +117,7 @@ def test_a_peer_of_version_99_is_told_both_ranges():
 
 def test_a_version_that_was_not_offered_is_a_violation():
     client = connection_in(Role.CLIENT, Progress.GREETED)
-    client.receive(frames_of(Welcome(version=2, identity=PRODUCER)), NOW)
+    client.receive(frames_of(Welcome(version=WIRE_VERSION + 1, identity=PRODUCER)), NOW)
     (refusal,) = said(client)
     assert refusal.code == "protocol_violation"
     assert client.take_events()[0].code == "protocol_violation"

@@ -4,7 +4,7 @@ import pytest
 
 from handshake.messages import ConnectionClosed, ConnectionFailed, Ending, Event
 
-PARTICIPLES = ("Ready", "Received", "Answered", "Closed", "Failed")
+PARTICIPLES = ("Ready", "Received", "Answered", "Asked", "Closed", "Failed")
 
 
 @pytest.mark.parametrize("kind", get_args(Event))

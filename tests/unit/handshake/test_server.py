@@ -11,6 +11,7 @@ from handshake.codec import decode
 from handshake.errors import AddressInvalid, Closed, LocalProtocolError
 from handshake.limits import Limits
 from handshake.messages import (
+    WIRE_VERSION,
     Bye,
     ConnectionClosed,
     ConnectionFailed,
@@ -429,9 +430,9 @@ async def test_two_workers_meet_and_part_over_sockets():
     served, dialed = Recorder(), Recorder()
     async with serving(on_event=served) as server:
         async with connected(server.endpoint, on_event=dialed) as client:
-            assert (client.identity, client.publication, client.version) == (PRODUCER, PRODUCED, 1)
+            assert (client.identity, client.publication, client.version) == (PRODUCER, PRODUCED, WIRE_VERSION)
             ready = (await served.wait_of(PeerReady))[0]
-            assert (ready.identity, ready.publication, ready.version) == (CONSUMER, CONSUMED, 1)
+            assert (ready.identity, ready.publication, ready.version) == (CONSUMER, CONSUMED, WIRE_VERSION)
             assert server.peers[0].rtt_s is not None
         assert await served.wait_of(ConnectionClosed) == [ConnectionClosed(reason="the client is leaving")]
         assert server.peers == ()
@@ -506,7 +507,7 @@ async def test_a_peer_of_version_99_is_told_why():
         await modern.send_multipart(frames_of(Hello(version_min=99, version_max=99, identity=CONSUMER)))
         refusal = decode(await patiently(modern.recv_multipart()), LIMITS.frame_bytes_max)
         assert refusal.code == "version_unsupported"
-        assert "1..1" in refusal.reason
+        assert "1..2" in refusal.reason
         assert "99..99" in refusal.reason
 
 

@@ -1,0 +1,185 @@
+"""A client asks something opaque: the answer may come late, in any order, or never; and what either may not say."""
+
+import pytest
+
+from handshake.errors import Closed, LocalProtocolError
+from handshake.limits import QUESTIONS_MAX, Limits
+from handshake.messages import (
+    ANSWER_BYTES_MAX,
+    QUESTION_BYTES_MAX,
+    Answer,
+    Answered,
+    Ask,
+    Asked,
+    ConnectionFailed,
+    VersionRange,
+)
+from handshake.states import Progress, Role
+
+from .helpers import LIMITS, Pair, Recorder, connected, connection_in, frames_of, serving
+
+NOW = 100.0
+OLD = VersionRange(1, 1)
+
+
+def ask(nonce, question=b"?"):
+    return Ask(nonce=nonce, question=question)
+
+
+def answer(nonce, said=b"!"):
+    return Answer(nonce=nonce, answer=said)
+
+
+def failure_of(connection):
+    (failed,) = [event for event in connection.take_events() if isinstance(event, ConnectionFailed)]
+    return failed.code
+
+
+def test_answers_come_when_the_server_has_them():
+    pair = Pair().make_ready()
+    for nonce in (7, 8, 0):
+        pair.client.send(ask(nonce, b"about %d" % nonce))
+    pair.settle()
+    assert pair.server_events[1:] == [Asked(nonce=nonce, question=b"about %d" % nonce) for nonce in (7, 8, 0)]
+    for nonce in (8, 7):
+        pair.server.send(answer(nonce, b"%d" % nonce))
+        pair.settle()
+        pair.now += 20.0
+    assert pair.client_events[1:] == [Answered(nonce=8, answer=b"8"), Answered(nonce=7, answer=b"7")]
+    pair.client.send(ask(7))  # which is no longer open
+    pair.settle()
+    assert pair.server_events[-1] == Asked(nonce=7, question=b"?")
+
+
+@pytest.mark.parametrize("versions", [{"client_versions": OLD}, {"server_versions": OLD}])
+def test_a_peer_of_version_1_is_asked_nothing_and_asks_nothing(versions):
+    pair = Pair(**versions).make_ready()
+    assert pair.client_events[0].version == 1
+    with pytest.raises(LocalProtocolError, match="out of turn"):
+        pair.client.send(ask(1))
+    assert pair.client.take_outgoing() == []
+    pair.server.receive(frames_of(ask(1)), pair.now)
+    assert failure_of(pair.server) == "protocol_violation"
+
+
+def test_nothing_is_asked_before_the_connection_is_ready_or_after_its_end():
+    pair = Pair()
+    with pytest.raises(LocalProtocolError):
+        pair.client.send(ask(1))
+    pair.make_ready()
+    pair.client.send(ask(1))
+    pair.settle()
+    pair.server.close("done", pair.now)
+    with pytest.raises(Closed):
+        pair.server.send(answer(1))
+    pair.settle()
+    with pytest.raises(Closed):
+        pair.client.send(ask(2))
+
+
+@pytest.mark.parametrize("wrong", [ask(7), ask(8, bytes(QUESTION_BYTES_MAX + 1)), answer(7), ask(-1)])
+def test_what_the_client_may_not_say_is_our_error_and_changes_nothing(wrong):
+    client = connection_in(Role.CLIENT, Progress.READY)
+    client.send(ask(7))
+    client.take_outgoing()
+    with pytest.raises(LocalProtocolError):
+        client.send(wrong)
+    assert (client.state, client.take_outgoing()) == (Progress.READY, [])
+    client.receive(frames_of(answer(7)), NOW)
+    assert client.take_events() == [Answered(nonce=7, answer=b"!")]
+
+
+@pytest.mark.parametrize("wrong", [answer(8), answer(7, bytes(ANSWER_BYTES_MAX + 1)), ask(9)])
+def test_what_the_server_may_not_say_is_our_error_and_changes_nothing(wrong):
+    server = connection_in(Role.SERVER, Progress.READY)
+    server.receive(frames_of(ask(7)), NOW)
+    with pytest.raises(LocalProtocolError):
+        server.send(wrong)
+    assert (server.state, server.take_outgoing()) == (Progress.READY, [])
+    server.send(answer(7))
+    with pytest.raises(LocalProtocolError):
+        server.send(answer(7))
+    assert len(server.take_outgoing()) == 1
+
+
+@pytest.mark.parametrize("said", [answer(8), ask(8)])
+def test_an_answer_to_nothing_or_a_question_of_the_server_is_a_violation(said):
+    client = connection_in(Role.CLIENT, Progress.READY)
+    client.send(ask(7))
+    client.receive(frames_of(said), NOW)
+    assert failure_of(client) == "protocol_violation"
+
+
+def test_a_second_answer_is_a_violation():
+    client = connection_in(Role.CLIENT, Progress.READY)
+    client.send(ask(7))
+    client.receive(frames_of(answer(7)), NOW)
+    assert client.take_events() == [Answered(nonce=7, answer=b"!")]
+    client.receive(frames_of(answer(7)), NOW)
+    assert failure_of(client) == "protocol_violation"
+
+
+@pytest.mark.parametrize("said", [ask(7), answer(7)])
+def test_a_nonce_that_is_open_and_an_answer_of_a_client_are_violations(said):
+    server = connection_in(Role.SERVER, Progress.READY)
+    server.receive(frames_of(ask(7)), NOW)
+    server.receive(frames_of(said), NOW)
+    assert failure_of(server) == "protocol_violation"
+
+
+def test_only_so_many_questions_are_open_on_either_side():
+    pair = Pair().make_ready()
+    for nonce in range(QUESTIONS_MAX):
+        pair.client.send(ask(nonce))
+    with pytest.raises(LocalProtocolError, match="1024 are open"):
+        pair.client.send(ask(QUESTIONS_MAX))
+    pair.settle()
+    assert len(pair.server_events) == 1 + QUESTIONS_MAX
+    pair.server.receive(frames_of(ask(QUESTIONS_MAX)), pair.now)
+    assert failure_of(pair.server) == "protocol_violation"
+
+
+def test_a_client_that_asks_too_often_is_refused():
+    pair = Pair(limits=Limits(questions_per_s_max=2.0)).make_ready()
+    for nonce in range(3):
+        pair.client.send(ask(nonce))
+        pair.settle()
+        if nonce < 2:
+            pair.server.send(answer(nonce))
+    assert sum(isinstance(event, Asked) for event in pair.server_events) == 2
+    assert pair.server_events[-1].code == "rate_exceeded"
+    assert "2 questions per second" in pair.server_events[-1].reason
+
+
+def test_what_questions_take_comes_back_with_time():
+    pair = Pair(limits=Limits(questions_per_s_max=2.0)).make_ready()
+    for nonce in range(6):
+        pair.client.send(ask(nonce))
+        pair.settle()
+        pair.now += 0.5
+    assert sum(isinstance(event, Asked) for event in pair.server_events) == 6
+
+
+async def test_the_longest_question_and_answer_travel_between_real_sockets():
+    heard, asked = Recorder(), Recorder()
+    async with (
+        serving(on_event=asked, limits=LIMITS) as server,
+        connected(server.endpoint, on_event=heard) as client,
+    ):
+        client.send(ask(1, bytes(QUESTION_BYTES_MAX)))
+        assert await asked.wait_of(Asked) == [Asked(nonce=1, question=bytes(QUESTION_BYTES_MAX))]
+        (key,) = [seen[0] for seen in asked.seen if isinstance(seen[1], Asked)]
+        server.send(key, answer(1, bytes(ANSWER_BYTES_MAX)))
+        assert await heard.wait_of(Answered) == [Answered(nonce=1, answer=bytes(ANSWER_BYTES_MAX))]
+
+
+async def test_a_question_ends_with_its_connection():
+    asked = Recorder()
+    async with serving(on_event=asked) as server:
+        async with connected(server.endpoint) as client:
+            client.send(ask(1))
+            await asked.wait_of(Asked)
+        key = asked.seen[-1][0]
+        await asked.wait_for(lambda recorder: len(server.peers) == 0)
+        with pytest.raises(Closed):
+            server.send(key, answer(1))
