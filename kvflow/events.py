@@ -59,7 +59,8 @@ class OfferAdmitted(Struct, frozen=True):
 
     request_id: str  # the producer's name of the request
     num_blocks: int  # blocks of all groups
-    lease_s: float  # seconds until the lease expires, unless a consumer renews it
+    # seconds until the lease expires, unless a consumer renews it; 0 if only the producer ends it: ``keep``
+    lease_s: float
     # W3C trace context of the request; empty if the ticket has none. The record has ``trace_id`` instead.
     traceparent: str = ""
 
@@ -174,6 +175,7 @@ class LeaseEnded(Struct, frozen=True, gc=False):
     held_s: float  # seconds for which the producer held it
     # W3C trace context of the request; empty if the ticket has none. The record has ``trace_id`` instead.
     traceparent: str = ""
+    kept: bool = False  # whether its blocks were kept, not offered: ``keep``
 
 
 class TransferStarted(Struct, frozen=True):

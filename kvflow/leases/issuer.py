@@ -81,6 +81,7 @@ class Issuer:
         self.slots = min(address.slots for address in ranks)
         self._free = list(range(self.slots - 1, -1, -1))
         self._slots: dict[str, int | None] = {}
+        self._kept: dict[str, int] = {}  # the slots of what is kept, the oldest first
         self._epoch = max(int(address.epoch_base) for address in ranks) + 1 + head_start
 
     def offer(
@@ -105,13 +106,46 @@ class Issuer:
                 ``traceparent`` is malformed.
             BlockIdsInvalid: ids or token counts are not integers, do not match, or are out of bounds; or the request is
                 already on offer.
-            CapacityExceeded: every slot is taken.
+            CapacityExceeded: every slot is taken by an offer. What is kept leaves its slot to an offer, as in ``keep``.
         """
+        return self.issue(request_id, block_ids, num_tokens, digests, chained=chained, traceparent=traceparent)
+
+    def keep(
+        self,
+        request_id: str,
+        *,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int | Sequence[int],
+        digests: Sequence[Sequence[bytes]],
+    ) -> tuple[Ticket, Grant]:
+        """Sign the ticket of blocks that are kept. The arguments, the result and the errors are those of ``offer``.
+
+        The digests are chained. If no slot is free, the oldest of what is kept is forgotten, and the new grant has its
+        slot: a rank that admits the grant ends that lease.
+        """
+        return self.issue(request_id, block_ids, num_tokens, digests or (), kept=True, chained=True)
+
+    def seal(self, grant: Grant) -> Ticket:
+        """Sign a grant of this engine, and return its ticket. Raises ``TicketInvalid`` if no reader could read it."""
+        return Ticket(grants=(grant,), sealed=(grant.seal(self._sign, self._fingerprint),))
+
+    def issue(
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int | Sequence[int],
+        digests: Sequence[Sequence[bytes]] | None,
+        *,
+        kept: bool = False,
+        chained: bool = False,
+        traceparent: str = "",
+    ) -> tuple[Ticket, Grant]:
+        """Sign the ticket of an offer, or of what is kept, as those methods say."""
         # A ticket returns any other type, such as a UUID, as text, which would not find the slot again.
         if not isinstance(request_id, str):
             raise ArgumentInvalid("request_id", "text", request_id, remedy="Pass str(request_id).")
         request_id = str.__str__(request_id)  # a ticket cannot encode a subclass, such as NumPy's
-        if request_id in self._slots:
+        if request_id in self._slots or request_id in self._kept:
             raise BlockIdsInvalid(f"request {request_id!r} is on offer already", remedy="Revoke it first.")
         if traceparent and not is_traceparent(traceparent):
             remedy = "Pass the header traceparent as it came, or an empty text."
@@ -119,10 +153,12 @@ class Issuer:
         lists = block_lists(block_ids)
         tokens = _as_tokens(num_tokens, len(lists))
         contents = None if digests is None else self._contents(digests, lists, chained=chained)
-        if not self._free:
+        if not self._free and not self._kept:
             raise CapacityExceeded("leases", self.slots, remedy="Wait for a lease to end, or raise lease_slots.")
-        slot = self._free[-1]
+        oldest = None if self._free else next(iter(self._kept))
+        slot = self._free[-1] if oldest is None else self._kept[oldest]
         grant = Grant(
+            kind="kept" if kept else "offer",
             engine_id=self.engine_id,
             request_id=request_id,
             ranks=self.ranks,
@@ -137,17 +173,20 @@ class Issuer:
             traceparent=traceparent or (None if self._draw_trace is None else _drawn_trace(self._draw_trace)),
         )
         try:
-            sealed = grant.seal(self._sign, self._fingerprint)
+            ticket = self.seal(grant)
         except TicketInvalid as error:
             raise _unfit(error.message) from error
         except (UnicodeEncodeError, OverflowError) as error:
             fault = find_fault(grant) or "request_id is not Unicode text: it holds half of a surrogate pair"
             raise _unfit(fault) from error
         # Take the slot only after every check: an offer that fails must not cost a slot.
-        self._free.pop()
-        self._slots[request_id] = slot
+        if oldest is None:
+            self._free.pop()
+        else:
+            del self._kept[oldest]
+        (self._kept if kept else self._slots)[request_id] = slot
         self._epoch += EPOCH_STEP
-        return Ticket(grants=(grant,), sealed=(sealed,)), grant
+        return ticket, grant
 
     def _contents(
         self, digests: Sequence[Sequence[bytes]], block_ids: tuple[tuple[int, ...], ...], *, chained: bool
@@ -173,13 +212,17 @@ class Issuer:
         slots = self._slots
         for request_id in request_ids:
             slot = slots.get(request_id)
+            if slot is None:
+                slot = self._kept.pop(request_id, None)
+            slots[request_id] = None
             if slot is not None:
-                slots[request_id] = None
                 self._free.append(slot)
 
     def retire(self, request_id: str) -> bool:
         """Free the slot and the request id of a lease that has ended on every rank. Return False if it is unknown."""
         slot = self._slots.pop(request_id, -1)
+        if slot == -1:
+            slot = self._kept.pop(request_id, -1)
         if slot is not None and slot >= 0:
             self._free.append(slot)
         return slot != -1

@@ -1,13 +1,15 @@
 """The lease table: a producer's promises to keep blocks, and how they end.
 
 A lease ends by release, expiry or revocation. Each end raises the epoch *before* the engine learns that the blocks are
-free. A lease is released when all ranks of one consumer engine have released it; each rank counts once.
+free. A lease is released when all ranks of one consumer engine have released it; each rank counts once. A *kept* lease
+ends only by revocation, or when another grant gets its slot. Peers find it by the digests of its blocks.
 """
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from hmac import compare_digest
 from itertools import islice, takewhile
+from math import inf
 from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
@@ -66,10 +68,11 @@ class LeaseState(Struct, frozen=True, kw_only=True):
     Attributes:
         request_id: this producer's name of the request.
         age_s: seconds since the lease was admitted.
-        expires_in_s: seconds until the lease expires unless it is renewed.
+        expires_in_s: seconds until the lease expires unless it is renewed; 0 if it is kept.
         num_blocks: blocks that it keeps, of all groups together.
         readers: engines that have renewed it or released it in part, at most 16. A reader whose pull takes less than a
-            third of the lease does neither. Over NIXL a producer does not see reads.
+            third of the lease does neither. Over NIXL a producer does not see reads. Of a kept lease none is listed.
+        kept: whether only the producer ends it.
     """
 
     request_id: Name
@@ -77,13 +80,14 @@ class LeaseState(Struct, frozen=True, kw_only=True):
     expires_in_s: Number
     num_blocks: Count
     readers: Annotated[tuple[LeaseReader, ...], Meta(max_length=READERS_LISTED_MAX)]
+    kept: bool = False
 
 
 class Lease(Struct, eq=False):
     """One lease that is held.
 
     ``released_by``: by engine and number of its ranks, those that have released it; ``named_by``: the key that has
-    named this engine first.
+    named this engine first. ``digests``: of the first group, if it is kept; ``first``: blocks of the request before.
     """
 
     grant: Grant
@@ -94,11 +98,29 @@ class Lease(Struct, eq=False):
     released_by: dict[tuple[str, int], set[int]] = {}
     macs: Sequence[bytes] = ()
     named_by: dict[tuple[str, int], str] = {}
+    digests: tuple[bytes, ...] = ()
+    first: int = 0
+
+    @property
+    def kept(self) -> bool:
+        """Whether only the producer ends it."""
+        return self.grant.kind == "kept"
+
+    def digest_at(self, place: int) -> bytes:
+        """Return the digest of the block behind so many others of the request; empty if it is not listed."""
+        at = place - self.first
+        return self.digests[at] if 0 <= at < len(self.digests) else b""
 
     @property
     def released(self) -> bool:
         """Whether all ranks of one consumer engine have released the lease."""
         return any(len(ranks) == num_ranks for (_, num_ranks), ranks in self.released_by.items())
+
+
+def _first_place(grant: Grant, num_digests: int) -> int:
+    """Return how many blocks of a request, of its first group, are before those that have these digests."""
+    size = grant.contents[0].block_size if grant.contents else 0
+    return max(0, -(-grant.num_tokens[0] // size) - num_digests) if size else 0
 
 
 READERS_MAX = 1024  # engines that one lease counts: as many as a worker has peers
@@ -129,6 +151,61 @@ def _count(lease: Lease, reader: Reader) -> bool | None:
     return len(ranks) >= reader.num_ranks
 
 
+class _Index:
+    """Of each digest, the newest kept lease that has it, and how many others have it.
+
+    A digest covers all tokens up to the end of its block, so leases that share one share all before it, at the same
+    places behind the start of the request. Thread: as ``LeaseTable``.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[bytes, Lease] = {}
+        self._others: dict[bytes, int] = {}
+
+    def find(self, digests: Sequence[bytes]) -> tuple[Lease, int] | None:
+        """Return the lease that has the last possible of these digests, and how many lead to it; None if none has."""
+        newest = self._newest
+        for at in range(len(digests) - 1, -1, -1):
+            if digests[at] in newest:
+                return newest[digests[at]], at + 1
+        return None
+
+    def add(self, lease: Lease) -> None:
+        newest, others = self._newest, self._others
+        for digest in lease.digests:
+            if digest in newest:
+                others[digest] = others.get(digest, 0) + 1
+            newest[digest] = lease
+        newest.pop(b"", None)  # of absent blocks
+        others.pop(b"", None)
+
+    def remove(self, lease: Lease, left: dict[int, Lease]) -> None:
+        """Remove a lease; of the digests that others have, the newest of those takes its place. ``left``: by slot."""
+        newest, others = self._newest, self._others
+        orphaned: list[tuple[int, bytes]] = []
+        for place, digest in enumerate(lease.digests, lease.first):
+            if newest.get(digest) is not lease:
+                self._count_less(digest)
+            elif digest in others:
+                self._count_less(digest)
+                orphaned.append((place, digest))
+            else:
+                del newest[digest]
+        while orphaned:
+            place, digest = orphaned[-1]
+            heir = next((each for each in reversed(left.values()) if each.digest_at(place) == digest), None)
+            if heir is None:  # the engine's digests are not chained: this one is found no more
+                newest.pop(digest, None)
+                orphaned.pop()
+            while heir is not None and orphaned and heir.digest_at(orphaned[-1][0]) == orphaned[-1][1]:
+                newest[orphaned.pop()[1]] = heir
+
+    def _count_less(self, digest: bytes) -> None:
+        count = self._others.pop(digest, 0)
+        if count > 1:
+            self._others[digest] = count - 1
+
+
 class _EarlyRelease(NamedTuple):
     slot: int
     epoch: int
@@ -141,7 +218,9 @@ class LeaseTable:
     def __init__(self, epochs: EpochTable) -> None:
         self._epochs = epochs
         self._slots = len(epochs)
-        self._by_slot: dict[int, Lease] = {}
+        self._by_slot: dict[int, Lease] = {}  # without those that are kept
+        self._kept: dict[int, Lease] = {}  # likewise, the oldest first
+        self._index = _Index()
         self._by_request: dict[str, Lease] = {}
         # Releases before admission: by slot, with whether the reader has read; and by key, the oldest first.
         self._early: dict[int, dict[_EarlyRelease, bool]] = {}
@@ -152,7 +231,7 @@ class LeaseTable:
         self._past: OrderedDict[LeaseKey, PastLease] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._by_slot)
+        return len(self._by_request)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_request
@@ -162,11 +241,13 @@ class LeaseTable:
         """The highest epoch that any slot has held."""
         return self._epochs.highest
 
-    def admit(self, grant: Grant, now: float) -> LeaseEnded | None:
+    def admit(self, grant: Grant, now: float, digests: tuple[bytes, ...] = ()) -> list[LeaseEnded]:
         """Admit a grant: from now on the slot holds its epoch.
 
+        ``digests``: those of its first group, by which peers find it if it is kept; empty bytes for absent blocks.
+
         Returns:
-            The end of the lease if its readers released it before; otherwise None.
+            The end of a kept lease that had the slot; and the end of the lease if its readers released it before.
 
         Raises:
             BlockIdsInvalid: the request is on offer already, or the grant's epoch is not newer than the slot's.
@@ -184,6 +265,13 @@ class LeaseTable:
                 f"the grant's epoch {epoch} is not newer than slot {slot}'s",
                 remedy="Admit each grant once, in this incarnation of the worker.",
             )
+        ended = self._end([self._kept[slot]], "revoked", now) if slot in self._kept else []
+        if grant.kind == "kept":
+            lease = Lease(grant, epoch, now, inf, digests=digests, first=_first_place(grant, len(digests)))
+            self._kept[slot] = self._by_request[request_id] = lease
+            self._epochs.raise_all(((slot, epoch),))
+            self._index.add(lease)
+            return ended
         lease = Lease(grant, epoch, now, now + lease_ms / 1000)
         self._by_slot[slot] = self._ends[lease_ms][slot] = self._by_request[request_id] = lease
         self._epochs.raise_all(((slot, epoch),))
@@ -194,8 +282,8 @@ class LeaseTable:
                     _count(lease, early.reader)
                     lease.read |= read
             if lease.released:
-                return self._end([lease], "released", now)[0]
-        return None
+                ended += self._end([lease], "released", now)
+        return ended
 
     def release(
         self, leases: Sequence[LeaseKey], reader: Reader, now: float, *, read: bool = False
@@ -214,7 +302,7 @@ class LeaseTable:
         for slot, epoch in leases:
             lease = self._by_slot.get(slot)
             if lease is None or lease.epoch != epoch:
-                answers.append(self._release_early(slot, epoch, reader, read))
+                answers.append("held" if self._find(slot, epoch) else self._release_early(slot, epoch, reader, read))
                 continue
             complete = alone or _count(lease, reader)
             if complete is None:
@@ -233,7 +321,8 @@ class LeaseTable:
         for slot, epoch in leases:
             lease = self._by_slot.get(slot)
             if lease is None or lease.epoch != epoch:
-                answers.append("ended" if self._is_past(slot, epoch) else "unknown")
+                kept = self._find(slot, epoch)
+                answers.append("held" if kept else "ended" if self._is_past(slot, epoch) else "unknown")
                 continue
             lease_ms = lease.grant.lease_ms
             lease.ends_at = now + lease_ms / 1000
@@ -249,12 +338,13 @@ class LeaseTable:
             LeaseState(
                 request_id=lease.grant.request_id,
                 age_s=now - lease.admitted_at,
-                expires_in_s=lease.ends_at - now,
+                expires_in_s=0.0 if lease.kept else lease.ends_at - now,
                 num_blocks=sum(map(len, lease.grant.block_ids)),
                 readers=tuple(
                     LeaseReader(engine_id=engine_id, num_ranks=num_ranks, released=len(ranks))
                     for (engine_id, num_ranks), ranks in islice(lease.released_by.items(), READERS_LISTED_MAX)
                 ),
+                kept=lease.kept,
             )
             for lease in islice(self._by_request.values(), limit)
         )
@@ -284,14 +374,24 @@ class LeaseTable:
         """Return how a lease ended; None if it is not remembered."""
         return self._past.get((slot, epoch))
 
+    def find(self, digests: Sequence[bytes]) -> tuple[Grant, int] | None:
+        """Return the kept grant with the longest prefix of chained digests, and its length; None if there is none."""
+        found = self._index.find(digests)
+        return None if found is None else (found[0].grant, found[1])
+
     def revoke(self, request_id: str, now: float) -> LeaseEnded | None:
         """End a lease now; None if it is unknown or has ended."""
         lease = self._by_request.get(request_id)
         return None if lease is None else self._end([lease], "revoked", now)[0]
 
+    def revoke_kept(self, now: float) -> list[LeaseEnded]:
+        """End every kept lease now."""
+        self._index = _Index()
+        return self._end(list(self._kept.values()), "revoked", now)
+
     def revoke_all(self, now: float) -> list[LeaseEnded]:
         """End every lease now."""
-        return self._end(list(self._by_slot.values()), "revoked", now)
+        return self.revoke_kept(now) + self._end(list(self._by_slot.values()), "revoked", now)
 
     def expire(self, now: float) -> list[LeaseEnded]:
         """End the leases that have run out."""
@@ -332,7 +432,7 @@ class LeaseTable:
         self._num_early -= 1
 
     def _find(self, slot: int, epoch: int) -> Lease | None:
-        lease = self._by_slot.get(slot)
+        lease = self._by_slot.get(slot) or self._kept.get(slot)
         return lease if lease is not None and lease.epoch == epoch else None
 
     def _is_past(self, slot: int, epoch: int) -> bool:
@@ -344,12 +444,19 @@ class LeaseTable:
         used, past = PastLease("used", now), PastLease(outcome, now)
         for lease in leases:
             grant = lease.grant
-            slot, request_id, same = grant.slot, grant.request_id, self._ends[grant.lease_ms]
-            del self._by_slot[slot], self._by_request[request_id], same[slot]
-            if not same:
-                del self._ends[grant.lease_ms]
+            slot, request_id = grant.slot, grant.request_id
+            del self._by_request[request_id]
+            kept = slot in self._kept
+            if kept:
+                del self._kept[slot]
+                self._index.remove(lease, self._kept)
+            else:
+                same = self._ends[grant.lease_ms]
+                del self._by_slot[slot], same[slot]
+                if not same:
+                    del self._ends[grant.lease_ms]
             self._past[slot, lease.epoch] = used if lease.read and outcome == "released" else past
-            ended.append(LeaseEnded(request_id, outcome, now - lease.admitted_at, grant.trace))
+            ended.append(LeaseEnded(request_id, outcome, now - lease.admitted_at, grant.trace, kept))
         while len(self._past) > PAST_MAX:
             self._past.popitem(last=False)
         return ended

@@ -27,7 +27,6 @@ from kvflow.validation import find_fault
 
 FORMAT = "kvf3"  # changes when an older release must not read a ticket
 FORMAT_BEFORE = "kvf2"  # read for one release
-
 ANOTHER_FORMAT = re.compile(r"kvf[0-9]{1,4}")
 """Other releases. The first ones used a JSON object with a list of grants instead."""
 
@@ -152,7 +151,7 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """One signed promise: these ranks keep these blocks while the slot holds this epoch.
 
     Attributes:
-        kind: the rule by which the promise ends. A reader refuses any kind that it does not know.
+        kind: ``offer``, or ``kept``: only the producer ends it. A reader refuses others; kvflow 0.1 reads only offers.
         engine_id: the producer.
         request_id: the producer's name of the request.
         ranks: every rank that holds a share of the blocks.
@@ -168,7 +167,7 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
         traceparent: W3C trace context of the request; None if the offer had none.
     """
 
-    kind: Literal["offer"] = "offer"
+    kind: Literal["offer", "kept"] = "offer"
     engine_id: Name
     request_id: Name
     ranks: Ranks
@@ -248,11 +247,11 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
                 )
 
     def seems_over(self, wall_s: float, error_s: float) -> bool:
-        """Return whether the promise has run out unless it was renewed, by the producer's clock of this largest error.
+        """Return whether an offer has run out unless it was renewed, by the producer's clock of this largest error.
 
         This is a reason to check the lease before the read, but not to refuse the ticket, because only the check knows.
         """
-        issued_ms = self.issued_ms
+        issued_ms = self.issued_ms if self.kind == "offer" else None
         return issued_ms is not None and wall_s - error_s - OVERDUE_S > (issued_ms + self.lease_ms) / 1000
 
 
@@ -283,8 +282,9 @@ def unseal(sealed: bytes, room: int = BLOCKS_MAX) -> Grant:
             grant = msgspec.convert(_decoder_before.decode(payload), Grant, from_attributes=True)
     except msgspec.ValidationError as error:
         with suppress(msgspec.DecodeError, ValueError, RecursionError):
-            if payload[:1] == MARK and (kind := _kind_decoder.decode(payload[HEAD_BYTES:]).kind) != "offer":
-                raise ReleaseMismatch("the ticket", "kind", kind, "offer") from error
+            kind = _kind_decoder.decode(payload[HEAD_BYTES:]).kind if payload[:1] == MARK else "offer"
+            if kind not in ("offer", "kept"):
+                raise ReleaseMismatch("the ticket", "kind", kind, "offer or kept") from error
         remedy = SAME_LIMITS if "length" in str(error) else ""
         raise TicketInvalid(f"{MALFORMED}, or exceeds a limit of this release: {error}", remedy=remedy) from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

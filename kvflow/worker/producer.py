@@ -22,7 +22,7 @@ from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid, Kvfl
 from kvflow.events import LeaseEnded, OfferAdmitted, OfferRefused, Outcome
 from kvflow.ids import Ids, LeaseKey, worker_name
 from kvflow.leases.blocks import check_block_ids, join_loans
-from kvflow.leases.issuer import Issuer
+from kvflow.leases.issuer import Issuer, as_digest_lists
 from kvflow.leases.table import Answer, LeaseState, LeaseTable, Reader
 from kvflow.leases.tickets import Grant, RankAddress, Ticket
 from kvflow.worker.environment import Shared
@@ -39,13 +39,14 @@ _Waiters = Sequence[tuple["asyncio.Future[Outcome]", Outcome]]
 
 
 class OfferRequest(NamedTuple):
-    """The arguments of ``Worker.offer``."""
+    """The arguments of ``Worker.offer``, or of ``Worker.keep``."""
 
     request_id: str
     block_ids: Sequence[Sequence[int]]
     num_tokens: int | Sequence[int]
     digests: Digests = None
     traceparent: str = ""
+    kept: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -110,12 +111,13 @@ class LeaseManager:
             self._report_refusal(offer.request_id, error)
             raise
 
-    def admit(self, grant: Grant) -> None:
-        """Hold the lease of a grant that a mint elsewhere signed."""
+    def admit(self, grant: Grant, digests: Digests = None) -> None:
+        """Hold the lease of a grant that a mint elsewhere signed. ``digests``: by which peers find what is kept."""
         try:
             ids = self._check(grant)
+            found = () if digests is None else as_digest_lists("digests", digests, grant.block_ids)[0]
             with self._lock:
-                ended, waiters = self._hold(grant, ids)
+                ended, waiters = self._hold(grant, ids, found)
         except KvflowError as error:
             self._report_refusal(grant.request_id, error)
             raise
@@ -204,9 +206,12 @@ class LeaseManager:
                 continue
 
     def drain(self) -> None:
-        """Refuse new leases, and keep those that are held."""
+        """Refuse new leases. End those that are kept, and no others."""
         with self._lock:
             self._lifecycle.drain()
+            ended = self._leases.revoke_kept(self._clock())
+            waiters = self._note(ended)
+        self._announce(ended, waiters)
         self._serve_waiting()
 
     def close(self) -> int:
@@ -227,15 +232,18 @@ class LeaseManager:
     def _offer(self, offer: OfferRequest) -> Ticket:
         self._require_open()
         with self._lock:
-            ticket, grant = self._issuer.offer(
+            ticket, grant = self._issuer.issue(
                 offer.request_id,
-                block_ids=offer.block_ids,
-                num_tokens=offer.num_tokens,
-                digests=offer.digests,
+                offer.block_ids,
+                offer.num_tokens,
+                offer.digests,
+                kept=offer.kept,
+                chained=offer.kept,
                 traceparent=offer.traceparent,
             )
+            digests = tuple(offer.digests[0]) if offer.kept and offer.digests else ()
             try:
-                ended, waiters = self._hold(grant, self._check(grant, decoded=True))
+                ended, waiters = self._hold(grant, self._check(grant, decoded=True), digests)
             except BaseException:
                 self._issuer.retire(offer.request_id)
                 raise
@@ -318,25 +326,29 @@ class LeaseManager:
                 )
         return checked
 
-    def _hold(self, grant: Grant, ids: tuple[Ids, ...]) -> tuple[list[LeaseEnded], _Waiters]:
-        """Hold the lease of a grant, under the lock. It ends at once if its readers have already released it."""
+    def _hold(
+        self, grant: Grant, ids: tuple[Ids, ...], digests: tuple[bytes, ...]
+    ) -> tuple[list[LeaseEnded], _Waiters]:
+        """Hold the lease of a grant, under the lock. It ends at once if its readers have already released it.
+
+        A kept lease that had its slot ends.
+        """
         self._require_open()
         now = self._clock()
         self._account.lend(ids)
         try:
-            end = self._leases.admit(grant, now)
+            ended = self._leases.admit(grant, now, digests)
         except BaseException:
             self._account.end_loan(ids)
             raise
         self._lent[grant.request_id] = ids
         self._ended.pop(grant.request_id, None)
-        expires_at = now + grant.lease_ms / 1000
+        expires_at = now + grant.lease_ms / 1000 if grant.kind == "offer" else math.inf
         # Usually ``expire_leases`` need not wake: the first lease to expire was admitted before.
         if expires_at < self._expires_at or now >= self._expires_at:
             self._expires_at = min(expires_at, self._expires_at)
             self._on_loop(self._changed.set)
-        ended = [] if end is None else [end]
-        return ended, self._note(ended)
+        return ended, [waiter for each in ended for waiter in self._note([each])]
 
     def _note(self, ended: Sequence[LeaseEnded]) -> _Waiters:
         """Free the blocks and slots of ended leases, under the lock. Return the futures that wait for these ends."""
@@ -355,7 +367,8 @@ class LeaseManager:
 
     def _announce_admission(self, grant: Grant, ended: Sequence[LeaseEnded], waiters: _Waiters) -> None:
         if self._report.wants(OfferAdmitted):
-            self._report(OfferAdmitted(grant.request_id, sum(map(len, grant.block_ids)), grant.lease_s, grant.trace))
+            lease_s = grant.lease_s if grant.kind == "offer" else 0.0
+            self._report(OfferAdmitted(grant.request_id, sum(map(len, grant.block_ids)), lease_s, grant.trace))
         if ended:
             self._announce(ended, waiters)
 

@@ -397,6 +397,7 @@ class ThreadedWorker:
     offer_when_possible = submitted(
         Worker.offer_when_possible, on_unwanted=lambda worker, ticket: worker.revoke(ticket.request_id)
     )
+    keep = called(Worker.keep)
     admit = called(Worker.admit)
     revoke = called(Worker.revoke, suspended=True)
     wait_offer = submitted(Worker.wait_offer)
@@ -577,7 +578,7 @@ class _FinishedQueue:
         return True
 
     def on_event(self, event: Event) -> None:
-        if isinstance(event, LeaseEnded):
+        if isinstance(event, LeaseEnded) and not event.kept:  # the blocks of a kept one belong to the engine all along
             self.put(Finished(event.request_id, "producer", event.outcome))
 
     def settle(

@@ -57,8 +57,8 @@ class Worker:
         WrongEventLoop: by every method that is called elsewhere than its thread says.
         ForkedProcess: by every method that a forked child of the worker's process calls.
 
-    Thread: ``rank_address``, ``offer``, ``admit``, ``revoke``, ``read_ticket`` and ``record_refusal`` from any thread;
-        everything else on the worker's event loop.
+    Thread: ``rank_address``, ``offer``, ``keep``, ``admit``, ``revoke``, ``read_ticket`` and ``record_refusal`` from
+        any thread; everything else on the worker's event loop.
     """
 
     def __init__(
@@ -164,10 +164,34 @@ class Worker:
         offer = OfferRequest(request_id, block_ids, num_tokens, digests, traceparent)
         return await self._leases.offer_when_possible(offer, timeout_s)
 
-    def admit(self, grant: Grant) -> None:
+    def keep(
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int | Sequence[int],
+        digests: Sequence[Sequence[bytes]],
+    ) -> Ticket:
+        """Keep blocks readable until ``revoke``, for any number of readers, which ``find`` them. Held on return.
+
+        Neither time nor the releases of readers end the lease. Call ``revoke`` before you write into one of the blocks.
+        A kept lease takes one of ``lease_slots``. If none is free, an offer, or another call of ``keep``, ends the
+        oldest. Draining ends all. The arguments and the errors are those of ``offer``, but ``digests`` must be given,
+        and are chained: each covers all tokens up to the end of its block. The ticket has only the last of each group.
+
+        Thread: any.
+        """
+        self._require_process()
+        return self._leases.offer(OfferRequest(request_id, block_ids, num_tokens, digests or (), kept=True))
+
+    def admit(self, grant: Grant, digests: Digests = None) -> None:
         """Hold the lease of a grant that this engine's ``TicketMint`` signed; effective on return.
 
+        Args:
+            grant: of ``TicketMint.offer`` or ``TicketMint.keep``. If its slot has a kept lease, that lease ends.
+            digests: those that ``TicketMint.keep`` got. Peers that ask this worker find the lease by them.
+
         Raises:
+            ArgumentInvalid: ``digests`` does not have one digest per block.
             BlockIdsInvalid: the grant does not fit the cache, or was admitted before.
             CapacityExceeded: its slot is taken.
             WorkerDraining, WorkerClosed: the worker takes no new offers.
@@ -176,7 +200,7 @@ class Worker:
         Thread: any.
         """
         self._require_process()
-        self._leases.admit(grant)
+        self._leases.admit(grant, digests)
 
     def revoke(self, request_id: str) -> bool:
         """End a lease now. On return its blocks may be reused; consumers that still read them get ``StaleLease``.

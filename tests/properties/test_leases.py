@@ -4,6 +4,9 @@ The epoch is raised before an end is reported; each rank's release counts once; 
 mint, which allots them, and the table, which holds them.
 """
 
+import math
+import operator
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -27,12 +30,21 @@ readers = st.builds(
 )
 
 
-class Promise:
-    """What is known of one grant."""
+tokens = st.lists(st.integers(1, 2), min_size=1, max_size=6)
 
-    def __init__(self, grant, now):
+
+def chained(content):
+    """Return digests of blocks of one token that cover all tokens before."""
+    return tuple(bytes(content[:end]) for end in range(1, len(content) + 1))
+
+
+class Promise:
+    """What is known of one grant; ``content``: the tokens of one that is kept."""
+
+    def __init__(self, grant, now, content=()):
         self.grant = grant
-        self.ends_at = now + LEASE_S
+        self.ends_at = math.inf if content else now + LEASE_S
+        self.digests = chained(content)
         self.released_by = set()
 
     @property
@@ -57,20 +69,61 @@ class LeaseMachine(RuleBasedStateMachine):
         self.epochs = EpochTable(SLOTS, BASE)
         self.leases = LeaseTable(self.epochs)
         address = RankAddress(0, "0" * 32, "tcp://127.0.0.1:1", str(BASE), SLOTS)
-        self.mint = Issuer("prefill", [address], sign=lambda payload: bytes(32), lease_s=LEASE_S)
+        self.mint = Issuer("prefill", [address], sign=lambda payload: bytes(32), lease_s=LEASE_S, block_sizes=[1])
         self.held = {}
         self.past = []
         self.seen = [self.epochs[slot] for slot in range(SLOTS)]
 
+    @property
+    def kept(self):
+        return [name for name, promise in self.held.items() if promise.digests]  # the oldest first
+
+    def can_admit(self, name):
+        return name not in self.held and (len(self.held) < SLOTS or self.kept)
+
+    def admit(self, grant, content=()):
+        """Admit a grant. If no slot was free, the oldest kept lease ends, and no other."""
+        oldest = self.kept[0] if len(self.held) == SLOTS else None
+        taken = {promise.grant.slot for name, promise in self.held.items() if name != oldest}
+        assert grant.slot not in taken
+        assert judge(grant.epoch_value, self.epochs[grant.slot]) == "early"
+        ended = self.leases.admit(grant, self.now, chained(content))
+        if oldest is not None:
+            self.ended(ended.pop(0), "revoked", retired=True)
+        self.held[grant.request_id] = Promise(grant, self.now, content)
+        return ended
+
     @rule(name=names)
     def offer(self, name):
-        if name in self.held or len(self.held) == SLOTS:
-            return
-        _, grant = self.mint.offer(name, block_ids=[[1]], num_tokens=1)
-        assert grant.slot not in {promise.grant.slot for promise in self.held.values()}
-        assert judge(grant.epoch_value, self.epochs[grant.slot]) == "early"
-        assert self.leases.admit(grant, self.now) is None
-        self.held[name] = Promise(grant, self.now)
+        if self.can_admit(name):
+            assert self.admit(self.mint.offer(name, block_ids=[[1]], num_tokens=1)[1]) == []
+
+    @rule(name=names, content=tokens)
+    def keep(self, name, content):
+        if self.can_admit(name):
+            ids = list(range(len(content)))
+            _, grant = self.mint.keep(name, block_ids=[ids], num_tokens=len(ids), digests=[chained(content)])
+            assert grant.contents[0].digests == chained(content)[-1:]
+            assert self.admit(grant, content) == []
+
+    @rule(content=tokens)
+    def find(self, content):
+        """The answer is a lease with as long a prefix as any has."""
+        shared = {name: sum(map(operator.eq, chained(content), self.held[name].digests)) for name in self.kept}
+        longest = max(shared.values(), default=0)
+        found = self.leases.find(chained(content))
+        assert (found is None) == (not longest)
+        if found is not None:
+            grant, count = found
+            assert count == longest == shared[grant.request_id]
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data(), reader=readers)
+    def speak_of_what_is_kept(self, data, reader):
+        """Neither a release nor a renewal changes it."""
+        key = self.held[data.draw(st.sampled_from(self.kept))].key
+        assert self.leases.release([key], reader, self.now, read=True) == (["held"], [])
+        assert self.leases.renew([key], self.now, reader) == ["held"]
 
     @precondition(lambda self: len(self.held) < SLOTS)
     @rule(name=names, early=st.lists(readers, max_size=4))
@@ -84,14 +137,14 @@ class LeaseMachine(RuleBasedStateMachine):
         promise = self.held[name] = Promise(grant, self.now)
         promise.released_by = set(early)
         ended = self.leases.admit(grant, self.now)
-        assert (ended is not None) == promise.released
-        if ended is not None:
-            self.ended(ended, "released")
+        assert bool(ended) == promise.released
+        for one in ended:
+            self.ended(one, "released")
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: len(self.kept) < len(self.held))
     @rule(data=st.data(), reader=readers)
     def release(self, data, reader):
-        promise = self.held[data.draw(st.sampled_from(sorted(self.held)))]
+        promise = self.held[data.draw(st.sampled_from(sorted({*self.held} - {*self.kept})))]
         answers, ended = self.leases.release([promise.key], reader, self.now)
         promise.released_by.add(reader)
         said = {
@@ -105,10 +158,10 @@ class LeaseMachine(RuleBasedStateMachine):
         else:
             assert (answers, ended) == (["counted"], [])
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: len(self.kept) < len(self.held))
     @rule(data=st.data())
     def renew(self, data):
-        promise = self.held[data.draw(st.sampled_from(sorted(self.held)))]
+        promise = self.held[data.draw(st.sampled_from(sorted({*self.held} - {*self.kept})))]
         assert self.leases.renew([promise.key], self.now) == ["held"]
         promise.ends_at = self.now + LEASE_S
 
@@ -124,7 +177,8 @@ class LeaseMachine(RuleBasedStateMachine):
         """Exactly the leases that have run out end, and the table asked to be woken in time for the first."""
         self.now += seconds
         due = {name for name, promise in self.held.items() if promise.ends_at <= self.now}
-        if self.held:
+        assert (self.leases.next_deadline() is None) == (len(self.kept) == len(self.held))
+        if len(self.kept) < len(self.held):
             assert self.leases.next_deadline() <= min(promise.ends_at for promise in self.held.values())
         ended = self.leases.expire(self.now)
         assert {one.request_id for one in ended} == due
@@ -146,13 +200,13 @@ class LeaseMachine(RuleBasedStateMachine):
             assert self.leases.release([(slot, epoch)], reader, self.now) == (["unknown"], [])
             assert self.leases.renew([(slot, epoch)], self.now) == ["unknown"]
 
-    def ended(self, event, outcome):
-        """By the time anyone hears of an end, a fence finds the lease stale."""
+    def ended(self, event, outcome, *, retired=False):
+        """By the time anyone hears of an end, a fence finds the lease stale. ``retired``: the mint has ended it."""
         promise = self.held.pop(event.request_id)
-        assert event.outcome == outcome
+        assert (event.outcome, event.kept) == (outcome, bool(promise.digests))
         assert judge(promise.grant.epoch_value, self.epochs[promise.grant.slot]) == "stale"
         self.past.append(promise.key)
-        assert self.mint.retire(event.request_id)
+        assert self.mint.retire(event.request_id) != retired
         assert not self.mint.retire(event.request_id)
 
     @invariant()

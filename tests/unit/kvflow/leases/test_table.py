@@ -191,7 +191,7 @@ def test_a_release_may_come_before_its_lease(leases, epochs):
     grant = grant_of()
     key = (grant.slot, grant.epoch_value)
     assert released(leases, key, Reader("a", 1, 2), 0.0) == ("unknown", None)
-    assert leases.admit(grant, now=1.0) is None
+    assert leases.admit(grant, now=1.0) == []
     assert released(leases, key, Reader("a", 0, 2), 3.0) == ("ended", LeaseEnded("r", "released", 2.0))
     assert epochs[grant.slot] == grant.epoch_value + 1
 
@@ -200,7 +200,7 @@ def test_a_lease_that_every_rank_has_released_ends_when_it_is_admitted(leases, e
     grant = grant_of()
     for reader in (Reader("a", 1, 2), Reader("a", 0, 2)):
         assert released(leases, (grant.slot, grant.epoch_value), reader, 0.0) == ("unknown", None)
-    assert leases.admit(grant, now=1.0) == LeaseEnded("r", "released", 0.0)
+    assert leases.admit(grant, now=1.0) == [LeaseEnded("r", "released", 0.0)]
     assert (len(leases), epochs[grant.slot]) == (0, grant.epoch_value + 1)
     assert leases.expire(100.0) == []
 
@@ -210,18 +210,18 @@ def test_an_early_release_counts_for_its_own_lease_only(leases, ahead):
     mint = mint_of()
     first = grant_of(mint)
     assert released(leases, (first.slot, first.epoch_value + ahead), ALONE, 0.0) == ("unknown", None)
-    assert leases.admit(first, now=1.0) is None
+    assert leases.admit(first, now=1.0) == []
     leases.revoke("r", 2.0)
     mint.retire("r")
     again = grant_of(mint)
     assert (again.slot, again.epoch_value) == (first.slot, first.epoch_value + 2)
-    assert leases.admit(again, now=3.0) is None
+    assert leases.admit(again, now=3.0) == []
 
 
 def test_a_lease_held_before_its_ticket_was_out_has_no_early_release(leases):
     grant = replace(grant_of(), admitted=True)
     released(leases, (grant.slot, grant.epoch_value), ALONE, 0.0)  # somebody guesses
-    assert leases.admit(grant, now=1.0) is None
+    assert leases.admit(grant, now=1.0) == []
 
 
 def test_a_grant_is_admitted_once(leases):
@@ -337,7 +337,7 @@ def test_one_key_cannot_have_early_releases_of_another_forgotten(leases, monkeyp
     released(leases, key, Reader("a", 0, 1, "key of another"), 1.0)
     for number in range(100):
         released(leases, (2, grant.epoch_value + number), Reader(f"flood-{number}", 0, 1, "key of one"), 2.0)
-    assert leases.admit(grant, now=3.0) == LeaseEnded("r", "released", 0.0)
+    assert leases.admit(grant, now=3.0) == [LeaseEnded("r", "released", 0.0)]
 
 
 def test_a_repeated_early_release_takes_no_place(leases, monkeypatch):
@@ -346,7 +346,7 @@ def test_a_repeated_early_release_takes_no_place(leases, monkeypatch):
     key = (grant.slot, grant.epoch_value)
     for rank in (0, 1, 1, 1, 1):
         released(leases, key, Reader("a", rank, 2), 0.0)
-    assert leases.admit(grant, now=1.0) == LeaseEnded("r", "released", 0.0)
+    assert leases.admit(grant, now=1.0) == [LeaseEnded("r", "released", 0.0)]
 
 
 def test_a_late_release_of_another_epoch_leaves_early_ones_counted(leases):
@@ -357,7 +357,7 @@ def test_a_late_release_of_another_epoch_leaves_early_ones_counted(leases):
     grant = grant_of(mint)
     released(leases, (grant.slot, grant.epoch_value), ALONE, 0.0)
     released(leases, (given_up.slot, given_up.epoch_value), Reader("late", 0, 1), 1.0)
-    assert leases.admit(grant, now=2.0) == LeaseEnded("r", "released", 0.0)
+    assert leases.admit(grant, now=2.0) == [LeaseEnded("r", "released", 0.0)]
 
 
 def test_an_early_release_says_that_the_blocks_were_read(leases):
