@@ -276,6 +276,8 @@ class Rank:
         if request is None:
             self._world.fail(f"{self.name}: a lease ended that is not held: {event}")
             return
+        if event.kept != request.plan.keeps or (event.kept and event.outcome != "revoked"):
+            self._world.fail(f"{self.name}: {event}: only its engine ends what is kept")
         if wrong := request.wrong_end(self, event, since, self.process.stopped_s - stopped_s):
             self._world.fail(f"{self.name}: {event}: {wrong}")
         request.on_lease_ended(self, event.outcome)
@@ -317,7 +319,7 @@ class Engine:
         self.threaded = threaded
         self.staged = staged
         self.alive = True
-        self.minted_for: set[str] = set()
+        self.minted_for: dict[str, Request] = {}
         self._number = number
         self._free = list(range(NUM_BLOCKS))
         self._claims = [0] * NUM_BLOCKS

@@ -32,7 +32,11 @@ class Face(Protocol):
         """See ``Worker.offer``."""
         ...
 
-    def admit(self, grant: Grant) -> None:
+    def keep(self, request_id: str, block_ids: BlockIds, num_tokens: int, digests: list[list[bytes]]) -> Ticket:
+        """See ``Worker.keep``."""
+        ...
+
+    def admit(self, grant: Grant, digests: list[list[bytes]] | None) -> None:
         """See ``Worker.admit``."""
         ...
 
@@ -77,6 +81,7 @@ class AsyncFace:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.offer = worker.offer
+        self.keep = worker.keep
         self.admit = worker.admit
         self.revoke = worker.revoke
         self.wait_offer = worker.wait_offer
@@ -133,7 +138,7 @@ class ThreadedFace:
         """Take what the worker reports."""
         for hook in self._hooks:
             hook(event)
-        if isinstance(event, LeaseEnded):
+        if isinstance(event, LeaseEnded) and not event.kept:
             self._leases.append((event.request_id, event.outcome))
             self._process.call_soon(self._step)
 
@@ -152,10 +157,15 @@ class ThreadedFace:
         (threaded,) = self._threaded
         return threaded.offer(request_id, block_ids, num_tokens)
 
-    def admit(self, grant: Grant) -> None:
+    def keep(self, request_id: str, block_ids: BlockIds, num_tokens: int, digests: list[list[bytes]]) -> Ticket:
+        """See ``Face.keep``."""
+        (threaded,) = self._threaded
+        return threaded.keep(request_id, block_ids, num_tokens, digests)
+
+    def admit(self, grant: Grant, digests: list[list[bytes]] | None) -> None:
         """See ``Face.admit``."""
         (threaded,) = self._threaded
-        threaded.admit(grant)
+        threaded.admit(grant, digests)
 
     def revoke(self, request_id: str) -> bool:
         """See ``Face.revoke``."""

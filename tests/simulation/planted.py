@@ -54,6 +54,49 @@ def epoch_raised_after_the_free(patch):
     patch.setattr(LeaseTable, "_end", end_first)
 
 
+def epoch_of_a_kept_lease_raised_late(patch):
+    """The same as ``epoch_raised_after_the_free``, only where something is kept."""
+    patch.setattr(scenario, "KEEPING_SHARE", 1.0)
+    end = LeaseTable._end
+    epoch_raised_after_the_free(patch)
+    end_late = LeaseTable._end
+
+    def end_some_late(self, leases, outcome, now):
+        late = [lease for lease in leases if lease.kept]
+        in_time = [lease for lease in leases if not lease.kept]
+        return [*(end_late(self, late, outcome, now) if late else ()), *end(self, in_time, outcome, now)]
+
+    patch.setattr(LeaseTable, "_end", end_some_late)
+
+
+def release_ends_a_kept_lease(patch):
+    """The first reader that gives back what is kept ends it."""
+    patch.setattr(scenario, "KEEPING_SHARE", 1.0)
+    release = LeaseTable.release
+
+    def release_all(self, leases, reader, now, **how):
+        answers, ended = release(self, leases, reader, now, **how)
+        kept = [lease for key in leases if (lease := self._kept.get(key[0])) and lease.epoch == key[1]]
+        return answers, ended + (self._end(kept, "revoked", now) if kept else [])
+
+    patch.setattr(LeaseTable, "release", release_all)
+
+
+def newest_that_is_kept_leaves_its_slot(patch):
+    """An offer that finds no slot takes that of the kept lease that was just begun."""
+    patch.setattr(scenario, "KEEPING_SHARE", 1.0)
+    issue = Issuer.issue
+
+    def issue_to_the_newest(self, *about, **how):
+        before, self._kept = [*self._kept], dict(reversed(self._kept.items()))
+        try:
+            return issue(self, *about, **how)
+        finally:
+            self._kept = {name: self._kept[name] for name in [*before, *self._kept] if name in self._kept}
+
+    patch.setattr(Issuer, "issue", issue_to_the_newest)
+
+
 def quarantine_skipped(patch):
     """The blocks of a pull that failed are free at once, whatever may still write into them."""
 

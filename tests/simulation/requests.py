@@ -6,12 +6,13 @@ A request ends when every rank that reads it knows how its pull ended, and every
 import asyncio
 import json
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 from msgspec import Struct
 
-from kvflow.errors import CapacityExceeded, WorkerClosed
+from kvflow.errors import BlockIdsInvalid, CapacityExceeded, KvflowError, WorkerClosed
 from kvflow.events import LeaseEnded
 from kvflow.leases.tickets import MAC_BYTES, Grant, Ticket, join_tickets
 from kvflow.rendezvous.issuer import TicketMint
@@ -29,6 +30,9 @@ TURN_S_MAX = 2e-3
 
 ADMISSION_S = 1.0
 """A reader that waited for an admission may pause for half a second after it, and read again."""
+
+RECYCLE_S = 0.05
+"""Time until an engine tries again to end what it keeps, and what may not be kept yet."""
 
 RELEASE_S_MAX = 0.1
 """What a calm release may take: the pause before it is sent, and some messages."""
@@ -56,6 +60,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         unread: whether the reader gives the ticket back unread.
         occupied: whether the reader wants it in a block, among others, that it has on offer itself.
         keep_s: mean time that a reader uses what it has read.
+        keeps: whether its source keeps it for anyone, until ``revoke_s``, instead of offering it.
     """
 
     num_tokens: int
@@ -76,6 +81,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     unread: bool = False
     occupied: bool = False
     keep_s: float
+    keeps: bool = False
 
 
 class Request:
@@ -148,7 +154,16 @@ class Request:
             self._route()
         if plan.revoke_s is not None:
             for rank in source.ranks:
-                self._on(rank, plan.revoke_s, self._revoke, rank)
+                self._on(rank, plan.revoke_s, self._recycle if plan.keeps else self._revoke, rank)
+
+    def digests(self) -> list[list[bytes]]:
+        """Return a digest for each block that covers all tokens up to its end."""
+        last, found = self.plan.num_tokens, []
+        for group, ids in zip(self.source.groups, self.block_ids, strict=True):
+            size = last if group.kind == "mamba" else group.block_size
+            ends = [min(last, size * (at + 1)) for at in range(len(ids))]
+            found.append([blake2b(self.written.tokens[:end].tobytes(), digest_size=16).digest() for end in ends])
+        return found
 
     def wrong_end(self, rank: Rank, event: LeaseEnded, since: float, stopped_s: float) -> str:
         """Say what is wrong with the end of a lease, or nothing.
@@ -173,8 +188,15 @@ class Request:
                 return f"no reader has given it back on every rank: {self._gave_back}"
             # An offer that waited is taken back by the worker itself if its turn and the end of its time come together.
             case "revoked" if not self._revoked and rank.worker is not None and not self._unsettled:
-                return "nobody has revoked it"
+                return "" if self.plan.keeps and self._lost_slot(rank, since) else "nobody has revoked it"
         return ""
+
+    def _lost_slot(self, rank: Rank, since: float) -> bool:
+        """Tell whether what is kept had to end: the oldest for want of a slot, or all when the engine drains."""
+        if self.source.minted and self.name not in self.source.minted_for:
+            return True  # the mint has given its slot away
+        older = any(request.plan.keeps and began < since for request, began, _ in rank.held.values())
+        return rank.stage != "open" or (rank.full and not older)
 
     def on_admitted(self, rank: Rank) -> None:
         """Cancel the offer that has just had its turn, before its caller knows, if the plan is so."""
@@ -251,13 +273,21 @@ class Request:
         source = self.source
         mint = source.mint(self._make_mint)
         try:
-            ticket, grant = mint.offer(self.name, block_ids=self.block_ids, num_tokens=self.plan.num_tokens)
+            named = {"block_ids": self.block_ids, "num_tokens": self.plan.num_tokens}
+            if self.plan.keeps:
+                ticket, grant = mint.keep(self.name, **named, digests=self.digests())
+            else:
+                ticket, grant = mint.offer(self.name, **named)
         except CapacityExceeded as error:
             if len(source.minted_for) < mint.slots:
                 self._world.fail(f"{source.name}: {len(source.minted_for)} of {mint.slots} slots are taken: {error}")
+            if any(request.plan.keeps for request in source.minted_for.values()):
+                self._world.fail(f"{source.name}: something is kept, and {self.name} ended with {error}")
             self._withdraw("mint full")
             return None
-        source.minted_for.add(self.name)
+        source.minted_for[self.name] = self
+        if len(source.minted_for) > mint.slots:  # it has the slot of the oldest that is kept
+            del source.minted_for[next(name for name, each in source.minted_for.items() if each.plan.keeps)]
         self._tickets[source.name] = ticket
         return grant
 
@@ -268,6 +298,7 @@ class Request:
             cluster_secret=SECRET,
             lease_s=self.source.setting.settings.lease_s,
             draw_bits=self._world.chance.getrandbits,
+            block_sizes=[0 if group.kind == "mamba" else group.block_size for group in self.source.groups],
             wall_clock=self.source.ranks[0].process.wall,  # the engine's scheduler runs beside its first rank
         )
 
@@ -290,12 +321,12 @@ class Request:
             # Not before: the ticket of a mint may be out by now, and whoever reads too early must find other bytes.
             rank.cache.write(self.block_ids, self.written)
             if grant is not None:
-                face.admit(grant)
+                face.admit(grant, self.digests() if self.plan.keeps else None)
             else:
                 self._tickets[rank.name] = await self._offer(rank, face)
             self._untold += 1
             rank.process.create_task(self._hear_end(rank, face), name=f"drive end of {self.name}")
-        except (CapacityExceeded, WorkerClosed) as error:
+        except (CapacityExceeded, WorkerClosed, BlockIdsInvalid) as error:
             self._refused(rank, grant, error)
         except asyncio.CancelledError:
             if not rank.engine.alive:
@@ -316,6 +347,8 @@ class Request:
 
     async def _offer(self, rank: Rank, face: Face) -> Ticket:
         patience_s = self.plan.patience_s
+        if self.plan.keeps:
+            return face.keep(self.name, self.block_ids, self.plan.num_tokens, self.digests())
         if not patience_s:
             return face.offer(self.name, self.block_ids, self.plan.num_tokens)
         rank.waiting += 1
@@ -324,16 +357,19 @@ class Request:
         finally:
             rank.waiting -= 1
 
-    def _refused(self, rank: Rank, grant: Grant | None, error: CapacityExceeded | WorkerClosed) -> None:
+    def _refused(self, rank: Rank, grant: Grant | None, error: KvflowError) -> None:
         """Check that an offer was rightly refused, and need its blocks no more."""
         self._world.note(rank.name, "refused", self.name, error.code)
-        if isinstance(error, CapacityExceeded):
-            if grant is not None:
+        forgotten = self.plan.keeps and self.source.minted and self.name not in self.source.minted_for
+        if isinstance(error, BlockIdsInvalid) and not forgotten:  # if so, its slot went on before its admission came
+            self._world.fail(error)
+        elif isinstance(error, CapacityExceeded):
+            if grant is not None and not forgotten:
                 self._world.fail(f"{rank.name}: the mint's slot {grant.slot} is not free: {error}")
             roomy = not rank.full and rank.process.time() > rank.roomy_since + TURN_S_MAX
             if roomy and (self.plan.patience_s or not rank.waiting):
                 self._world.fail(f"{rank.name}: {len(rank.held)} leases are held, and {self.name} ended with {error}")
-        elif rank.stage == "open" and rank.face is not None:
+        elif not forgotten and rank.stage == "open" and rank.face is not None:
             self._world.fail(f"{rank.name} is open, and {self.name} ended with {error}")
         self._give_up(rank)
 
@@ -363,6 +399,12 @@ class Request:
             rank.drop_use(self.blocks)
             self._ended[rank.name] = "refused"
 
+    def _recycle(self, rank: Rank) -> None:
+        """Want the blocks of what is kept for something else, as soon as it is kept."""
+        if rank.name not in self._ended and self.source.alive:
+            self._revoke(rank)
+            self._on(rank, RECYCLE_S, self._recycle, rank)
+
     def _revoke(self, rank: Rank) -> None:
         if rank.face is not None:
             self._revoked = True
@@ -376,7 +418,7 @@ class Request:
         if not self._unsettled and not any(self.name in rank.held for rank in source.ranks):
             source.give_back(self.blocks)
             if source.minted:
-                source.minted_for.discard(self.name)
+                source.minted_for.pop(self.name, None)
                 source.mint(self._make_mint).retire(self.name)
 
     def _withdraw(self, reason: str) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from tests.fakes.fabric import Fabric, Serves
 from tests.fakes.models import NUM_BLOCKS, SHAPES
@@ -37,6 +38,9 @@ SLOWNESS = 400
 
 KEPT_LEASES = 1.5
 """For how many leases a ticket is kept, on average."""
+
+KEEPING_SHARE = 0.25
+"""Of the scenarios: those whose engines keep some of what they have computed, as readable as an offer."""
 
 PROBE_S = 1.0
 """Virtual seconds between two attempts to be served again."""
@@ -77,13 +81,15 @@ def simulate(seed: int, *, calm: bool = False, recording: bool = False) -> Outco
         faults = draw_calm(world) if calm else draw_faults(world)
         # Of chance of its own, so that the rest of a scenario is the same with every kind of exporter.
         serves: Serves = random.Random(f"serves {seed}").choice(SERVES)
-        return Scenario(world, faults, serves).run(seed)
+        # Likewise.
+        keeping = random.Random(f"keeps {seed}")
+        return Scenario(world, faults, serves, keeping if keeping.random() < KEEPING_SHARE else None).run(seed)
 
 
 class Scenario:
     """Engines, their requests, and what goes wrong."""
 
-    def __init__(self, world: World, faults: Faults, serves: Serves) -> None:
+    def __init__(self, world: World, faults: Faults, serves: Serves, keeping: random.Random | None) -> None:
         chance = world.chance
         self._world = world
         self._faults = faults
@@ -124,6 +130,7 @@ class Scenario:
         self._duration_s = chance.uniform(0.3, 1.5) * (1.0 + SLOWNESS * faults.fabric.piece_s * faults.calm)
         self._total = chance.randint(REQUESTS_MIN, REQUESTS_MAX)
         self._numbers = count()
+        self._keeping = keeping
         self._lease_s = settings.lease_s
 
     @property
@@ -189,7 +196,7 @@ class Scenario:
         request = Request(
             self._world,
             f"request{next(self._numbers)}",
-            plan or self._draw_plan(number),
+            plan or self._kept(self._draw_plan(number)),
             self.engines[number],
             self.engines.__getitem__,
         )
@@ -198,6 +205,13 @@ class Scenario:
         self._world.note(request.name, "begins", request.source.name, request.source.life, request.plan.num_tokens)
         request.begin()
         return request
+
+    def _kept(self, plan: Plan) -> Plan:
+        """Let the engine keep a third of what it has computed for a while, if engines keep something here."""
+        chance = self._keeping
+        if chance is None or chance.random() < 2 / 3:
+            return plan
+        return replace(plan, keeps=True, abandoned=False, patience_s=0.0, revoke_s=chance.uniform(0.0, self._lease_s))
 
     def _draw_plan(self, source: int) -> Plan:
         world, chance, faults = self._world, self._world.chance, self._faults

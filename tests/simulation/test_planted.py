@@ -14,6 +14,9 @@ SEEDS_MAX = 1000
 BUGS = {
     # Safety: a byte, a block or a reference.
     planted.epoch_raised_after_the_free: (17, r"was delivered wrong: block \d+"),
+    planted.epoch_of_a_kept_lease_raised_late: (25, r"was delivered wrong: block \d+"),
+    planted.release_ends_a_kept_lease: (0, "kept=True.*nobody has revoked it"),
+    planted.newest_that_is_kept_leaves_its_slot: (2, "kept=True.*nobody has revoked it"),
     planted.quarantine_skipped: (3, r"writes into block \d+, which is"),
     planted.release_counted_twice: (0, "no reader has given it back on every rank"),
     planted.lease_renewed_after_its_end: (0, "would not grow|TaskGroup|is not free|that is not held|leases are held"),
@@ -25,7 +28,7 @@ BUGS = {
     planted.bytes_of_a_shared_chunk_are_swapped: (0, r"writes into block \d+, which is|was delivered wrong"),
     planted.unserved_bytes_are_delivered: (1, r"was delivered wrong: block \d+"),
     planted.peer_lost_while_others_are_met_is_used: (35, "KeyError"),
-    planted.slot_freed_twice: (1, "leases are held, and request.* ended with no room for more"),
+    planted.slot_freed_twice: (1, "leases are held, and request.* ended with no room for more|nobody has revoked it"),
     planted.loan_of_a_repeated_block_ended_once: (1, "references were lost or given back twice"),
     planted.offered_block_taken_as_a_target: (
         1,
