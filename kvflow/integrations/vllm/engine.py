@@ -76,6 +76,7 @@ def engine_facts(vllm_config: "VllmConfig", *, ranked: bool, told_of_sleep: bool
         model_revision=str(model.revision or ""),
         model_dtype=dtype_name(model.dtype),
         sleep_mode=bool(getattr(model, "enable_sleep_mode", False)),
+        load_failure_policy=vllm_config.kv_transfer_config.kv_load_failure_policy,
     )
 
 

@@ -6,10 +6,10 @@ import re
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct, structs
 
 from kvflow import WorkerConfig
 from kvflow.addresses import PORT_MAX, host_and_port
@@ -36,7 +36,19 @@ def warn(text: str, *args: object, error: Exception) -> None:
     logger.log(level, "kvflow: %s: %s%s", text % args, error, more)
 
 
-OWN_KEYS = frozenset({"enable_cross_layers_blocks", "log_file", "log_level", "offer"})
+Source = Annotated[str, Meta(pattern=r"\Atcp://[^\s/]+:[0-9]{1,5}\Z", max_length=256)]
+
+
+class Sharing(Struct, frozen=True, kw_only=True):
+    """Settings of prefixes that engines share."""
+
+    keep: bool = False  # keep the blocks of ended requests readable until the engine reuses them
+    sources: Annotated[tuple[Source, ...], Meta(max_length=256)] = ()  # control endpoints of engines that keep
+    find_s: Annotated[float, Meta(gt=0, le=1.0)] = 0.005  # longest time that a request waits for answers
+    fetch_tokens_min: Annotated[int, Meta(ge=1, le=1 << 31)] = 256  # fewest tokens to fetch
+
+
+OWN_KEYS = frozenset({"enable_cross_layers_blocks", "log_file", "log_level", "offer", *Sharing.__struct_fields__})
 """Settings of the connector; all other keys are settings of the worker."""
 
 LOG_LEVELS = ("info", "debug", "warning")
@@ -51,7 +63,7 @@ RENAMED = {"kv_lease_duration": "lease_s"}
 """Keys of NixlConnector -> the settings that take the same value."""
 
 POSTED = "Remove it: kvflow posts reads from its own threads."
-READ_ONE_WAY = "Remove it: decode engines read from prefill engines, and never the other way."
+READ_BACK = "Set keep on the decode engines and sources on the prefill engines: blocks are kept without a time."
 BESIDE = "Remove it, or let LMCacheConnectorV1 run beside KVFlowConnector: list both in connectors of MultiConnector."
 
 REPLACED = {
@@ -62,10 +74,10 @@ REPLACED = {
     "enforce_handshake_compat": "Remove it: kvflow always compares the caches of both engines.",
     "engine_ttl": "Remove it: kvflow forgets engines that have gone.",
     "enable_permute_local_kv": "Remove it: kvflow reads a cache of any layout.",
-    "bidirectional_kv_xfer": READ_ONE_WAY,
-    "kv_recompute_threshold": READ_ONE_WAY,
-    "decoder_kv_blocks_ttl": READ_ONE_WAY,
-    "push_registration_timeout": READ_ONE_WAY,
+    "bidirectional_kv_xfer": READ_BACK,
+    "kv_recompute_threshold": "Set fetch_tokens_min to the same value.",
+    "decoder_kv_blocks_ttl": READ_BACK,
+    "push_registration_timeout": "Remove it: decode engines read, and nothing is pushed to them.",
     # of MooncakeConnector
     "mooncake_protocol": "Remove it. If it is tcp, set transport to tcp.",
     "num_workers": POSTED,
@@ -100,9 +112,10 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     model_revision: str = ""
     model_dtype: str = ""  # in which the model computes
     sleep_mode: bool = False  # the engine may sleep
+    load_failure_policy: str = ""  # ``kv_load_failure_policy``; empty where it is not known
 
 
-class Settings(Struct, frozen=True, kw_only=True):
+class Settings(Sharing, frozen=True, kw_only=True):
     """Settings of one side of the connector."""
 
     worker: WorkerConfig
@@ -154,6 +167,7 @@ def read_settings(extra: Mapping[str, Any], facts: EngineFacts, find_host: Calla
         log_file=_log_file(extra),
         log_level=_log_level(extra),
         offers_always=_offers_always(extra, facts.kv_role),
+        **structs.asdict(_sharing(extra, facts.load_failure_policy)),
     )
 
 
@@ -217,6 +231,28 @@ def _offers_always(extra: Mapping[str, Any], kv_role: str) -> bool:
             remedy="Set kv_role to kv_producer on the prefill engine, or remove offer.",
         )
     return always
+
+
+def _sharing(extra: Mapping[str, Any], load_failure_policy: str) -> Sharing:
+    given = {name: extra[name] for name in Sharing.__struct_fields__ if name in extra}
+    try:
+        sharing = msgspec.convert(given, Sharing, strict=False)
+        for source in sharing.sources:
+            if not 0 < host_and_port(source)[1] <= PORT_MAX:
+                raise msgspec.ValidationError(f"{source} has no port from 1 to {PORT_MAX} - at `$.sources`")
+    except msgspec.ValidationError as error:
+        raise ConfigInvalid(
+            f"kv_connector_extra_config: {error}",
+            remedy="sources is a list of tcp://HOST:PORT with the ports of bind of engines that keep; keep is true or "
+            "false; find_s is in seconds, at most 1; fetch_tokens_min is a number of tokens.",
+        ) from error
+    if sharing.sources and load_failure_policy not in ("", "recompute"):
+        raise ConfigInvalid(
+            f"sources is set, but kv_load_failure_policy is {load_failure_policy}: a prefix that cannot be fetched "
+            "would fail its request",
+            remedy='Set "kv_load_failure_policy": "recompute" next to kv_connector_extra_config.',
+        )
+    return sharing
 
 
 def _one_of(name: str, values: tuple[str, ...], extra: Mapping[str, Any]) -> str:

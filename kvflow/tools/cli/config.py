@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from kvflow.config import SECRETS, SETTINGS, VARIABLES, WorkerConfig
 from kvflow.errors import ConfigInvalid, KvflowError
@@ -31,6 +31,7 @@ OWN_DEFAULTS = {
     "log_file": None,
     "log_level": vllm.LOG_LEVELS[0],
     "offer": vllm.OFFERS[0],
+    **structs.asdict(vllm.Sharing()),
 }
 
 PREFIX = "KVFLOW_"
@@ -76,6 +77,7 @@ class Given(Struct, frozen=True):
     source: str = ""
     is_vllm: bool = False
     kv_role: str = "kv_both"
+    load_failure_policy: str = ""  # unknown
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -139,7 +141,9 @@ def _given(options: argparse.Namespace) -> Given:
         return Given({})
     found, source = _vllm_object(options.vllm, "--vllm")
     extra = found["kv_connector_extra_config"]
-    return Given(extra, source, is_vllm=True, kv_role=str(found.get("kv_role", "kv_both")))
+    policy = str(found.get("kv_load_failure_policy", "fail" if "kv_connector" in found else ""))
+    role = str(found.get("kv_role", "kv_both"))
+    return Given(extra, source, is_vllm=True, kv_role=role, load_failure_policy=policy)
 
 
 def _vllm_object(given: str, flag: str) -> tuple[dict[str, Any], str]:
@@ -201,7 +205,8 @@ def _faults(given: Given) -> Iterator[SettingProblem]:
 
 def _resolved(given: Given) -> WorkerConfig:
     if given.is_vllm:
-        facts = vllm.EngineFacts(engine_id=PLACEHOLDER, kv_role=given.kv_role)
+        policy = given.load_failure_policy
+        facts = vllm.EngineFacts(engine_id=PLACEHOLDER, kv_role=given.kv_role, load_failure_policy=policy)
         config = vllm.read_settings(given.values, facts, own_address).worker
     else:
         config = WorkerConfig.read({"engine_id": PLACEHOLDER, **given.values} if not given.source else given.values)

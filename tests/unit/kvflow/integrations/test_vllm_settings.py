@@ -165,6 +165,53 @@ def test_a_switch_that_is_none_is_refused():
         wants_packed({"enable_cross_layers_blocks": "perhaps"})
 
 
+SHARING = {"keep": True, "sources": ["tcp://decode-0:5600", "tcp://[fd00::7]:5601"], "find_s": 0.01}
+
+
+def test_prefixes_are_shared_with_engines_that_are_named():
+    settings = read_settings({"cluster_secret": SECRET}, facts(load_failure_policy="fail"))
+    assert (settings.keep, settings.sources, settings.find_s, settings.fetch_tokens_min) == (False, (), 0.005, 256)
+    given = {"cluster_secret": SECRET, **SHARING, "fetch_tokens_min": "64"}
+    settings = read_settings(given, facts(load_failure_policy="recompute"))
+    assert (settings.keep, settings.sources) == (True, tuple(SHARING["sources"]))
+    assert (settings.find_s, settings.fetch_tokens_min) == (0.01, 64)
+
+
+def test_sources_need_an_engine_that_computes_what_it_cannot_load():
+    extra = {"cluster_secret": SECRET, **SHARING}
+    with pytest.raises(ConfigInvalid, match="sources is set, but kv_load_failure_policy is fail") as caught:
+        read_settings(extra, facts(load_failure_policy="fail"))
+    assert '"kv_load_failure_policy": "recompute"' in caught.value.remedy
+    assert read_settings(extra, facts()).sources  # vLLM checks its arguments before it knows the policy
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keep": "perhaps"},
+        {"sources": "tcp://decode-0:5600"},
+        {"sources": ["decode-0:5600"]},
+        {"sources": ["tcp://decode-0"]},
+        {"sources": ["tcp://decode-0:0"]},
+        {"sources": ["tcp://decode-0:65536"]},
+        {"sources": ["tcp://decode-0:5600/x"]},
+        {"sources": ["tcp://a b:5600"]},
+        {"sources": [7]},
+        {"sources": ["tcp://decode-0:5600"] * 257},
+        {"find_s": 0},
+        {"find_s": 2},
+        {"find_s": float("nan")},
+        {"fetch_tokens_min": 0},
+        {"fetch_tokens_min": 1.5},
+    ],
+    ids=lambda wrong: str(wrong)[:40],
+)
+def test_a_setting_of_shared_prefixes_that_is_wrong_is_refused(wrong):
+    with pytest.raises(ConfigInvalid, match=next(iter(wrong))) as caught:
+        read_settings({"cluster_secret": SECRET, **wrong}, facts())
+    assert "tcp://HOST:PORT" in caught.value.remedy
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
     [("org/model-8b", "org/model-8b"), ("/mnt/a/model-8b/", "model-8b"), ("./model-8b", "model-8b")],

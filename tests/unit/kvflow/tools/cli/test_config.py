@@ -83,6 +83,17 @@ def test_the_settings_of_vllm_are_those_of_the_connector(shown):
     assert told.startswith("offer is always, but kv_role is kv_both")
 
 
+def test_sources_are_checked_with_the_policy_beside_them(shown):
+    extra = {"sources": ["tcp://decode-0:5600"]}
+    given = {"kv_connector": "KVFlowConnector", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
+    status, settings, figures = shown("--vllm", given)  # vLLM's default is fail
+    assert (status, settings["sources"][0]) == (1, ["tcp://decode-0:5600"])
+    (told,) = messages(figures)
+    assert told.startswith("sources is set, but kv_load_failure_policy is fail")
+    assert shown("--vllm", given | {"kv_load_failure_policy": "recompute"})[0] == 0
+    assert shown("--vllm", extra)[0] == 0  # the policy is not known of the settings alone
+
+
 def test_an_address_that_only_this_host_reaches_is_a_warning(shown):
     status, _, figures = shown("--vllm", {"bind": "tcp://0.0.0.0:7000", "advertise": "tcp://127.0.0.1:7000"})
     assert status == 1
