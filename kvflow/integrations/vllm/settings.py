@@ -145,7 +145,8 @@ def read_settings(extra: Mapping[str, Any], facts: EngineFacts, find_host: Calla
     own = {"model": facts.model, "model_revision": facts.model_revision, "model_dtype": facts.model_dtype}
     given = {name: value for name, value in extra.items() if name not in OWN_KEYS}
     decided = {"engine_id": facts.engine_id, "rank": facts.rank, "num_ranks": facts.num_ranks}
-    decided |= {"role": facts.kv_role.removeprefix("kv_"), "sleep_mode": facts.sleep_mode}
+    sharing = _sharing(extra, facts.load_failure_policy)
+    decided |= {"role": _role(facts.kv_role, sharing), "sleep_mode": facts.sleep_mode}
     values = {**own, **given, **decided}
     try:
         config = WorkerConfig.read(values)
@@ -167,7 +168,7 @@ def read_settings(extra: Mapping[str, Any], facts: EngineFacts, find_host: Calla
         log_file=_log_file(extra),
         log_level=_log_level(extra),
         offers_always=_offers_always(extra, facts.kv_role),
-        **structs.asdict(_sharing(extra, facts.load_failure_policy)),
+        **structs.asdict(sharing),
     )
 
 
@@ -253,6 +254,12 @@ def _sharing(extra: Mapping[str, Any], load_failure_policy: str) -> Sharing:
             remedy='Set "kv_load_failure_policy": "recompute" next to kv_connector_extra_config.',
         )
     return sharing
+
+
+def _role(kv_role: str, sharing: Sharing) -> str:
+    """Return the role of the worker: a decode engine that keeps is read from, a prefill engine with sources reads."""
+    both = (kv_role == "kv_consumer" and sharing.keep) or (kv_role == "kv_producer" and sharing.sources)
+    return "both" if both else kv_role.removeprefix("kv_")
 
 
 def _one_of(name: str, values: tuple[str, ...], extra: Mapping[str, Any]) -> str:

@@ -177,6 +177,15 @@ def test_prefixes_are_shared_with_engines_that_are_named():
     assert (settings.find_s, settings.fetch_tokens_min) == (0.01, 64)
 
 
+@pytest.mark.parametrize("kv_role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_a_worker_that_shares_prefixes_reads_and_is_read_from(kv_role):
+    own = kv_role.removeprefix("kv_")
+    for given, reader in (({"keep": True}, "consumer"), ({"sources": SHARING["sources"]}, "producer")):
+        settings = read_settings({"cluster_secret": SECRET, **given}, facts(kv_role=kv_role))
+        assert settings.worker.role == ("both" if own == reader else own)
+        assert (settings.produces, settings.consumes) == (own != "consumer", own != "producer")  # of tickets
+
+
 def test_sources_need_an_engine_that_computes_what_it_cannot_load():
     extra = {"cluster_secret": SECRET, **SHARING}
     with pytest.raises(ConfigInvalid, match="sources is set, but kv_load_failure_policy is fail") as caught:
