@@ -356,6 +356,14 @@ def test_a_ticket_seems_over_when_its_lease_and_every_doubt_have_passed(age_s, e
     assert grant.seems_over(1000.0 + age_s, error_s) is over
 
 
+def test_time_does_not_end_what_is_kept():
+    mint = mint_of(lease_s=12.5, wall_clock=lambda: 1000.0, block_sizes=[16])
+    kept, grant = mint.keep("r", block_ids=[[1]], num_tokens=16, digests=[[b"content"]])
+    assert grant.issued_at == 1000.0
+    assert not grant.seems_over(1e12, 0.0)
+    assert Ticket.from_params(kept.to_params(), verify=verify) == kept
+
+
 def test_a_ticket_that_does_not_say_when_it_was_signed_never_seems_over():
     assert not ticket_of().grants[0].seems_over(1e12, 0.0)
 
