@@ -112,6 +112,14 @@ def test_a_ticket_that_has_expired_is_a_finding(capsys):
 
 
 @pytest.mark.usefixtures("secret")
+def test_an_old_ticket_of_what_is_kept_is_no_finding(capsys):
+    mint = TicketMint("prefill-0", RANKS, cluster_secret=SECRET, wall_clock=lambda: 1000.0, block_sizes=[16])
+    kept, _ = mint.keep("kept", block_ids=[[3]], num_tokens=16, digests=[[b"content"]])
+    assert main(["ticket", kept.to_params()["kvflow"]]) == 0
+    assert "expires  when its engine ends it" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("secret")
 def test_a_ticket_without_a_time_is_no_finding():
     figures = command._figures(minted().grants[0], 0.0)
     untimed = msgspec.structs.replace(figures, issued_at=None, expires_in_s=None)
