@@ -2,15 +2,21 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from itertools import count
+from typing import Any
 
 from msgspec import Struct, UnsetType
 
-from handshake import ClockOffset, HandshakeClient, Identity, Limits, open_client
-from handshake.errors import Closed, HandshakeError
-from handshake.limits import LEASES_MAX
+from handshake import ClockOffset, ClusterSecurity, HandshakeClient, Identity, Limits, open_client
+from handshake.errors import Closed, HandshakeError, LocalProtocolError
+from handshake.limits import LEASES_MAX, QUESTIONS_MAX
 from handshake.messages import (
+    QUESTION_BYTES_MAX,
+    QUESTIONS_SINCE,
+    Answered,
+    Ask,
     ConnectionClosed,
     ConnectionFailed,
     Event,
@@ -21,9 +27,20 @@ from handshake.messages import (
     RenewAnswered,
 )
 from kvflow.config import WorkerConfig
-from kvflow.errors import DeadlineExceeded, FailureCode, PeerLost, ReleaseMismatch, StaleLease
+from kvflow.errors import (
+    ArgumentInvalid,
+    CapacityExceeded,
+    DeadlineExceeded,
+    FailureCode,
+    PeerLost,
+    ProtocolViolation,
+    ReleaseMismatch,
+    StaleLease,
+    TicketInvalid,
+)
 from kvflow.ids import Credentials, LeaseKey, PeerId, agent_name
-from kvflow.leases.tickets import Grant
+from kvflow.leases.tickets import Grant, Ticket
+from kvflow.rendezvous import questions
 from kvflow.rendezvous.endpoint import (
     READER,
     ZEROMQ,
@@ -34,6 +51,8 @@ from kvflow.rendezvous.endpoint import (
     decode,
     security_of,
 )
+from kvflow.rendezvous.issuer import TicketKey
+from kvflow.rendezvous.questions import AskHeld
 from kvflow.version import __version__
 
 
@@ -59,45 +78,47 @@ _ENDINGS = {
 }
 
 
-class PendingQueries:
-    """Leases that the producer was asked about, and the futures that wait for its answers. Thread: the event loop."""
+class Awaited:
+    """Who waits for which answer: about a lease, or to the question with a nonce. Thread: the event loop."""
 
     def __init__(self) -> None:
-        self._waiting: dict[LeaseKey, list[asyncio.Future[LeaseEnd]]] = {}
-        self._lost = False
+        self._waiting: dict[LeaseKey | int, list[asyncio.Future[Any]]] = {}
+        self._lost = ""  # why the connection has ended
 
-    def add(self, lease: LeaseKey) -> asyncio.Future[LeaseEnd]:
-        """Return a future for how a lease has ended."""
-        future: asyncio.Future[LeaseEnd] = asyncio.get_running_loop().create_future()
+    async def wait(self, key: LeaseKey | int, within_s: float) -> Any:
+        """Wait for the next answer. Cancellation: safe.
+
+        Raises:
+            TimeoutError: it does not come in time.
+            Closed: the connection has ended, before or meanwhile.
+        """
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(key, [])
+        waiting.append(future)
         if self._lost:
-            future.set_result(LeaseEnd())
-        else:
-            self._waiting.setdefault(lease, []).append(future)
-        return future
-
-    def withdraw(self, lease: LeaseKey, future: asyncio.Future[LeaseEnd]) -> None:
-        """Drop a future that is no longer awaited."""
-        waiting = self._waiting.get(lease, [])
-        if future in waiting:
+            self.resolve(key, None)
+        try:
+            async with asyncio.timeout(within_s):
+                answer = await future
+        finally:
             waiting.remove(future)
-        if not waiting:
-            self._waiting.pop(lease, None)
+            if not waiting and self._waiting.get(key) is waiting:
+                del self._waiting[key]
+        if answer is None:
+            raise Closed(f"the connection has ended: {self._lost}")
+        return answer
 
-    def lose(self) -> None:
-        """Resolve every future, now and later, with an unknown end: the connection has ended."""
-        self._lost = True
-        for lease in list(self._waiting):
-            self._resolve(lease, None)
-
-    def answer(self, answers: Sequence[LeaseAnswer]) -> None:
-        """Resolve the futures of these leases; most renewals have none."""
-        for each in answers:
-            self._resolve((each.slot, each.epoch), each)
-
-    def _resolve(self, lease: LeaseKey, answer: LeaseAnswer | None) -> None:
-        for future in self._waiting.pop(lease, ()):
+    def resolve(self, key: LeaseKey | int, answer: LeaseAnswer | bytes | None) -> None:
+        """Give an answer to all who wait for it; most renewals have none. None: there will be no answer."""
+        for future in self._waiting.pop(key, ()):
             if not future.done():
-                future.set_result(_end_of(answer))
+                future.set_result(answer)
+
+    def lose(self, reason: str) -> None:
+        """End every wait, now and later: the connection has ended."""
+        self._lost = reason or "no reason was given"
+        for key in list(self._waiting):
+            self.resolve(key, None)
 
 
 class Link:
@@ -116,12 +137,12 @@ class Link:
         agent: str,
         advertisement: Advertisement,
         *,
-        queries: PendingQueries,
+        awaited: Awaited,
         credentials: Credentials,
         network: Network = ZEROMQ,
     ) -> None:
         self._client = client
-        self._queries = queries
+        self._awaited = awaited
         self._network = network
         self._to_ask: list[LeaseKey] = []
         self.peer = peer
@@ -152,17 +173,13 @@ class Link:
 
         Questions of one loop iteration are sent together. Cancellation: safe.
         """
-        answered = self._queries.add(lease)
         if not self._to_ask:
             asyncio.get_running_loop().call_soon(self._send_queries)
         self._to_ask.append(lease)
         try:
-            async with asyncio.timeout(within_s):
-                return await answered
-        except TimeoutError:
+            return _end_of(await self._awaited.wait(lease, within_s))
+        except (TimeoutError, Closed):
             return LeaseEnd()
-        finally:
-            self._queries.withdraw(lease, answered)
 
     def release(self, leases: Sequence[LeaseKey], *, read: bool) -> None:
         """Release leases for our rank, which has read the blocks or not. Does nothing if the connection has ended."""
@@ -191,8 +208,8 @@ def _refs(leases: Sequence[LeaseKey]) -> list[tuple[LeaseRef, ...]]:
     return [tuple(refs[first : first + LEASES_MAX]) for first in range(0, len(refs), LEASES_MAX)]
 
 
-def _end_of(answer: LeaseAnswer | None) -> LeaseEnd:
-    if answer is None or answer.outcome != "ended" or isinstance(answer.ended_by, UnsetType):
+def _end_of(answer: LeaseAnswer) -> LeaseEnd:
+    if answer.outcome != "ended" or isinstance(answer.ended_by, UnsetType):
         return LeaseEnd()
     return LeaseEnd(answer.ended_by, None if isinstance(answer.ended_s, UnsetType) else answer.ended_s)
 
@@ -203,6 +220,52 @@ class Replaced(PeerLost):
 
 class Restarted(StaleLease):
     """The same rank answers in another incarnation."""
+
+
+@asynccontextmanager
+async def _dialed(
+    endpoint: str,
+    identity: Identity,
+    security: ClusterSecurity,
+    limits: Limits,
+    network: Network,
+    *,
+    server_key: str,
+    on_ended: Callable[[str, str], None] = lambda code, detail: None,
+) -> AsyncIterator[tuple[HandshakeClient, Awaited]]:
+    """Dial a worker as a reader, and leave with a goodbye; handshake's errors become ours."""
+    awaited = Awaited()
+
+    def on_event(event: Event) -> None:
+        match event:
+            case RenewAnswered(leases=answers):
+                for each in answers:
+                    awaited.resolve((each.slot, each.epoch), each)
+            case Answered(nonce=nonce, answer=answer):
+                awaited.resolve(nonce, answer)
+            case ConnectionClosed(reason=reason):
+                awaited.lose(reason)
+                on_ended(FailureCode.PEER_CLOSED, reason)
+            case ConnectionFailed(code=code, reason=reason):
+                awaited.lose(f"{code}: {reason}")
+                on_ended(FailureCode.PEER_LOST, f"{code}: {reason}")
+            case _:
+                pass
+
+    try:
+        async with open_client(
+            endpoint,
+            identity=identity,
+            publication=READER,
+            security=security,
+            limits=limits,
+            network=network,
+            on_event=on_event,
+            server_key=server_key,
+        ) as client:
+            yield client, awaited
+    except HandshakeError as error:
+        raise as_kvflow_error(error, peer=endpoint) from error
 
 
 @asynccontextmanager
@@ -222,53 +285,18 @@ async def open_link(
         ReleaseMismatch: it writes another version of the manifest. We send it this reason.
         DeadlineExceeded: it is silent.
     """
-    queries = PendingQueries()
-
-    def on_event(event: Event) -> None:
-        match event:
-            case RenewAnswered(leases=answers):
-                queries.answer(answers)
-            case ConnectionClosed(reason=reason):
-                queries.lose()
-                on_ended(FailureCode.PEER_CLOSED, reason)
-            case ConnectionFailed(code=code, reason=reason):
-                queries.lose()
-                on_ended(FailureCode.PEER_LOST, f"{code}: {reason}")
-            case _:
-                pass
-
-    try:
-        server_key = local.key_of(peer)
-        async with open_client(
-            peer.endpoint,
-            identity=local.identity,
-            publication=READER,
-            security=local.security,
-            limits=local.limits,
-            network=local.network,
-            on_event=on_event,
-            server_key=server_key,
-        ) as client:
-            _require_peer(client.identity, peer)
-            software = client.identity.software
-            try:
-                advertisement = await asyncio.to_thread(decode, client.publication, peer=str(peer), software=software)
-            except ReleaseMismatch as error:
-                client.refuse(error.code, error.message, error.remedy)
-                raise
-            agent = agent_name(str(peer), server_key)
-            credentials = local.credentials(peer, client.identity, client.pass_)
-            yield Link(
-                client,
-                peer,
-                agent,
-                advertisement,
-                queries=queries,
-                credentials=credentials,
-                network=local.network,
-            )
-    except HandshakeError as error:
-        raise as_kvflow_error(error, peer=peer.endpoint) from error
+    ours = (local.identity, local.security, local.limits, local.network)
+    async with _dialed(peer.endpoint, *ours, server_key=peer.public_key, on_ended=on_ended) as (client, awaited):
+        _require_peer(client.identity, peer)
+        software = client.identity.software
+        try:
+            advertisement = await asyncio.to_thread(decode, client.publication, peer=str(peer), software=software)
+        except ReleaseMismatch as error:
+            client.refuse(error.code, error.message, error.remedy)
+            raise
+        agent = agent_name(str(peer), local.key_of(peer))
+        credentials = local.credentials(peer, client.identity, client.pass_)
+        yield Link(client, peer, agent, advertisement, awaited=awaited, credentials=credentials, network=local.network)
 
 
 def _require_peer(identity: Identity, peer: PeerId) -> None:
@@ -286,15 +314,20 @@ def _require_peer(identity: Identity, peer: PeerId) -> None:
         )
 
 
-# --- a member that looks, and reads nothing: ``kvflow inspect`` and the doctor ---
+# --- a member that asks, and reads nothing: ``find``, ``kvflow inspect`` and the doctor ---
 
 
-class Visit:
+class Asker:
     """A connection to a worker that is ready. Thread: the event loop."""
 
-    def __init__(self, client: HandshakeClient, endpoint: str, answer_s: float) -> None:
+    def __init__(
+        self, client: HandshakeClient, awaited: Awaited, key: TicketKey, endpoint: str, answer_s: float
+    ) -> None:
         self._client = client
+        self._awaited = awaited
+        self._key = key
         self._answer_s = answer_s
+        self._nonces = count(1)
         self.endpoint = endpoint
         self.identity: Identity = client.identity
         self.wire_version = client.version
@@ -311,30 +344,90 @@ class Visit:
         software = self.identity.software
         return await asyncio.to_thread(decode, self._client.publication, peer=self.endpoint, software=software)
 
+    async def held(self, digests: Sequence[Sequence[bytes]], within_s: float) -> tuple[Ticket | None, int]:
+        """Ask which lease that the worker keeps holds the longest prefix of this content. Cancellation: safe.
+
+        Args:
+            digests: of consecutive blocks from the first token on, chained: one list per group, or that of the first
+                group alone. Each has 1 to 64 bytes.
+            within_s: seconds to wait for the answer.
+
+        Returns:
+            The ticket, verified, and how many digests of the first list its lease holds; ``(None, 0)`` if none does.
+
+        Raises:
+            ArgumentInvalid: the digests have more than 48 KiB: some 2,700 of 16 bytes.
+            CapacityExceeded: 1,024 questions to this worker have no answer.
+            DeadlineExceeded: the answer does not come in time.
+            PeerLost: the connection has ended.
+            ProtocolViolation: the answer is malformed, or has the ticket of another engine, or of no kept lease.
+            ReleaseMismatch: the worker's release knows no questions. Or its ticket is of a newer kind.
+        """
+        answer = await self._put(questions.encode(AskHeld(digests=tuple(map(tuple, digests)))), within_s)
+        held = questions.decode_answer(answer, peer=self.endpoint)
+        if not held.ticket:
+            return None, 0
+        try:
+            ticket = self._key.read({"kvflow": held.ticket})
+        except TicketInvalid as error:
+            raise ProtocolViolation(
+                f"the peer answered with a bad ticket: {error.message}", peer=self.endpoint
+            ) from error
+        said = {(grant.engine_id, grant.kind) for grant in ticket.grants}
+        if said != {(self.identity.engine_id, "kept")} or not 0 < held.count <= len(digests[0]):
+            detail = f"{ticket!r}, of which {held.count} digests were asked for"
+            raise ProtocolViolation(f"the peer answered another question: {detail}", peer=self.endpoint)
+        return ticket, held.count
+
+    async def _put(self, question: bytes, within_s: float) -> bytes:
+        if self.wire_version < QUESTIONS_SINCE:
+            whose = f"{self.endpoint}, which is {self.identity.software!r},"
+            raise ReleaseMismatch(whose, "wire version", str(self.wire_version), f"{QUESTIONS_SINCE} for questions")
+        if len(question) > QUESTION_BYTES_MAX:
+            expected = f"at most {QUESTION_BYTES_MAX} bytes together"
+            raise ArgumentInvalid("digests", expected, f"{len(question)} bytes", remedy="Ask for fewer blocks.")
+        nonce = next(self._nonces)
+        with self._explained(within_s):
+            try:
+                self._client.send(Ask(nonce=nonce, question=question))
+            except LocalProtocolError as error:
+                raise CapacityExceeded(f"questions to {self.endpoint}", QUESTIONS_MAX) from error
+            answer: bytes = await self._awaited.wait(nonce, within_s)
+        return answer
+
     async def ping(self) -> float:
         """Return the seconds of one round trip. Raises ``DeadlineExceeded`` or ``PeerLost``."""
-        return (await self._ask(report=False))[0]
+        return (await self._ping(report=False))[0]
 
     async def ask_report(self) -> bytes:
         """Return what the worker reports about itself; empty if its release reports nothing. Raises as ``ping``."""
-        return (await self._ask(report=True))[1]
+        return (await self._ping(report=True))[1]
 
-    async def _ask(self, *, report: bool) -> tuple[float, bytes]:
-        try:
+    async def wait_ended(self) -> None:
+        """Wait until the connection has ended. Cancellation: safe."""
+        await self._client.wait_closed()
+
+    async def _ping(self, *, report: bool) -> tuple[float, bytes]:
+        with self._explained(self._answer_s):
             async with asyncio.timeout(self._answer_s):
                 answer = await self._client.ask(report=report)
+        return answer.rtt_s, b"" if isinstance(answer.report, UnsetType) else answer.report
+
+    @contextmanager
+    def _explained(self, within_s: float) -> Iterator[None]:
+        try:
+            yield
         except TimeoutError:
-            message = f"{self.endpoint} did not answer within {self._answer_s:g} s"
+            message = f"{self.endpoint} did not answer within {within_s:g} s"
             raise DeadlineExceeded(message, phase="handshake", peer=self.endpoint) from None
         except Closed as error:
             raise PeerLost(f"{self.endpoint}: {error.message}", peer=self.endpoint) from error
-        return answer.rtt_s, b"" if isinstance(answer.report, UnsetType) else answer.report
 
 
 @asynccontextmanager
-async def open_visit(
+async def open_asker(
     endpoint: str, config: WorkerConfig, *, server_key: str = "", network: Network = ZEROMQ
-) -> AsyncIterator[Visit]:
+) -> AsyncIterator[Asker]:
     """Dial a worker as a reader does, and leave with a goodbye. Cancellation: safe.
 
     ``server_key`` is the public key of a worker that has its own.
@@ -351,18 +444,7 @@ async def open_visit(
         role="decode",
         software=f"kvflow {__version__}",
     )
-    budgets = config.tuning
-    try:
-        async with open_client(
-            endpoint,
-            identity=identity,
-            publication=READER,
-            security=security_of(config),
-            on_event=lambda _: None,
-            limits=Limits(connect_s=budgets.connect_s, handshake_s=budgets.handshake_s),
-            network=network,
-            server_key=server_key,
-        ) as client:
-            yield Visit(client, endpoint, budgets.handshake_s)
-    except HandshakeError as error:
-        raise as_kvflow_error(error, peer=endpoint) from error
+    security, budgets = security_of(config), config.tuning
+    limits = Limits(connect_s=budgets.connect_s, handshake_s=budgets.handshake_s)
+    async with _dialed(endpoint, identity, security, limits, network, server_key=server_key) as (client, awaited):
+        yield Asker(client, awaited, TicketKey(security), endpoint, budgets.handshake_s)

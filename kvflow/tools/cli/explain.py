@@ -251,11 +251,11 @@ def _of_workers(options: argparse.Namespace) -> ExplainFigures:
 
 
 async def _manifests(endpoints: Sequence[str], keys: Sequence[str]) -> list[Manifest]:
-    from kvflow.rendezvous.dialer import open_visit  # noqa: PLC0415 - a model needs no ZeroMQ
+    from kvflow.rendezvous.dialer import open_asker  # noqa: PLC0415 - a model needs no ZeroMQ
 
     found, config = [], member_config(*keys)
     for endpoint, key in zip(endpoints, [*keys, "", ""], strict=False):
-        async with open_visit(endpoint, config, server_key=key) as visit:
+        async with open_asker(endpoint, config, server_key=key) as visit:
             found.append((await visit.read_manifest()).manifest)
     return found
 

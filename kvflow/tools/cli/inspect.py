@@ -20,7 +20,7 @@ from kvflow.tools.cli.arguments import (
 )
 
 if TYPE_CHECKING:
-    from kvflow.rendezvous.dialer import Visit
+    from kvflow.rendezvous.dialer import Asker
     from kvflow.rendezvous.endpoint import Advertisement
     from kvflow.worker.snapshot import Inspection, Snapshot
 
@@ -106,10 +106,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _inspect(options: argparse.Namespace) -> None:
-    from kvflow.rendezvous.dialer import open_visit  # noqa: PLC0415 - --help needs no ZeroMQ
+    from kvflow.rendezvous.dialer import open_asker  # noqa: PLC0415 - --help needs no ZeroMQ
 
     config = member_config(options.key)
-    async with open_visit(options.endpoint, config, server_key=options.key or "") as visit:
+    async with open_asker(options.endpoint, config, server_key=options.key or "") as visit:
         cache = _cache_figures(await visit.read_manifest())
         while True:
             _show(await _ask(visit, cache), as_json=options.json)
@@ -118,7 +118,7 @@ async def _inspect(options: argparse.Namespace) -> None:
             await asyncio.sleep(WATCH_S)
 
 
-async def _ask(visit: "Visit", cache: CacheFigures) -> InspectFigures:
+async def _ask(visit: "Asker", cache: CacheFigures) -> InspectFigures:
     from kvflow.worker.snapshot import decode_inspection  # noqa: PLC0415 - --help needs no worker
 
     rtt_s = await visit.ping()
@@ -183,7 +183,7 @@ def _titled(title: str, count: int, listed: int) -> Iterator[str]:
     yield f"{title}: {count:,}{shown}"
 
 
-def _worker_figures(visit: "Visit") -> WorkerFigures:
+def _worker_figures(visit: "Asker") -> WorkerFigures:
     identity = visit.identity
     return WorkerFigures(
         endpoint=visit.endpoint,

@@ -22,7 +22,7 @@ from kvflow.config import (
 )
 from kvflow.errors import ConfigInvalid, KvflowError, quoted
 from kvflow.reads.reach import PREFIXES, PTRACE_REMEDY, host_facts, network_cards, one_host, reach
-from kvflow.rendezvous.dialer import Visit, open_visit
+from kvflow.rendezvous.dialer import Asker, open_asker
 from kvflow.rendezvous.endpoint import Advertisement
 from kvflow.tools.doctor import apart, facts, probe
 from kvflow.tools.doctor.codes import FailureFigures, Finding, failure, found, note, ok
@@ -53,7 +53,7 @@ async def examine(target: Target) -> AsyncIterator[Finding]:
         return
     offer, told = None, None
     try:
-        async with open_visit(target.endpoint, target.config, server_key=target.key) as visit:
+        async with open_asker(target.endpoint, target.config, server_key=target.key) as visit:
             yield await _authenticated(visit)
             yield _clock(visit)
             told = await visit.read_manifest()
@@ -77,7 +77,7 @@ async def examine(target: Target) -> AsyncIterator[Finding]:
         yield finding
 
 
-async def _authenticated(visit: Visit) -> Finding:
+async def _authenticated(visit: Asker) -> Finding:
     rtts = [await visit.ping() for _ in range(PINGS)]
     identity = visit.identity
     versions = f"{quoted(identity.software)}, wire {visit.wire_version}, manifest {visit.manifest_schema}"
@@ -89,7 +89,7 @@ async def _authenticated(visit: Visit) -> Finding:
     return ok("worker", evidence)
 
 
-def _clock(visit: Visit) -> Finding:
+def _clock(visit: Asker) -> Finding:
     ahead_s = visit.clock_ahead_s
     if ahead_s is None:
         return note("clock", "the worker does not tell its time")
@@ -400,7 +400,7 @@ async def _explained(subject: str, figures: probe.ProbeFigures, endpoint: str, s
     reasons = []
     try:
         config = WorkerConfig(engine_id="doctor", cluster_secret=secret)
-        async with open_visit(endpoint, config) as visit:
+        async with open_asker(endpoint, config) as visit:
             offer = await probe.ask(visit)
         reasons = list(why_tcp(figures, offer)) if offer is not None else []
     except KvflowError:

@@ -25,7 +25,7 @@ from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec, FullAttention
 from kvflow.leases.tickets import Ticket
 from kvflow.reads.reach import HostFacts, host_facts, one_host
-from kvflow.rendezvous.dialer import Visit, open_visit
+from kvflow.rendezvous.dialer import Asker, open_asker
 from kvflow.report import TransferReport
 from kvflow.tools.doctor.codes import FailureFigures, failure_of
 from kvflow.worker.snapshot import TOLD_BYTES_MAX, decode_inspection
@@ -211,7 +211,7 @@ def decode(told: bytes, *, peer: str) -> ProbeOffer | None:
         raise ProtocolViolation(f"{peer} offers a malformed probe: {error}", peer=peer) from error
 
 
-async def ask(visit: Visit) -> ProbeOffer | None:
+async def ask(visit: Asker) -> ProbeOffer | None:
     """Return what a worker offers now; None if it offers no probe.
 
     Raises:
@@ -338,7 +338,7 @@ async def read_probe(endpoint: str, config: WorkerConfig, *, device: str = "cpu"
     from kvflow.reads.nixl.binding import may_copy_from  # noqa: PLC0415 - what runs in the doctor itself needs no NIXL
     from kvflow.worker.runtime import open_worker  # noqa: PLC0415 - loads torch
 
-    async with open_visit(endpoint, config, server_key=key) as visit:
+    async with open_asker(endpoint, config, server_key=key) as visit:
         offer = await ask(visit)
         if offer is None:
             return None
@@ -372,7 +372,7 @@ async def read_probe(endpoint: str, config: WorkerConfig, *, device: str = "cpu"
 class _ProbeReader:
     """Reads with the tickets of another worker, each used once."""
 
-    def __init__(self, visit: Visit, offer: ProbeOffer, worker: "Worker", cache: "KVCache") -> None:
+    def __init__(self, visit: Asker, offer: ProbeOffer, worker: "Worker", cache: "KVCache") -> None:
         self._visit = visit
         self._offer = offer
         self._worker = worker

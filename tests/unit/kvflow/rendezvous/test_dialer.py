@@ -193,11 +193,11 @@ async def test_a_question_without_an_answer_has_a_deadline(mute):
         mute()
         patient = asyncio.ensure_future(link.ask_end(lease, within_s=PATIENCE_S))
         assert await link.ask_end(lease, within_s=0.01) == LeaseEnd("unknown", None)
-        assert len(link._queries._waiting[lease]) == 1, "what nobody awaits is forgotten, and the rest is not"
+        assert len(link._awaited._waiting[lease]) == 1, "what nobody awaits is forgotten, and the rest is not"
         mute(False)
         assert (await link.ask_end(lease, within_s=PATIENCE_S)).ended_by == "revoked"
         assert (await patient).ended_by == "revoked"
-        assert link._queries._waiting == {}
+        assert link._awaited._waiting == {}
 
 
 async def test_questions_end_with_their_connection(mute):

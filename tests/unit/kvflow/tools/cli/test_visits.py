@@ -9,7 +9,7 @@ import pytest
 
 from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE
 from kvflow.errors import PeerLost
-from kvflow.rendezvous.dialer import open_visit
+from kvflow.rendezvous.dialer import open_asker
 from kvflow.rendezvous.issuer import draw_pair
 from kvflow.tools.cli import inspect, main
 from kvflow.worker.runtime import open_worker
@@ -138,10 +138,10 @@ async def in_turn(awaitables):
 
 async def test_a_member_that_asks_too_often_is_refused_and_others_are_not():
     async with working() as worker:
-        async with open_visit(worker.endpoint, config("flood")) as flood:
+        async with open_asker(worker.endpoint, config("flood")) as flood:
             answers = [flood.ask_report() for _ in range(20)]
             with pytest.raises(PeerLost, match="questions for a report per second"):
                 await in_turn(answers)
-        async with open_visit(worker.endpoint, config("other")) as other:
+        async with open_asker(worker.endpoint, config("other")) as other:
             assert await other.ask_report()
         assert worker.snapshot().rejected == {"rate_exceeded": 1}

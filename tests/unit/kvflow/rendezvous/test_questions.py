@@ -1,0 +1,248 @@
+"""A member asks a worker what it keeps, and believes only what the cluster has signed, of this worker, of this kind."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from handshake import Answer, open_client
+from handshake.connection import Conversation
+from handshake.limits import QUESTIONS_MAX
+from handshake.messages import ANSWER_BYTES_MAX, QUESTION_BYTES_MAX, Answered, Ask, VersionRange
+from kvflow.errors import (
+    ArgumentInvalid,
+    AuthenticationFailed,
+    CapacityExceeded,
+    DeadlineExceeded,
+    PeerLost,
+    ProtocolViolation,
+    ReleaseMismatch,
+)
+from kvflow.leases.tickets import RankAddress
+from kvflow.rendezvous import questions
+from kvflow.rendezvous.dialer import open_asker
+from kvflow.rendezvous.endpoint import READER
+from kvflow.rendezvous.issuer import TicketMint
+from kvflow.rendezvous.listener import Listener
+from kvflow.rendezvous.questions import AnswerHeld, AskHeld
+from kvflow.worker.producer import LeaseManager
+
+from .helpers import INCARNATION, OURS, PATIENCE_S, SECRET, SECURITY, config, producing
+
+DIGESTS = tuple(bytes([number]) * 16 for number in range(1, 4))
+
+
+def minted(kind="keep", *, engine_id="prefill-0", secret=SECRET):
+    """Return the text of a ticket, signed with a secret."""
+    ranks = [RankAddress(0, INCARNATION, "tcp://127.0.0.1:1", slots=8)]
+    mint = TicketMint(engine_id, ranks, cluster_secret=secret, block_sizes=[4])
+    given = {"digests": [DIGESTS]} if kind == "keep" else {}
+    ticket, _ = getattr(mint, kind)("r", block_ids=[[1, 2, 3]], num_tokens=12, **given)
+    return ticket.to_params()["kvflow"]
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Return what workers answer, one after the other, and what they were asked."""
+    said, asked = [], []
+
+    def on_question(_self, question, reader):
+        asked.append((question, reader))
+        return said.pop(0) if said else AnswerHeld()
+
+    monkeypatch.setattr(LeaseManager, "on_question", on_question)
+    return said, asked
+
+
+@pytest.fixture
+def mute(monkeypatch):
+    """Have workers answer no question; return those that they were asked."""
+    asked = asyncio.Queue()
+    monkeypatch.setattr(Listener, "answer", lambda self, key, nonce, held: asked.put_nowait((self, key, nonce)))
+    return asked
+
+
+@asynccontextmanager
+async def asking(producer, **settings):
+    async with open_asker(producer.endpoint, config(engine_id="decode-0", **settings)) as asker:
+        yield asker
+
+
+async def test_a_worker_that_keeps_nothing_says_so():
+    async with producing() as producer, asking(producer) as asker:
+        assert (asker.identity.engine_id, asker.wire_version) == ("prefill-0", 2)
+        for _ in range(3):
+            assert await asker.held([DIGESTS], PATIENCE_S) == (None, 0)
+
+
+async def test_the_ticket_of_a_kept_lease_is_verified_and_read(answers):
+    said, asked = answers
+    said.append(AnswerHeld(ticket=minted(), count=2))
+    async with producing() as producer, asking(producer) as asker:
+        ticket, count = await asker.held([list(DIGESTS), [b"of another group"]], PATIENCE_S)
+        assert (ticket.request_id, ticket.grants[0].kind, count) == ("r", "kept", 2)
+        ((question, reader),) = asked
+        assert question == AskHeld(digests=(DIGESTS, (b"of another group",)))
+        assert (reader.engine_id, reader.public_key) == ("decode-0", SECURITY.client.public_key)
+
+
+@pytest.mark.parametrize(
+    ("held", "about"),
+    [
+        (AnswerHeld(ticket=minted(secret="another secret of the tests"), count=1), "bad ticket"),
+        (AnswerHeld(ticket=minted()[:-4] + "AAAA", count=1), "bad ticket"),
+        (AnswerHeld(ticket="kvf3.", count=1), "bad ticket"),
+        (AnswerHeld(ticket=minted(engine_id="prefill-1"), count=1), "another question"),
+        (AnswerHeld(ticket=minted("offer"), count=1), "another question"),
+        (AnswerHeld(ticket=minted(), count=0), "another question"),
+        (AnswerHeld(ticket=minted(), count=4), "another question"),
+    ],
+)
+async def test_an_answer_that_cannot_be_one_is_a_violation(answers, held, about):
+    answers[0].append(held)
+    async with producing() as producer, asking(producer) as asker:
+        with pytest.raises(ProtocolViolation, match=about) as caught:
+            await asker.held([DIGESTS], PATIENCE_S)
+        assert caught.value.peer == producer.endpoint
+        assert await asker.held([DIGESTS], PATIENCE_S) == (None, 0), "the connection goes on"
+
+
+async def test_many_ask_at_once_and_each_has_its_own_answer(answers):
+    answers[0].extend(AnswerHeld(ticket=minted(), count=1 + number % 3) for number in range(9))
+    async with producing() as producer, asking(producer) as asker:
+        found = await asyncio.gather(*[asker.held([DIGESTS], PATIENCE_S) for _ in range(9)])
+        assert [count for _, count in found] == 3 * [1, 2, 3]
+
+
+async def test_a_late_answer_is_nobodys(mute):
+    async with producing() as producer, asking(producer) as asker:
+        with pytest.raises(DeadlineExceeded) as caught:
+            await asker.held([DIGESTS], 0.01)
+        assert caught.value.peer == producer.endpoint
+        patient = asyncio.ensure_future(asker.held([DIGESTS], PATIENCE_S))
+        async with asyncio.timeout(PATIENCE_S):
+            (listener, *late), (_, *current) = [await mute.get() for _ in range(2)]
+        for asked, count in ((late, 1), (current, 2)):
+            encoded = questions.encode(AnswerHeld(ticket=minted(), count=count))
+            listener._server.send(asked[0], Answer(nonce=asked[1], answer=encoded))
+        assert (await patient)[1] == 2
+        assert asker._awaited._waiting == {}
+
+
+async def test_a_question_ends_with_its_connection(mute):
+    async with producing() as producer:
+        asker = asking(producer)
+        opened = await asker.__aenter__()
+        waiting = asyncio.ensure_future(opened.held([DIGESTS], PATIENCE_S))
+        async with asyncio.timeout(PATIENCE_S):
+            await mute.get()
+    async with asyncio.timeout(PATIENCE_S):
+        await opened.wait_ended()
+        for late in (waiting, opened.held([DIGESTS], PATIENCE_S)):
+            with pytest.raises(PeerLost, match=producer.endpoint):
+                await late
+        await asker.__aexit__(None, None, None)
+    assert opened._awaited._waiting == {}
+
+
+async def test_only_so_many_questions_wait_and_the_next_is_refused_here(mute):
+    async with producing() as producer, asking(producer) as asker:
+        waiting = [asyncio.ensure_future(asker.held([DIGESTS], PATIENCE_S)) for _ in range(QUESTIONS_MAX)]
+        await asyncio.sleep(0)
+        with pytest.raises(CapacityExceeded):
+            await asker.held([DIGESTS], PATIENCE_S)
+        for each in waiting:
+            each.cancel()
+        await asyncio.wait(waiting)
+        assert await asker.ping() >= 0.0, "it was not refused"
+
+
+async def test_a_worker_of_version_1_is_asked_nothing(monkeypatch):
+    begin = Conversation.__init__
+
+    def begin_of_before(self, *args, **named):
+        begin(self, *args, **named | {"versions": VersionRange(1, 1)})
+
+    monkeypatch.setattr(Conversation, "__init__", begin_of_before)
+    async with producing() as producer, asking(producer) as asker:
+        with pytest.raises(ReleaseMismatch, match="wire version 1"):
+            await asker.held([DIGESTS], PATIENCE_S)
+        assert await asker.ping() >= 0.0
+
+
+async def test_more_digests_than_a_question_takes_are_refused_here(answers):
+    async with producing() as producer, asking(producer) as asker:
+        with pytest.raises(ArgumentInvalid):
+            await asker.held([DIGESTS[:1] * (QUESTION_BYTES_MAX // 18 + 1)], PATIENCE_S)
+        assert await asker.held([DIGESTS[:1] * 2000], PATIENCE_S) == (None, 0)
+        ((question, _),) = answers[1]
+        assert len(question.digests[0]) == 2000
+
+
+async def test_who_does_not_have_the_secret_asks_nobody():
+    async with producing() as producer:
+        with pytest.raises(AuthenticationFailed):
+            async with asking(producer, cluster_secret="another secret of the tests"):
+                pytest.fail("it was let in")
+
+
+UNKNOWN = [
+    b"",
+    b"\xc1",
+    b"\x91" * 40_000,
+    msgspec.msgpack.encode({"type": "ask_settled", "digests": []}),
+    msgspec.msgpack.encode({"type": "ask_held"}),
+    msgspec.msgpack.encode({"type": "ask_held", "digests": []}),
+    msgspec.msgpack.encode({"type": "ask_held", "digests": [[b""]]}),
+    msgspec.msgpack.encode({"type": "ask_held", "digests": [[b"x" * 65]]}),
+    msgspec.msgpack.encode({"type": "ask_held", "digests": [["\ud7ff"]]}),
+    msgspec.msgpack.encode({"type": "ask_held", "digests": [[b"x"]], "wait_ms": -1}),
+    msgspec.msgpack.encode({"type": "ask_held", "digests": [[b"x"]], "at_least": 1 << 40}),
+    msgspec.msgpack.encode({"type": "ask_held", "digests": [[]] * 257}),
+]
+
+
+async def test_a_question_that_is_none_is_answered_with_nothing_and_harms_nobody(answers):
+    heard = asyncio.Queue()
+    async with (
+        producing() as producer,
+        open_client(
+            producer.endpoint, identity=OURS.identity, publication=READER, security=SECURITY, on_event=heard.put_nowait
+        ) as client,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        newer = msgspec.msgpack.encode({"type": "ask_held", "digests": [[b"x"]], "of a newer release": 1})
+        for nonce, encoded in enumerate([*UNKNOWN, newer]):
+            client.send(Ask(nonce=nonce, question=encoded))
+            while not isinstance(event := await heard.get(), Answered):
+                pass
+            assert event == Answered(nonce=nonce, answer=questions.encode(AnswerHeld()) if encoded is newer else b"")
+    assert len(answers[1]) == 1
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        b"\xc1",
+        b"\x91" * 2000,
+        questions.encode(AskHeld(digests=((b"x",),))),
+        msgspec.msgpack.encode({"type": "held", "ticket": 7}),
+        msgspec.msgpack.encode({"type": "held", "count": -1}),
+        msgspec.msgpack.encode({"type": "held", "ticket": "x" * (ANSWER_BYTES_MAX + 1)}),
+    ],
+)
+def test_what_is_no_answer_is_a_violation(encoded):
+    with pytest.raises(ProtocolViolation) as caught:
+        questions.decode_answer(encoded, peer="somebody")
+    assert caught.value.peer == "somebody"
+
+
+def test_a_worker_that_does_not_know_the_question_holds_nothing():
+    assert questions.decode_answer(b"", peer="somebody") == AnswerHeld()
+
+
+async def test_a_ticket_too_long_to_be_sent_is_as_good_as_none(answers):
+    answers[0].append(AnswerHeld(ticket="x" * ANSWER_BYTES_MAX, count=1))
+    async with producing() as producer, asking(producer) as asker:
+        assert await asker.held([DIGESTS], PATIENCE_S) == (None, 0)
