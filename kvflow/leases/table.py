@@ -87,7 +87,8 @@ class Lease(Struct, eq=False):
     """One lease that is held.
 
     ``released_by``: by engine and number of its ranks, those that have released it; ``named_by``: the key that has
-    named this engine first. ``digests``: of the first group, if it is kept; ``first``: blocks of the request before.
+    named this engine first. If it is kept, ``digests``: of the first group; ``first``: blocks of the request before;
+    ``text``: of its ticket, once a peer has found it.
     """
 
     grant: Grant
@@ -100,6 +101,7 @@ class Lease(Struct, eq=False):
     named_by: dict[tuple[str, int], str] = {}
     digests: tuple[bytes, ...] = ()
     first: int = 0
+    text: str = ""
 
     @property
     def kept(self) -> bool:
@@ -213,7 +215,10 @@ class _EarlyRelease(NamedTuple):
 
 
 class LeaseTable:
-    """The leases of one worker, which holds a lock around every call but ``blocks_of`` and ``has_mac``."""
+    """The leases of one worker, which holds a lock around every call but ``blocks_of`` and ``has_mac``.
+
+    ``found`` and ``not_held``: how often ``find`` has found something, and has not.
+    """
 
     def __init__(self, epochs: EpochTable) -> None:
         self._epochs = epochs
@@ -221,6 +226,7 @@ class LeaseTable:
         self._by_slot: dict[int, Lease] = {}  # without those that are kept
         self._kept: dict[int, Lease] = {}  # likewise, the oldest first
         self._index = _Index()
+        self.found = self.not_held = 0
         self._by_request: dict[str, Lease] = {}
         # Releases before admission: by slot, with whether the reader has read; and by key, the oldest first.
         self._early: dict[int, dict[_EarlyRelease, bool]] = {}
@@ -374,10 +380,12 @@ class LeaseTable:
         """Return how a lease ended; None if it is not remembered."""
         return self._past.get((slot, epoch))
 
-    def find(self, digests: Sequence[bytes]) -> tuple[Grant, int] | None:
-        """Return the kept grant with the longest prefix of chained digests, and its length; None if there is none."""
+    def find(self, digests: Sequence[bytes]) -> tuple[Lease, int] | None:
+        """Return the kept lease with the longest prefix of chained digests, and its length; None if there is none."""
         found = self._index.find(digests)
-        return None if found is None else (found[0].grant, found[1])
+        self.found += found is not None
+        self.not_held += found is None
+        return found
 
     def revoke(self, request_id: str, now: float) -> LeaseEnded | None:
         """End a lease now; None if it is unknown or has ended."""

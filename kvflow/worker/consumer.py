@@ -40,6 +40,7 @@ from kvflow.reads.contract import (
 )
 from kvflow.reads.scheduler import Delivered, Effect, Scheduler, StartReads
 from kvflow.rendezvous.issuer import TicketKey
+from kvflow.worker.askers import Askers
 from kvflow.worker.connections import CANCELLED, transfer_error
 from kvflow.worker.destinations import DUE_AFTER_S, DestinationTable, Quarantined, ReaderResetPolicy
 from kvflow.worker.environment import Shared
@@ -62,6 +63,7 @@ class Consumer:
     def __init__(self, shared: Shared, tasks: asyncio.TaskGroup, key: TicketKey) -> None:
         environment, tuning = shared.environment, shared.config.tuning
         self.peers = PeerPool(shared, tasks, self.on_peer_dropped)
+        self.askers = Askers(shared, tasks)
         self._destinations = DestinationTable(shared.account)
         self._reset_policy = ReaderResetPolicy(tuning, shared.bytes_per_block)
         self._transport = shared.transport
@@ -221,6 +223,7 @@ class Consumer:
         for pull in open_pulls:
             self._cancel(pull, "the worker is closing")
         self._renewals.close()
+        self.askers.close()
         return len(open_pulls)
 
     async def _connect(self, pull: OpenPull, ticket: Ticket) -> None:

@@ -181,9 +181,20 @@ class LeaseManager:
         with self._lock:
             return self._leases.renew(leases, self._clock(), reader), self._lease_s
 
-    def on_question(self, _question: AskHeld, _reader: Reader) -> AnswerHeld:
+    def on_question(self, question: AskHeld, _reader: Reader) -> AnswerHeld:
         """Return the ticket of the kept lease that has the longest prefix of what is asked for."""
-        return AnswerHeld()
+        with self._lock:
+            found = self._leases.find(question.digests[0])  # there is one list at least
+        if found is None:
+            return AnswerHeld()
+        lease, count = found
+        if not lease.text:
+            lease.text = self._issuer.seal(lease.grant).to_params()["kvflow"]
+        return AnswerHeld(ticket=lease.text, count=count)
+
+    def answered(self) -> tuple[int, int]:
+        """Return how many questions were answered with a ticket, and how many with nothing."""
+        return self._leases.found, self._leases.not_held
 
     def past(self, lease: LeaseKey) -> tuple[str, float] | None:
         """Return how a lease has ended and how many seconds ago; None if unknown."""

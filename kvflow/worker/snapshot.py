@@ -78,6 +78,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
         staging: staging buffers: how many there are, are in use, and are in quarantine.
         rejected: connections to this worker that have failed since the start, by code, unauthenticated ones included.
         dropped: producers that were dropped since the start, by code.
+        found: questions of peers that were answered with the ticket of a kept lease since the start.
+        not_held: those that were answered with nothing.
         open_pulls: the oldest pulls that are open or draining, at most as many as the caller asked for.
         held_leases: the oldest leases that are held, likewise.
         producers: workers that this one reads from, or connects to, likewise.
@@ -90,6 +92,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     staging: StagingUse = StagingUse()
     rejected: Annotated[dict[Name, Count], Many] = {}
     dropped: Annotated[dict[Name, Count], Many] = {}
+    found: Count = 0
+    not_held: Count = 0
     open_pulls: Annotated[tuple[PullState, ...], Many] = ()
     held_leases: Annotated[tuple[LeaseState, ...], Many] = ()
     producers: Annotated[tuple[PeerState, ...], Many] = ()

@@ -401,6 +401,7 @@ class ThreadedWorker:
     admit = called(Worker.admit)
     revoke = called(Worker.revoke, suspended=True)
     wait_offer = submitted(Worker.wait_offer)
+    find = submitted(Worker.find)
     read_ticket = called(Worker.read_ticket)
 
     def pull(

@@ -5,6 +5,7 @@ import math
 import os
 from asyncio import _get_running_loop
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -13,7 +14,7 @@ from kvflow.errors import ArgumentInvalid, WrongEventLoop, quoted
 from kvflow.events import Outcome, WorkerDrained
 from kvflow.forks import Origin
 from kvflow.ids import worker_name
-from kvflow.leases.tickets import Grant, RankAddress, Ticket
+from kvflow.leases.tickets import DIGEST_BYTES_MAX, Grant, RankAddress, Ticket
 from kvflow.rendezvous.listener import Listener
 from kvflow.report import TransferReport
 from kvflow.worker.connections import PeerState
@@ -175,8 +176,10 @@ class Worker:
 
         Neither time nor the releases of readers end the lease. Call ``revoke`` before you write into one of the blocks.
         A kept lease takes one of ``lease_slots``. If none is free, an offer, or another call of ``keep``, ends the
-        oldest. Draining ends all. The arguments and the errors are those of ``offer``, but ``digests`` must be given,
-        and are chained: each covers all tokens up to the end of its block. The ticket has only the last of each group.
+        oldest. Draining ends all. An engine of several ranks uses ``TicketMint.keep``, so that peers find all of them.
+
+        The arguments and the errors are those of ``offer``, but ``digests`` must be given, and are chained: each covers
+        all tokens up to the end of its block. The ticket has only the last of each group.
 
         Thread: any.
         """
@@ -226,6 +229,37 @@ class Worker:
         """
         self._require_loop()
         return await self._leases.wait_offer(request_id)
+
+    async def find(
+        self, endpoint: str, digests: Sequence[bytes] | Sequence[Sequence[bytes]], wait_s: float = 0.0
+    ) -> tuple[Ticket | None, int]:
+        """Ask a worker for the longest prefix of some content that it, and the other ranks of its engine, keep.
+
+        Then ``pull`` the ticket: to read a shorter prefix, put -1 into the lists behind its last block. The lease may
+        end at any time, and the pull then raises ``StaleLease``. The connection stays open for later calls.
+
+        Args:
+            endpoint: control endpoint of the worker, such as ``tcp://host:5600``.
+            digests: chained digests, as its engine has passed them to ``keep``: those of the blocks of the first group,
+                or one list per group. Each has 1 to 64 bytes.
+            wait_s: how long the worker may wait for something to be kept. This release answers at once.
+
+        Returns:
+            The ticket, and how many digests of the first group's list it covers; ``(None, 0)`` if nothing is kept.
+
+        Raises:
+            ArgumentInvalid: ``digests`` has something else than bytes, or ``wait_s`` is no duration.
+            ConfigInvalid: the endpoint is malformed.
+            AuthenticationFailed: it does not prove the cluster's secret; a worker that has its own key does not.
+            PeerRefused, PeerLost, DeadlineExceeded, ProtocolViolation: it cannot be reached, or answers wrongly.
+            ReleaseMismatch: it runs a release that cannot be asked.
+            WorkerDraining, WorkerClosed: this worker starts no new pulls.
+
+        Cancellation: safe.
+        """
+        self._require_loop()
+        require_seconds("wait_s", wait_s)
+        return await self._consumer.askers.find(endpoint, _first_digests(digests), wait_s)
 
     def read_ticket(self, params: object) -> Ticket:
         """Verify and read a ticket, so that ``pull``, ``hold`` and ``release`` need not verify this object again.
@@ -492,6 +526,7 @@ class Worker:
         """
         self._require_loop()
         limit = max(0, limit)
+        found, not_held = self._leases.answered()
         return Snapshot(
             leases=len(self._leases.requests()),
             pulls=len(self._consumer.pulls),
@@ -511,6 +546,8 @@ class Worker:
             staging=self._shared.transport.staging(),
             rejected=dict(self._listener.failures),
             dropped=dict(self._consumer.peers.drops),
+            found=found,
+            not_held=not_held,
         )
 
     def _make_report(self) -> bytes:
@@ -530,6 +567,18 @@ class Worker:
         if here is None:
             raise WrongEventLoop("the worker was called outside of an event loop")
         raise WrongEventLoop("the worker was called on another event loop than its own")
+
+
+def _first_digests(digests: Any) -> tuple[bytes, ...]:
+    """Return the first group's list of a caller's question, which is one flat list, or one list per group."""
+    first = digests[0] if isinstance(digests, list | tuple) and digests else digests
+    found = first if isinstance(first, list | tuple) else digests
+    if not isinstance(found, list | tuple) or not all(
+        isinstance(each, bytes) and 0 < len(each) <= DIGEST_BYTES_MAX for each in found
+    ):
+        remedy = "Pass one flat list, or one list per group, with the digest (1 to 64 bytes) of each block."
+        raise ArgumentInvalid("digests", "lists of bytes", digests, remedy=remedy)
+    return tuple(found)
 
 
 def require_seconds(name: str, value: object) -> None:

@@ -10,6 +10,8 @@ def calls_of(worker, ticket, grant, cache):
     every = {
         "offer": ("another", BLOCKS, 8),
         "offer_when_possible": ("another", BLOCKS, 8),
+        "keep": ("kept", BLOCKS, 8, [[b"first", b"second"], [b"first", b"second"]]),
+        "find": (worker.endpoint, [b"first", b"second"]),
         "admit": (grant,),
         "revoke": ("r",),
         "wait_offer": ("r",),

@@ -114,8 +114,8 @@ class LeaseMachine(RuleBasedStateMachine):
         found = self.leases.find(chained(content))
         assert (found is None) == (not longest)
         if found is not None:
-            grant, count = found
-            assert count == longest == shared[grant.request_id]
+            lease, count = found
+            assert count == longest == shared[lease.grant.request_id]
 
     @precondition(lambda self: self.kept)
     @rule(data=st.data(), reader=readers)

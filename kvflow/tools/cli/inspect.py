@@ -153,10 +153,13 @@ def lines_of(inspection: "Inspection") -> Iterator[str]:
     yield from _titled("held leases", snapshot.leases, len(snapshot.held_leases))
     for lease in snapshot.held_leases:
         readers = ", ".join(f"{quoted(each.engine_id)} ({each.released}/{each.num_ranks})" for each in lease.readers)
-        yield (
-            f"  {quoted(lease.request_id)}: {lease.num_blocks:,} blocks, {lease.age_s:.3f} s old, expires in "
-            f"{lease.expires_in_s:.3f} s, {f'readers {readers}' if readers else 'no reader has renewed it'}"
+        end = (
+            f"expires in {lease.expires_in_s:.3f} s, {f'readers {readers}' if readers else 'no reader has renewed it'}"
         )
+        held = f"{quoted(lease.request_id)}: {lease.num_blocks:,} blocks, {lease.age_s:.3f} s old"
+        yield f"  {held}, {'kept' if lease.kept else end}"
+    if snapshot.found or snapshot.not_held:
+        yield f"questions for kept leases since the start: {snapshot.found:,} found, {snapshot.not_held:,} not held"
     yield from _titled("quarantined pulls", len(snapshot.quarantined), len(snapshot.quarantined))
     for entry in snapshot.quarantined:
         yield f"  {entry.num_blocks:,} blocks for {inspection.now - entry.since:.3f} s: {quoted(entry.reason)}"

@@ -5,15 +5,28 @@ from functools import partial
 
 import pytest
 
-from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, CapacityExceeded, StaleLease, WorkerDraining
+from kvflow.errors import (
+    ArgumentInvalid,
+    AuthenticationFailed,
+    BlockIdsInvalid,
+    CapacityExceeded,
+    ConfigInvalid,
+    KvflowError,
+    PeerLost,
+    StaleLease,
+    WorkerClosed,
+    WorkerDraining,
+)
 from kvflow.events import LeaseEnded, OfferAdmitted
 from kvflow.leases.table import Reader
 from kvflow.rendezvous.issuer import TicketMint
+from kvflow.worker import askers
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.threaded import run_worker
+from tests.ports import free_port
 
 from .helpers import PATIENCE_S, SECRET, Reports, cache_of
-from .pulling import config, opened
+from .pulling import FaultyNetwork, config, failure, opened
 from .virtual import virtual
 
 SLOTS = 3
@@ -184,3 +197,123 @@ def test_a_worker_on_its_thread_keeps_and_does_not_report_the_end():
         assert worker.revoke("kept")
         assert worker.revoke("offered")
         assert [end.request_id for end in worker.finished()] == ["offered"]
+
+
+async def find(world, digests, endpoint=None):
+    async with asyncio.timeout(PATIENCE_S):
+        return await world.consumer.find(endpoint or world.producer.endpoint, digests)
+
+
+async def test_the_longest_prefix_is_found_and_read():
+    async with opened() as world:
+        kept = keep(world.producer, "kept", 3, 4)
+        for asked, count in ((chain(3, 4), 2), (chain(3, 4, 5), 2), (chain(3), 1), (chain(3, 5), 1)):
+            ticket, held_blocks = await find(world, asked)
+            assert (ticket.to_params(), held_blocks) == (kept.to_params(), count)
+            assert await find(world, [asked]) == (ticket, count)
+            targets = [*(1, 2)[:count], *[-1] * (2 - count)]
+            await world.pull(ticket, targets)
+            assert world.holds(targets[:count], (3, 4)[:count])
+        longer = keep(world.producer, "longer", 3, 4, 5)
+        assert await find(world, chain(3)) == (longer, 1)
+        world.producer.revoke("longer")
+        assert await find(world, chain(3, 4, 5)) == (kept, 2)
+        world.producer.revoke("kept")
+        for nothing in (chain(3, 4), chain(7), [], [[]]):
+            assert await find(world, nothing) == (None, 0)
+        snapshot = world.producer.snapshot()
+        assert (snapshot.found, snapshot.not_held) == (10, 4)
+
+
+async def test_the_ticket_is_of_all_ranks_whichever_was_asked():
+    async with opened(ranks=2) as world:
+        ranks = [worker.rank_address for worker in world.producers]
+        mint = TicketMint("prefill-0", ranks, cluster_secret=SECRET, block_sizes=[4])
+        kept, grant = mint.keep("kept", block_ids=[[3, 4]], num_tokens=8, digests=[chain(3, 4)])
+        first, second = world.producers
+        first.admit(grant, [chain(3, 4)])
+        assert await find(world, chain(3, 4), second.endpoint) == (None, 0)
+        second.admit(grant, [chain(3, 4)])
+        for worker in world.producers:
+            ticket, count = await find(world, chain(3, 4), worker.endpoint)
+            assert (ticket, count) == (kept, 2)
+            await world.pull(ticket)
+            assert world.holds((1, 2), (3, 4))
+
+
+async def test_one_connection_is_kept_and_dialed_again_when_it_has_ended():
+    async with opened(network=(network := FaultyNetwork())) as world:
+        endpoint = world.producer.endpoint
+        keep(world.producer, "kept", 3)
+        answers = await asyncio.gather(*(find(world, chain(3)) for _ in range(5)))
+        assert [count for _, count in answers] == [1] * 5
+        assert network.dialed == [endpoint]
+        network.cut(endpoint)
+        while world.consumer._consumer.askers._dialed:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0)
+        assert (await find(world, chain(3)))[1] == 1
+        assert network.dialed == [endpoint] * 2
+
+
+async def test_the_connection_that_was_used_longest_ago_is_closed(monkeypatch):
+    monkeypatch.setattr(askers, "ASKERS_MAX", 1)
+    async with opened(ranks=2, network=(network := FaultyNetwork())) as world:
+        first, second = (worker.endpoint for worker in world.producers)
+        for endpoint in (first, second, second, first):
+            assert await find(world, chain(3), endpoint) == (None, 0)
+            while len(world.consumer._consumer.askers._dialed) > 1:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0)
+        assert network.dialed == [first, second, first]
+
+
+async def test_a_caller_that_gives_up_costs_the_others_nothing():
+    async with opened(network=(network := FaultyNetwork())) as world:
+        network.hold(world.producer.endpoint)
+        given_up, other = (asyncio.ensure_future(find(world, chain(3))) for _ in range(2))
+        await network.heard(1)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        network.let(world.producer.endpoint)
+        assert await other == (None, 0)
+
+
+async def test_of_many_digests_some_are_asked_for():
+    async with opened() as world:
+        digests = [number.to_bytes(64, "big") for number in range(1, 1501)]
+        world.producer.keep("kept", [[3] * 1400], 4 * 1400, [digests[:1400]])
+        for asked, count in ((digests, 1398), (digests[:1300], 1300), (digests[:700], 700), (digests[:1400], 1400)):
+            _, found = await find(world, asked)
+            assert count - 3 < found <= count
+
+
+@pytest.mark.parametrize(
+    "digests", [b"flat", "text", [b""], [bytes(65)], [[b"x", 7]], [b"y", [b"x"]], [7], None, 7], ids=repr
+)
+async def test_a_question_is_made_of_digests(digests):
+    async with opened() as world:
+        with pytest.raises(ArgumentInvalid):
+            await find(world, digests)
+        with pytest.raises(ArgumentInvalid):
+            await world.consumer.find(world.producer.endpoint, chain(3), wait_s=-1.0)
+
+
+async def test_who_cannot_be_asked_is_named(producer):
+    stranger = config("decode-1", cluster_secret="another secret of the tests, long enough")
+    async with open_worker(stranger, cache_of()) as worker:
+        for _ in range(2):
+            assert isinstance(await failure(worker.find(producer.endpoint, chain(3))), AuthenticationFailed)
+    async with open_worker(config("decode-0", connect_s=0.2), cache_of()) as worker:
+        assert isinstance(await failure(worker.find("no endpoint", chain(3))), ConfigInvalid)
+        closed = f"tcp://127.0.0.1:{free_port()}"
+        assert isinstance(await failure(worker.find(closed, chain(3))), PeerLost)
+        left = asyncio.ensure_future(worker.find(closed, chain(3)))
+        await asyncio.sleep(0)
+    assert isinstance(await failure(left), KvflowError)
+    assert isinstance(await failure(worker.find(producer.endpoint, chain(3))), WorkerClosed)
+
+
+def test_a_worker_on_its_thread_finds():
+    with run_worker(config(), cache_of(10)) as producer, run_worker(config("decode-0"), cache_of(10)) as consumer:
+        kept = keep(producer, "kept", 3)
+        assert consumer.find(producer.endpoint, chain(3, 4)).result(PATIENCE_S) == (kept, 1)
+        consumer.pull(kept, [[5]]).result(PATIENCE_S)
