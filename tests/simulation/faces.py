@@ -66,6 +66,10 @@ class Face(Protocol):
         """See ``Worker.pull``; ends, also when it is cancelled, when nothing writes into the blocks now."""
         ...
 
+    async def find(self, endpoint: str, digests: list[bytes]) -> tuple[Ticket | None, int]:
+        """See ``Worker.find``."""
+        ...
+
     async def drain(self, deadline_s: float) -> DrainReport:
         """See ``Worker.drain``."""
         ...
@@ -85,6 +89,7 @@ class AsyncFace:
         self.admit = worker.admit
         self.revoke = worker.revoke
         self.wait_offer = worker.wait_offer
+        self.find = worker.find
         self.drain = worker.drain
 
     async def offer_when_possible(
@@ -205,6 +210,11 @@ class ThreadedFace:
         """See ``Face.release``."""
         (threaded,) = self._threaded
         await asyncio.wrap_future(threaded.release(ticket, local_request_id=name), loop=self._process)
+
+    async def find(self, endpoint: str, digests: list[bytes]) -> tuple[Ticket | None, int]:
+        """See ``Face.find``."""
+        (threaded,) = self._threaded
+        return await asyncio.wrap_future(threaded.find(endpoint, digests), loop=self._process)
 
     async def drain(self, deadline_s: float) -> DrainReport:
         """See ``Face.drain``."""

@@ -1,9 +1,10 @@
 """One engine that reads one request: a pull on each of its ranks, and what must be true of how each ends."""
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
-from kvflow.errors import KvflowError
+from kvflow.errors import KvflowError, WorkerClosed
 from kvflow.layout.groups import window_blocks
 from kvflow.leases.tickets import Ticket
 from tests.fakes.world import World
@@ -67,6 +68,47 @@ class Reading:
         self.engine.call_when_killed(self._on_kill)
         for _ in self.engine.ranks:
             self._request.begun()
+        source = self._request.source
+        if self._request.plan.sought and (source.minted or len(source.ranks) == 1):  # else it finds one rank's ticket
+            rank = self.engine.ranks[0]
+            rank.process.create_task(self._seek(rank), name=f"drive seeking {self.name}")
+        else:
+            self._hold_and_claim()
+
+    async def _seek(self, rank: Rank) -> None:
+        """Ask a rank of the source for the content, and read what it keeps."""
+        request, source = self._request, self._world.chance.choice(self._request.source.ranks)
+        digests = request.digests()[0]
+        before = source.held.get(request.name)
+        try:
+            if rank.face is None:
+                raise WorkerClosed("not open")
+            ticket, count = await rank.face.find(source.endpoint, digests)
+        except asyncio.CancelledError:
+            return
+        except KvflowError as error:
+            if rank.face is not None:
+                self._judge(rank, error)
+            self._leave(error.code)
+            return
+        if ticket is None or count < len(digests):
+            # Its successor may answer at its address.
+            if before is not None and source.held.get(request.name) is before and source.engine.alive:
+                self._world.fail(f"{source.name} keeps {request.name}, and {self.name} was told of {count} blocks")
+            self._leave("not held")
+        elif ticket.request_id != request.name:  # of the same tokens, and more
+            self._leave("another is held")
+        else:
+            self._params = json.loads(json.dumps(ticket.to_params()))
+            self._hold_and_claim()
+
+    def _leave(self, outcome: str) -> None:
+        """Read nothing."""
+        for _ in range(self._left):
+            self._request.closed(outcome)
+        self._left = 0
+
+    def _hold_and_claim(self) -> None:
         if self._request.plan.kept_s:
             self._keep()
         self._world.after(self._request.plan.kept_s, self._claim, self._world.now + ROOM_S_MAX)
@@ -126,9 +168,7 @@ class Reading:
             task.cancel()
 
     def _on_kill(self) -> None:
-        for _ in range(self._left):
-            self._request.closed("reader killed")
-        self._left = 0
+        self._leave("reader killed")
 
     async def _drive(self, rank: Rank) -> None:
         """Pull on one rank, look at the bytes, use them for a while, and give the blocks back."""

@@ -61,6 +61,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         occupied: whether the reader wants it in a block, among others, that it has on offer itself.
         keep_s: mean time that a reader uses what it has read.
         keeps: whether its source keeps it for anyone, until ``revoke_s``, instead of offering it.
+        sought: whether its readers find it by its content, and get no ticket.
     """
 
     num_tokens: int
@@ -82,6 +83,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     occupied: bool = False
     keep_s: float
     keeps: bool = False
+    sought: bool = False
 
 
 class Request:

@@ -211,7 +211,9 @@ class Scenario:
         chance = self._keeping
         if chance is None or chance.random() < 2 / 3:
             return plan
-        return replace(plan, keeps=True, abandoned=False, patience_s=0.0, revoke_s=chance.uniform(0.0, self._lease_s))
+        sought, revoke_s = chance.random() < 0.5, chance.uniform(0.0, self._lease_s)
+        plan = replace(plan, keeps=True, abandoned=False, patience_s=0.0, revoke_s=revoke_s, sought=sought)
+        return replace(plan, forged=False) if sought else plan
 
     def _draw_plan(self, source: int) -> Plan:
         world, chance, faults = self._world, self._world.chance, self._faults

@@ -46,7 +46,7 @@ BUGS = {
     planted.last_resort_never_comes: (9, "does not hold that all is done|were kept for"),
     planted.budgets_never_run_out: (26, "were kept for|does not hold that"),
     planted.release_is_forgotten: (1, "has given it back"),
-    planted.release_before_its_lease_is_lost: (14, "has given it back"),
+    planted.release_before_its_lease_is_lost: (338, "has given it back"),
     planted.first_of_two_ranks_is_released_alone: (1, "has given it back"),
     planted.lease_runs_out_late: (0, "after its time"),
 }
