@@ -33,7 +33,7 @@ help:
 	echo 'make test-vllm-full   the same with every model, layout, block size and release of vLLM (most of an hour)'
 	echo 'make test-ray   test with Ray Serve LLM on two nodes of this host (five minutes); creates .venv-ray once (3 GB)'
 	echo 'make test-exhaustive   test 100,000 generated pairs of caches, and all pairs of parallelism and layout (most of an hour)'
-	echo 'make test-fence   read 100,000 times while blocks are reused, and check every byte (a quarter of an hour)'
+	echo 'make test-fence   read 100,000 times while blocks are reused, and check every byte (half an hour)'
 	echo 'make test-gpu   test over the memory of a GPU: test-gpu-facts, test-gpu-reads, test-gpu-contract (eight minutes each at most)'
 	echo 'make clean   remove build outputs and results; keep .venv and .venv-*'
 
@@ -159,7 +159,7 @@ test-exhaustive: $(INSTALLED)
 	KVFLOW_TEST_EXHAUSTIVE=$${KVFLOW_TEST_EXHAUSTIVE:-1} $(BIN)/python -m pytest --quiet -o faulthandler_timeout=0 tests/exhaustive
 
 test-fence: $(INSTALLED)
-	KVFLOW_TEST_READS=$${KVFLOW_TEST_READS:-100000} $(BIN)/python -m pytest --quiet -o faulthandler_timeout=500 tests/integration/test_fenced_reads.py
+	KVFLOW_TEST_READS=$${KVFLOW_TEST_READS:-100000} $(BIN)/python -m pytest --quiet -o faulthandler_timeout=500 tests/integration/test_fenced_reads.py tests/integration/test_kept.py
 
 # What PYTHON lacks comes into a folder, without dependencies: torch and most others are there. Without a network,
 # PIP_NO_INDEX=1 and PIP_FIND_LINKS=FOLDER have pip take wheels of a folder. KVFLOW_TEST_MEMORY=DRAM needs no GPU.

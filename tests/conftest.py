@@ -70,6 +70,7 @@ SLOW = {
     "integration/test_handshake_many.py": ["test_a_server_whose_cpu_is_taken_serves_its_whole_herd"],
     "integration/test_handshake_memory.py": ["test_strangers_make_a_server_hold_little"],
     "integration/test_hung.py": ["test_leaving_with_a_hung_read"],
+    "integration/test_kept.py": ["test_what_is_fetched_is_right_or_stale[tcp]"],
     "integration/test_kills.py": ["test_while_it_is_read_from[shared memory]"],
     "integration/test_late_write.py": ["test_with_quarantine_nothing_is_written_into_blocks_that_were_reused"],
     "integration/test_layouts.py": ["test_every_family_fills_every_other[nixl-LBNHC split]"],

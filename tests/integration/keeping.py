@@ -1,0 +1,98 @@
+"""An engine that keeps conversations and reuses their blocks as fast as it can, in a process of its own.
+
+``python -m tests.integration.keeping TRANSPORT SEED`` prints its endpoint. At the end of the input it prints what it
+has counted, and ends. The bytes of a block say which conversation it is of, and which block of it.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import random
+import sys
+import threading
+from collections import deque
+
+import uvloop
+
+import kvflow
+
+from .producing import configured
+from .recycling import NUM_BLOCKS, TARGET
+from .words import Words
+
+CONVERSATIONS = 32
+BLOCKS_MAX = 8
+"""Of one conversation, in each of two groups."""
+KEPT = 24
+CHECK_S = 0.05
+SWITCH_S = 2e-4
+"""Until the thread that recycles lets the event loop answer: with the usual 5 ms, a fetch would mostly wait."""
+
+
+def digests_of(conversation, num_blocks):
+    """Return chained digests of a conversation's first blocks."""
+    found = [b"%d" % conversation]
+    for at in range(num_blocks):
+        found.append(hashlib.blake2b(found[-1] + b"%d" % at, digest_size=16).digest())
+    return found[1:]
+
+
+class Keeper:
+    """Keeps one conversation after the other where the oldest was, on a thread of its own."""
+
+    def __init__(self, worker, words, seed):
+        self._worker, self._words = worker, words
+        self._rng = random.Random(f"keeps {seed}")
+        self._stopping = threading.Event()
+        self._ring = deque()
+        self.recycled = 0
+
+    def run(self):
+        """Keep what fits, then recycle until ``stop``."""
+        free = list(range(NUM_BLOCKS))
+        while not self._stopping.is_set():
+            num_blocks = self._rng.randint(1, BLOCKS_MAX)
+            while len(self._ring) >= KEPT:
+                name, blocks = self._ring.popleft()
+                assert self._worker.revoke(name)
+                # They are written over in the moment after, before they are kept as something else.
+                self._words.write(CONVERSATIONS, blocks)
+                free += blocks[0] + blocks[1]
+                self.recycled += 1
+            self._rng.shuffle(free)
+            blocks, free = [free[:num_blocks], free[num_blocks : 2 * num_blocks]], free[2 * num_blocks :]
+            conversation = self._rng.randrange(CONVERSATIONS)
+            self._words.write(conversation, blocks)
+            name, digests = f"{self.recycled} {len(self._ring)}", digests_of(conversation, num_blocks)
+            self._worker.keep(name, blocks, num_blocks * TARGET.block_size, [digests, digests])
+            self._ring.append((name, blocks))
+
+    def stop(self):
+        self._stopping.set()
+
+
+async def main(transport, seed):
+    sys.setswitchinterval(SWITCH_S)
+    logging.getLogger("kvflow").setLevel(logging.CRITICAL)  # lease.ended, thousands of times a second
+    loop, lines = asyncio.get_running_loop(), asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    cache = TARGET.build()
+    async with kvflow.open_worker(configured("keeper", transport=transport), cache) as worker:
+        keeper = Keeper(worker, Words(cache), seed)
+        running, ended = asyncio.create_task(asyncio.to_thread(keeper.run)), asyncio.create_task(lines.read())
+        sys.stdout.write(f"{worker.endpoint}\n")
+        sys.stdout.flush()
+        while not (ended.done() or running.done()):
+            worker.check()
+            await asyncio.wait([ended, running], timeout=CHECK_S, return_when=asyncio.FIRST_COMPLETED)
+        keeper.stop()
+        await running
+        worker.check()
+        snapshot = worker.snapshot()
+    counted = {"recycled": keeper.recycled, "found": snapshot.found, "not_held": snapshot.not_held}
+    sys.stdout.write(json.dumps(counted) + "\n")
+
+
+if __name__ == "__main__":
+    uvloop.run(main(*sys.argv[1:]))
