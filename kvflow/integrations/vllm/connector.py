@@ -31,6 +31,7 @@ from kvflow.integrations.vllm.engine import (
     writes_late,
 )
 from kvflow.integrations.vllm.messages import Command, pack, unpack
+from kvflow.integrations.vllm.runtime import RankRuntime
 from kvflow.integrations.vllm.scheduler import SchedulerSide
 from kvflow.integrations.vllm.settings import (
     SECRET_KEYS,
@@ -43,7 +44,7 @@ from kvflow.integrations.vllm.settings import (
     wants_packed,
 )
 from kvflow.integrations.vllm.stats import KVFlowMetrics, KVFlowStats
-from kvflow.integrations.vllm.worker import RankRuntime, Results
+from kvflow.integrations.vllm.worker import Results
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,13 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
-from kvflow import Finished, Grant, RankAddress, ThreadedWorker, Ticket, TransferReport, WorkerConfig, run_worker
+from kvflow import Finished, Grant, RankAddress, ThreadedWorker, Ticket, TransferReport
 from kvflow.errors import (
     AuthenticationFailed,
     DefectFound,
@@ -27,7 +26,6 @@ from kvflow.errors import (
     TicketInvalid,
     WorkerClosed,
 )
-from kvflow.integrations.vllm.admission import reachable
 from kvflow.integrations.vllm.engine import LOAD_WAIT, LoadWait
 from kvflow.integrations.vllm.messages import (
     Admit,
@@ -44,10 +42,6 @@ from kvflow.integrations.vllm.messages import (
     empty_counters,
 )
 from kvflow.integrations.vllm.settings import logger, warn
-
-if TYPE_CHECKING:
-    from kvflow import KVCache  # loads torch
-
 
 WRITTEN_PAUSE_S = 0.001
 """Pause before an early admission asks again if the blocks are written: a draft model takes some milliseconds."""
@@ -396,61 +390,6 @@ class RankWorker:
             released.add_done_callback(partial(_tell_failure, request_id, "was not released"))
         except KvflowError as error:
             logger.info("kvflow: the ticket of request %s was not released: %s", request_id, error)
-
-
-class RankRuntime:
-    """Owns the worker of a rank, from the registration of its cache to the end of the engine. Thread: the engine's.
-
-    The scheduler's side, which may be a process ``apart``, reaches ``rank`` between steps over ``contact``.
-
-    Raises:
-        ConfigInvalid, SpecInvalid, TransportUnavailable: as ``kvflow.open_worker`` does.
-    """
-
-    def __init__(
-        self,
-        config: WorkerConfig,
-        cache: "KVCache",
-        *,
-        apart: bool = False,
-        mark: Callable[[], Passed] | None = None,
-        load_wait: LoadWait = LOAD_WAIT,
-    ) -> None:
-        self._stack = ExitStack()
-        self._cache = cache
-        self._worker = self._stack.enter_context(run_worker(config, cache))
-        self._asleep = False
-        self._on_device, self._apart = mark is not None, apart
-        self.rank = RankWorker(self._worker, mark, load_wait)
-        self.contact = self._stack.enter_context(reachable(self.rank, apart=apart))
-
-    def divide(self, commands: Sequence[Command]) -> tuple[Sequence[Command], Sequence[Command]]:
-        """Return the commands to execute before the model runs, and those for after its launch, or its end on a CPU.
-
-        While a CPU computes, ``admission`` holds the leases of a scheduler in this process.
-        """
-        if not self._on_device and (self._apart or any(isinstance(each, Reset) for each in commands)):
-            return commands, ()
-        admissions = [each for each in commands if isinstance(each, Admit)]
-        others = [each for each in commands if not isinstance(each, Admit)]
-        return (admissions, others) if self._on_device else (others, admissions)
-
-    def suspend(self) -> None:
-        """Revoke every lease, cancel every pull, and deregister the memory until ``resume``."""
-        self._asleep = True
-        self.rank.suspend()
-
-    def resume(self) -> None:
-        """Serve a suspended cache again, at its old address. If ``kvflow.open_worker`` raises, it stays suspended."""
-        if self._asleep:
-            self._worker.resume(self._cache)
-            self._asleep = False
-            logger.info("kvflow: the engine is awake; this rank is at %s", self.rank.address.endpoint)
-
-    def close(self) -> None:
-        """Revoke every lease, cancel every pull, and deregister the memory."""
-        self.rank.stop()
-        self._stack.close()
 
 
 def _incarnation(grant: Grant) -> str:

@@ -20,7 +20,8 @@ from kvflow.integrations.vllm import admission
 from kvflow.integrations.vllm import worker as rank_side
 from kvflow.integrations.vllm.admission import MESSAGE_BYTES_MAX, Contact, EarlyAdmission, GrantReceiver, reachable
 from kvflow.integrations.vllm.messages import Admit, Reset
-from kvflow.integrations.vllm.worker import MARKS_MAX, RankRuntime
+from kvflow.integrations.vllm.runtime import RankRuntime
+from kvflow.integrations.vllm.worker import MARKS_MAX
 from tests.helpers.settings import flat_config
 
 from .vllm_like import SECRET, FullAttentionSpec, new_request, new_ticket, rank_address, side, step_output

@@ -34,7 +34,8 @@ from kvflow.integrations.vllm.messages import (
     is_empty,
     summary,
 )
-from kvflow.integrations.vllm.worker import RankRuntime, RankWorker
+from kvflow.integrations.vllm.runtime import RankRuntime
+from kvflow.integrations.vllm.worker import RankWorker
 from kvflow.observability.logs import REPEATS_S, Repeats
 
 from .vllm_like import SECRET, new_mint, new_ticket

@@ -1,0 +1,70 @@
+"""Owns the worker of one rank while its engine lives, awake or asleep."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from kvflow import WorkerConfig, run_worker
+from kvflow.integrations.vllm.admission import reachable
+from kvflow.integrations.vllm.engine import LOAD_WAIT, LoadWait
+from kvflow.integrations.vllm.messages import Admit, Command, Reset
+from kvflow.integrations.vllm.settings import logger
+from kvflow.integrations.vllm.worker import Passed, RankWorker
+
+if TYPE_CHECKING:
+    from kvflow import KVCache  # loads torch
+
+
+class RankRuntime:
+    """Owns the worker of a rank, from the registration of its cache to the end of the engine. Thread: the engine's.
+
+    The scheduler's side, which may be a process ``apart``, reaches ``rank`` between steps over ``contact``.
+
+    Raises:
+        ConfigInvalid, SpecInvalid, TransportUnavailable: as ``kvflow.open_worker`` does.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        cache: "KVCache",
+        *,
+        apart: bool = False,
+        mark: Callable[[], Passed] | None = None,
+        load_wait: LoadWait = LOAD_WAIT,
+    ) -> None:
+        self._stack = ExitStack()
+        self._cache = cache
+        self._worker = self._stack.enter_context(run_worker(config, cache))
+        self._asleep = False
+        self._on_device, self._apart = mark is not None, apart
+        self.rank = RankWorker(self._worker, mark, load_wait)
+        self.contact = self._stack.enter_context(reachable(self.rank, apart=apart))
+
+    def divide(self, commands: Sequence[Command]) -> tuple[Sequence[Command], Sequence[Command]]:
+        """Return the commands to execute before the model runs, and those for after its launch, or its end on a CPU.
+
+        While a CPU computes, ``admission`` holds the leases of a scheduler in this process.
+        """
+        if not self._on_device and (self._apart or any(isinstance(each, Reset) for each in commands)):
+            return commands, ()
+        admissions = [each for each in commands if isinstance(each, Admit)]
+        others = [each for each in commands if not isinstance(each, Admit)]
+        return (admissions, others) if self._on_device else (others, admissions)
+
+    def suspend(self) -> None:
+        """Revoke every lease, cancel every pull, and deregister the memory until ``resume``."""
+        self._asleep = True
+        self.rank.suspend()
+
+    def resume(self) -> None:
+        """Serve a suspended cache again, at its old address. If ``kvflow.open_worker`` raises, it stays suspended."""
+        if self._asleep:
+            self._worker.resume(self._cache)
+            self._asleep = False
+            logger.info("kvflow: the engine is awake; this rank is at %s", self.rank.address.endpoint)
+
+    def close(self) -> None:
+        """Revoke every lease, cancel every pull, and deregister the memory."""
+        self.rank.stop()
+        self._stack.close()
