@@ -65,7 +65,16 @@ class Reset(Struct, frozen=True, tag=True):
     request_id: str = "of a reset"
 
 
-Command = Admit | Load | Keep | Cancel | GiveBack | Fail | Reset
+class KeepBlocks(Struct, frozen=True, tag=True):
+    """Hold a kept lease, once its blocks are written."""
+
+    request_id: str  # of the grant
+    grant: Grant
+    digests: tuple[tuple[bytes, ...], ...]  # of all its blocks, one list for each group
+    step: int  # the last one that may write into its blocks
+
+
+Command = Admit | Load | Keep | Cancel | GiveBack | Fail | Reset | KeepBlocks
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Command])

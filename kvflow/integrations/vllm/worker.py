@@ -35,6 +35,7 @@ from kvflow.integrations.vllm.messages import (
     Fail,
     GiveBack,
     Keep,
+    KeepBlocks,
     Load,
     Reset,
     count,
@@ -102,6 +103,7 @@ class RankWorker:
         self._early: dict[str, _EarlyLease] = {}
         self._ordered: dict[str, int] = {}
         self._unwritten: list[Admit] = []
+        self._kept: dict[str, KeepBlocks] = {}  # whose blocks may not be written yet
         self._void: set[str] = set()  # requests that a reset has ended, while commands may still name them
         self._mark = mark
         self._marks: deque[tuple[int, Passed]] = deque(maxlen=MARKS_MAX)  # a device does its work in order
@@ -147,6 +149,10 @@ class RankWorker:
                 self._admit(command)
             case Keep(request_id=request_id, ticket=ticket):
                 self._keep(request_id, ticket)
+            case KeepBlocks(request_id=name):
+                if name not in self._void:
+                    self._kept[name] = command
+                    self._keep_written(command)
             case Cancel(request_id=request_id):
                 self._cancel(request_id)
             case GiveBack(request_id=request_id, ticket=ticket):
@@ -186,8 +192,8 @@ class RankWorker:
         with self._lock:
             self._void.update(request_ids)
             self._failed -= self._void
+            self.revoke(request_ids)
             for request_id in request_ids:
-                self._worker.revoke(request_id)
                 self._cancel(request_id)
 
     def suspend(self) -> None:
@@ -253,9 +259,32 @@ class RankWorker:
                 early = self._early[grant.request_id] = _EarlyLease(_key(grant))  # set first: no lease without an entry
                 early.held = self._hold(grant)
                 return
-        again = threading.Timer(WRITTEN_PAUSE_S, self.admit_early, (grant, step))
-        again.daemon = True
-        again.start()
+        _soon(self.admit_early, grant, step)
+
+    def _keep_written(self, command: KeepBlocks) -> None:
+        """Hold a kept lease when its blocks are written, which may be after the last step, unless it has ended.
+
+        Thread: any.
+        """
+        name = command.request_id
+        with self._lock:
+            if self._kept.get(name) is not command or self._is_stopped:
+                return
+            if self._has_written(command.step):
+                del self._kept[name]
+                try:
+                    self._worker.admit(command.grant, command.digests)
+                except KvflowError as error:
+                    logger.info("kvflow: the blocks of %s are not kept: %s", name, error)
+                return
+        _soon(self._keep_written, command)
+
+    def revoke(self, names: Iterable[str]) -> None:
+        """End kept leases now."""
+        with self._lock:
+            for name in names:
+                self._kept.pop(name, None)
+                self._worker.revoke(name)
 
     def stop(self) -> None:
         """Try no early admission again."""
@@ -395,6 +424,12 @@ class RankWorker:
 def _incarnation(grant: Grant) -> str:
     """Return the incarnation of the engine that made a grant: each one has its own ticket issuer."""
     return grant.ranks[0].incarnation
+
+
+def _soon(call: Callable[..., None], *args: object) -> None:
+    again = threading.Timer(WRITTEN_PAUSE_S, call, args)
+    again.daemon = True
+    again.start()
 
 
 def _key(grant: Grant) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from kvflow.integrations.vllm.messages import (
     Fail,
     GiveBack,
     Keep,
+    KeepBlocks,
     Load,
     Reset,
     add_counters,
@@ -58,6 +60,8 @@ class FakeWorker:
         self.rank_address = SimpleNamespace(rank=rank)
         self.ends = []
         self.admitted = []
+        self.digests = []
+        self.revoked = []
         self.waited = []
         self.refusal = None
         self.refused = []
@@ -67,12 +71,14 @@ class FakeWorker:
             raise self.refusal
         self.refused.append((code, detail, remedy, local_request_id))
 
-    def admit(self, grant):
+    def admit(self, grant, digests=None):
         if self.refusal:
             raise self.refusal
         self.admitted.append(grant)
+        self.digests.append(digests)
 
     def revoke(self, request_id):
+        self.revoked.append(request_id)
         return False
 
     def pull_many(self, items):
@@ -423,6 +429,87 @@ def test_a_grant_that_is_refused_gives_its_blocks_back_at_once(refusal):
     assert rank.collect().sent == {"request-2"}
 
 
+DIGESTS = ((b"1", b"2", b"3"),)
+KEPT = KeepBlocks("kept:r", TICKET.grants[0], DIGESTS, step=4)
+
+
+class Device:
+    """What a rank is told of a device, which writes when a test says so."""
+
+    def __init__(self):
+        self.wrote = threading.Event()
+        self.asked = threading.Semaphore(0)  # released each time that somebody asks
+
+    def mark(self):
+        def passed():
+            self.asked.release()
+            return self.wrote.is_set()
+
+        return passed
+
+
+def on_device(fake):
+    device = Device()
+    rank = RankWorker(fake, device.mark)
+    rank.end_step(4)
+    return device, rank
+
+
+def test_a_kept_lease_is_held_at_once_where_no_device_writes_late():
+    fake, rank = told(KEPT)
+    assert (fake.admitted, fake.digests) == ([KEPT.grant], [DIGESTS])
+    rank.revoke(["kept:r"])
+    assert fake.revoked == ["kept:r"]
+
+
+def test_a_kept_lease_is_held_when_its_blocks_are_written_though_no_step_follows():
+    fake = FakeWorker()
+    held = threading.Event()
+    fake.admit = lambda *_: held.set()
+    device, rank = on_device(fake)
+    rank.execute([KEPT])
+    assert device.asked.acquire(timeout=60)
+    assert not held.is_set()
+    device.wrote.set()
+    assert held.wait(60)
+
+
+def test_a_kept_lease_that_ends_before_its_blocks_are_written_is_never_held(monkeypatch):
+    again = []
+    monkeypatch.setattr(worker_module, "_soon", lambda *call: again.append(call))
+    fake = FakeWorker()
+    device, rank = on_device(fake)
+    rank.execute([KEPT])
+    rank.revoke(["kept:r"])
+    device.wrote.set()
+    for call, *arguments in again:
+        call(*arguments)
+    assert (len(again), fake.admitted, fake.revoked) == (1, [], ["kept:r"])
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_kept_lease_that_a_reset_ends_is_never_held(when):
+    fake = FakeWorker()
+    device, rank = on_device(fake)
+    if when == "meanwhile":
+        rank.execute([KEPT])
+    assert rank.reset(["kept:r"])
+    if when == "before":
+        rank.execute([KEPT])
+    device.wrote.set()
+    assert fake.revoked == ["kept:r"]
+    rank.execute([Reset(("kept:r",))])
+    rank.execute([KEPT])
+    assert fake.admitted == [KEPT.grant], "only after the reset"
+
+
+def test_a_kept_lease_that_is_refused_costs_nothing_but_itself(caplog):
+    caplog.set_level(logging.INFO)
+    _, rank = told(KEPT, refusal=CapacityExceeded("leases", 8))
+    assert not any(rank.collect())
+    assert any("kept:r are not kept" in record.getMessage() for record in caplog.records)
+
+
 def test_what_was_counted_is_added_up_and_told_in_a_line():
     fake, rank = told(PULL, Load("s", TICKET, ((4, 5, 6),)))
     fake.end("r")
@@ -492,7 +579,7 @@ ADMIT, RESET = Admit("a", new_mint().offer("a", block_ids=[[1]], num_tokens=3)[1
         (False, False, [ADMIT, PULL], [PULL]),  # another thread holds the lease while the CPU computes
         (False, False, [ADMIT, PULL, RESET], [ADMIT, PULL, RESET]),  # a reset is behind what it ends
         (True, False, [ADMIT, PULL], [ADMIT, PULL]),
-        (False, True, [PULL, ADMIT, RESET], [ADMIT]),
+        (False, True, [PULL, ADMIT, KEPT, RESET], [ADMIT, KEPT]),
     ],
 )
 def test_only_what_cannot_wait_is_done_before_the_model_runs(apart, device, commands, at_once):
