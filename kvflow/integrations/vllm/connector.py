@@ -48,6 +48,7 @@ from kvflow.integrations.vllm.worker import Results
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -63,6 +64,7 @@ class StepCommands(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not in
     step: int = 0
     idle: bool = False  # the step has nothing to compute
     loaded: Mapping[str, list[int]] = field(default_factory=dict)  # of ``versions.LoadedBlocks``
+    revoked: Sequence[str] = ()  # kept leases that end before this step writes
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle."""
@@ -95,6 +97,8 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         facts = engine_facts(vllm_config, ranked=role is KVConnectorRole.WORKER, told_of_sleep=has.sleep)
         self._settings = read_settings(extra, facts, own_host)
         self._groups = kv_cache_config.transfer_groups
+        if sharing := [name for name in ("keep", "sources") if getattr(self._settings, name)]:
+            versions.require_sharing(sharing)
         versions.require_failures_told(self._groups, vllm_config.kv_transfer_config.kv_load_failure_policy)
         self._loaded = versions.LoadedBlocks()
         self._step = 0
@@ -176,9 +180,20 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
                 "MultiConnector. Put KVFlowConnector first."
             )
 
-    def reset_before(self, scheduler: Any) -> None:
-        """End all offers and loads, before vLLM's scheduler resets its own cache, which needs their blocks."""
-        self._scheduler_side.reset(scheduler)
+    def reset_before(self, scheduler: Any, *, forced: bool) -> None:
+        """End all kept leases, and if ``forced`` offers and loads, before vLLM's scheduler resets its own cache."""
+        if forced:  # it needs their blocks
+            self._scheduler_side.reset(scheduler)
+        else:
+            self._scheduler_side.end_kept()
+
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        """Take vLLM's block pool, which tells when it reuses a block."""
+        self._scheduler_side.bind_pool(gpu_block_pool)
+
+    def has_pending_push_work(self) -> bool:
+        """Return whether there will be commands, for which vLLM takes a step though it has no request."""
+        return self._scheduler_side.keeping.is_signing
 
     def reset_cache(self) -> bool:
         """Return whether every rank has ended its offers and loads."""
@@ -207,7 +222,8 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         idle = not scheduler_output.total_num_scheduled_tokens
         self._step += 1
         self._scheduler_side.on_scheduled(scheduler_output, self._step)
-        return StepCommands(self._scheduler_side.take_commands(), self._step, idle, self._loaded.take())
+        side = self._scheduler_side
+        return StepCommands(side.take_commands(), self._step, idle, self._loaded.take(), side.keeping.take_revoked())
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take the requests that the ranks have reported."""
@@ -285,6 +301,12 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         """Return the introduction of this rank."""
         runtime = self._worker_side
         return RankIntroduction(runtime.rank.address, runtime.contact)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """End the kept leases of the blocks that this step reuses, before it writes into any."""
+        assert isinstance(kv_connector_metadata, StepCommands)
+        if kv_connector_metadata.revoked:
+            self._worker_side.rank.revoke(kv_connector_metadata.revoked)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Hand the commands of this step to kvflow's thread.

@@ -25,7 +25,7 @@ from kvflow import Grant, RankAddress, Ticket, TicketMint
 from kvflow.errors import KvflowError
 from kvflow.integrations.vllm.blocks import NULL_BLOCK, Digests, TransferGroup, offered_blocks
 from kvflow.integrations.vllm.loading import SAMPLE
-from kvflow.integrations.vllm.messages import Admit, Command
+from kvflow.integrations.vllm.messages import Admit, BlockIds, Command
 from kvflow.integrations.vllm.params import no_ticket_params, ticket_params
 from kvflow.integrations.vllm.settings import logger, warn
 
@@ -147,9 +147,29 @@ class Offering:
         self._running[origin.prompt] += 1
         if origin.call and not origin.number:
             self._first_prompts[origin.call] += 1
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="kvflow-tickets", daemon=True)
-            self._thread.start()
+        self._start()
+
+    @property
+    def slots(self) -> int:
+        """Number of leases that the ranks can hold; 0 before they have reported their addresses."""
+        return 0 if self._mint is None else self._mint.slots
+
+    def submit(self, job: Callable[[], object]) -> None:
+        """Have the other thread do a job, behind those before it."""
+        self._start()
+        self._jobs.put(job)
+
+    def sign_kept(self, name: str, block_ids: BlockIds, num_tokens: int, digests: Digests) -> Grant:
+        """Sign the grant of a kept lease. Thread: any."""
+        with self._lock:
+            assert self._mint is not None  # there are slots
+            return self._mint.keep(name, block_ids=block_ids, num_tokens=num_tokens, digests=digests)[1]
+
+    def retire(self, request_id: str) -> None:
+        """Free the slot of a lease that has ended. Thread: any."""
+        with self._lock:
+            if self._mint is not None:
+                self._mint.retire(request_id)
 
     def scheduled(self, output: Any, step: int) -> None:
         """Take vLLM's ``SchedulerOutput`` of a step, and the number of the step."""
@@ -210,7 +230,7 @@ class Offering:
 
     def sent(self, request_id: str) -> None:
         """Take the report that the lease of a request has ended on every rank."""
-        self._retire(request_id)
+        self.retire(request_id)
         origin = self._held.pop(request_id, None)
         if origin is not None:
             self._answered.pop(origin.prompt, None)
@@ -236,10 +256,10 @@ class Offering:
         if origin.call and not origin.number:
             _subtract(self._first_prompts, origin.call)
 
-    def _retire(self, request_id: str) -> None:
-        with self._lock:
-            if self._mint is not None:
-                self._mint.retire(request_id)
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="kvflow-tickets", daemon=True)
+            self._thread.start()
 
     def _drop(self, request_id: str, wanted: _Prefill) -> None:
         """Give back the slot of a ticket that is not answered. The caller holds the lock."""
@@ -314,7 +334,7 @@ class Offering:
             self._commands.append(Admit(request_id, ticket.grants[0], step))
         except BaseException:
             # vLLM frees the blocks of a request that is not offered, so no lease of them may be admitted.
-            self._retire(request_id)
+            self.retire(request_id)
             if self._held.pop(request_id, None) is not None:
                 self._answered.pop(origin.prompt, None)
             raise

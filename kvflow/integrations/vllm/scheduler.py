@@ -11,6 +11,7 @@ from kvflow.errors import DefectFound, KvflowError, TicketInvalid
 from kvflow.integrations.vllm.admission import Contact, EarlyAdmission
 from kvflow.integrations.vllm.blocks import NO_CHAIN, NULL_BLOCK, Contents, ExtraKeys, TransferGroup
 from kvflow.integrations.vllm.caches import read_groups, retained_tokens
+from kvflow.integrations.vllm.keeping import Keeping, can_keep
 from kvflow.integrations.vllm.loading import Loading
 from kvflow.integrations.vllm.messages import Command, Counters, Reset, empty_counters
 from kvflow.integrations.vllm.offering import Offering, is_further_prompt
@@ -131,19 +132,29 @@ class SchedulerSide:
         )
         self._told_rewritten: set[str] = set()
         self._contents = Contents(extra_keys, key.content_keys())
-        self._backoff = prefill_backoff(groups, prefill_lookahead(vllm_config))
+        lookahead = prefill_lookahead(vllm_config)
+        self._backoff, self._unsettled = prefill_backoff(groups, lookahead), lookahead - 1
         self.guard = Guard()
         self.loading = Loading(groups, tokens_max)
         self._early = EarlyAdmission()
         self.offering = Offering(groups, mint, kv_cache_config.num_blocks, self._early.admit)
+        self.keeping = Keeping(groups, self.offering, self._reuse)
+        self._keeps = settings.keep and can_keep(vllm_config, kv_cache_config, groups)
+        self._step = 0
         self.untagged = Untagged(settings)
         self._ended: set[str] = set()  # requests that a reset has ended on all ranks, which have not reported them yet
         self._resets: list[Command] = []
 
     def meet_ranks(self, ranks: Sequence[RankAddress], contacts: Iterable[Contact] = ()) -> None:
         """Take the addresses of the ranks, and their contacts between steps."""
+        self.keeping.end_all()
         self.offering.meet_ranks(ranks)
         self._early.meet(contacts)
+
+    def bind_pool(self, pool: Any) -> None:
+        """Take vLLM's block pool."""
+        if self._keeps:
+            self.keeping.pool = pool
 
     def close(self) -> None:
         """Close the channels to the ranks."""
@@ -223,7 +234,8 @@ class SchedulerSide:
 
     @guarded((False, None))
     def on_finished(self, request: "Request", listed: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the blocks of a request that has ended, or release the ticket that it did not use."""
+        """Keep and offer the blocks of a request that has ended, or release the ticket that it did not use."""
+        self._keep(request, listed)
         self.loading.finished(request.request_id)
         sample = self.offering.is_sample(request.request_id)
         if sample is None:
@@ -238,6 +250,19 @@ class SchedulerSide:
             computed=request.status.name in ENDED_BY_ITSELF,
         )
 
+    @guarded(None)
+    def _keep(self, request: "Request", listed: Sequence[Sequence[int]]) -> None:
+        """Keep the blocks of a request that has ended, unless its tokens are wrong."""
+        if request.status.name != "FINISHED_ERROR":
+            num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
+            digests = partial(self._contents.digests, request, block_sizes=self._block_sizes)
+            unsettled = self._unsettled  # a draft model computes these with the tokens that follow
+            self.keeping.keep(request.request_id, listed, digests, num_tokens=num_tokens - unsettled, step=self._step)
+
+    @guarded(None)
+    def _reuse(self, block: Any) -> None:
+        self.keeping.on_reuse(block)
+
     def on_reported(self, received: Iterable[str] | None, sent: Iterable[str] | None) -> None:
         """Take the requests that the ranks have reported as received or sent."""
         for request_id in received or ():
@@ -248,6 +273,7 @@ class SchedulerSide:
     @guarded(None)
     def on_scheduled(self, output: Any, step: int) -> None:
         """Take what a step computes, and its number."""
+        self._step = step
         self.offering.scheduled(output, step)
 
     @guarded(False)
@@ -257,25 +283,35 @@ class SchedulerSide:
         With vLLM's ``scheduler``, which resets its own cache next, the blocks are free at once, and requests whose
         loads are dropped are computed, whatever ``kv_load_failure_policy`` says. Without it loads go on.
         """
+        ended = self.end_kept()
         loads = self.loading.begun() if scheduler is None else _dropped(scheduler, self.loading.reset())
         offers = self.offering.reset()
         void = tuple([name for name in (*(loads if scheduler else ()), *offers) if name not in self._ended])
-        if void:
-            self._resets.append(Reset(void))
-            if self._early.reset(void):
-                self._ended.update(void)
-                logger.info("kvflow: a reset has ended %d loads and %d offers", len(loads), len(offers))
+        if void and self._void(void):
+            self._ended.update(void)
+            logger.info("kvflow: a reset has ended %d loads and %d offers", len(loads), len(offers))
         done = self._ended.issuperset([*loads, *offers])
         if done and scheduler is not None:
             # Beside kvflow another connector may use the blocks of an offer.
             alone = getattr(scheduler.connector, "_scheduler", None) is self
             _free(scheduler, [*loads, *(offers if alone else ())])
-        return done
+        return done and ended
+
+    @guarded(False)
+    def end_kept(self) -> bool:
+        """End every kept lease; return whether all ranks have done so. Waits for them."""
+        names = tuple(self.keeping.end_all())
+        return not names or self._void(names)
+
+    def _void(self, names: tuple[str, ...]) -> bool:
+        self._resets.append(Reset(names))
+        return self._early.reset(names)
 
     def take_commands(self) -> list[Command]:
         """Return the commands for the ranks since the last call."""
         resets, self._resets = self._resets, []
-        return [*self._take_commands(self.loading), *self._take_commands(self.offering), *resets]
+        halves = (self.loading, self.offering, self.keeping)
+        return [*[command for half in halves for command in self._take_commands(half)], *resets]
 
     def take_counters(self) -> Counters | None:
         """Return the counters since the last call, or None if nothing was counted."""
@@ -284,7 +320,7 @@ class SchedulerSide:
         return empty_counters() | {"defects": self.guard.take(), "untagged": self.untagged.take()}
 
     @guarded(())
-    def _take_commands(self, half: Loading | Offering) -> Iterable[Command]:
+    def _take_commands(self, half: Loading | Offering | Keeping) -> Iterable[Command]:
         return half.take_commands()
 
     @guarded(None)

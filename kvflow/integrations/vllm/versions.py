@@ -22,6 +22,7 @@ NEWEST = (0, 33)
 
 SINCE = {
     "failed_requests": (0, 30),
+    "shared_prefixes": (0, 30),
     "named_keys": (0, 31),
     "hit_sources": (0, 32),
     "sleep": (0, 33),
@@ -43,6 +44,7 @@ class Features(Struct, frozen=True, kw_only=True):
     # A worker reports the requests that could not be loaded. Older releases take block ids instead, and work with one
     # group of layers only: in other engines the scheduler raises.
     failed_requests: bool
+    shared_prefixes: bool  # the block pool tells when it reuses a block, and failed loads are computed
     named_keys: bool  # each key of a block's hash starts with its kind
     hit_sources: bool  # connectors report where tokens come from
     sleep: bool  # vLLM calls its connectors when the engine sleeps and wakes
@@ -119,10 +121,9 @@ def reset_connectors_first(scheduler_class: Any, connector_class: Any) -> None:
 
     @wraps(whole)
     def reset_prefix_cache(scheduler: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
-        if reset_running_requests or reset_connector:
-            for each in getattr(scheduler.connector, "_connectors", (scheduler.connector,)):
-                if isinstance(each, connector_class):
-                    each.reset_before(scheduler)
+        for each in getattr(scheduler.connector, "_connectors", (scheduler.connector,)):
+            if isinstance(each, connector_class):
+                each.reset_before(scheduler, forced=reset_running_requests or reset_connector)
         return whole(scheduler, reset_running_requests, reset_connector)
 
     scheduler_class.reset_prefix_cache = reset_prefix_cache
@@ -179,6 +180,16 @@ def prefill_lookahead(vllm_config: "VllmConfig") -> int:
     if draft is not None and draft.use_eagle() and draft.use_multi_module_mtp():
         return int(vllm_config.num_speculative_tokens)
     return 1
+
+
+def require_sharing(settings: Iterable[str]) -> None:
+    """Refuse settings of shared prefixes in releases of vLLM without them; ConfigInvalid names the settings."""
+    if not features().shared_prefixes:
+        named = " and ".join(settings)
+        raise ConfigInvalid(
+            f"vLLM {installed_release()} cannot share prefixes, but kv_connector_extra_config has {named}",
+            remedy=f"Remove {named}, or install vLLM 0.30 or a later release.",
+        )
 
 
 def require_failures_told(groups: Iterable[Any], policy: str) -> None:

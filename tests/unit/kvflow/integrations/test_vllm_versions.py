@@ -13,6 +13,7 @@ from kvflow.integrations.vllm.versions import (
     name_keys,
     prefill_lookahead,
     require_failures_told,
+    require_sharing,
 )
 
 
@@ -44,10 +45,10 @@ def test_other_releases_are_refused_with_the_range(name):
     ("name", "has"),
     [
         ("0.29.0", set()),
-        ("0.30.1", {"failed_requests"}),
-        ("0.31.0", {"failed_requests", "named_keys"}),
-        ("0.32.0+cpu", {"failed_requests", "named_keys", "hit_sources"}),
-        ("0.33.0", {"failed_requests", "named_keys", "hit_sources", "sleep"}),
+        ("0.30.1", {"failed_requests", "shared_prefixes"}),
+        ("0.31.0", {"failed_requests", "shared_prefixes", "named_keys"}),
+        ("0.32.0+cpu", {"failed_requests", "shared_prefixes", "named_keys", "hit_sources"}),
+        ("0.33.0", {"failed_requests", "shared_prefixes", "named_keys", "hit_sources", "sleep"}),
     ],
 )
 def test_what_releases_do(name, has):
@@ -113,6 +114,14 @@ def test_windows_are_not_recomputed_where_only_blocks_are_reported(release):
     require_failures_told(groups(SlidingWindowSpec), "recompute")
 
 
+def test_prefixes_are_shared_where_the_reuse_of_blocks_is_told(release):
+    release("0.30.0")
+    require_sharing(["keep"])
+    release("0.29.0")
+    with pytest.raises(ConfigInvalid, match=r"vLLM 0\.29\.0 cannot share .* has keep and sources"):
+        require_sharing(["keep", "sources"])
+
+
 def blocks(*named):
     """Blocks as vLLM's manager lists them: id -> whether it is in the prefix cache, 0 is the null block."""
     listed = [SimpleNamespace(block_id=at, block_hash=b"x" if cached else None, is_null=not at) for at, cached in named]
@@ -149,8 +158,8 @@ def test_connectors_are_reset_before_the_cache_that_needs_their_blocks():
             return True
 
     class Connector:
-        def reset_before(self, scheduler):
-            told.append(scheduler)
+        def reset_before(self, scheduler, *, forced):
+            told.append((scheduler, forced))
 
     for _ in range(2):
         versions.reset_connectors_first(Scheduler, Connector)
@@ -161,6 +170,7 @@ def test_connectors_are_reset_before_the_cache_that_needs_their_blocks():
         assert scheduler.reset_prefix_cache()
         assert scheduler.reset_prefix_cache(reset_connector=True)
         assert scheduler.reset_prefix_cache(True)
-        assert told == [(False, False), scheduler, (False, True), scheduler, (True, False)]
+        before, forced = (scheduler, False), (scheduler, True)
+        assert told == [before, (False, False), forced, (False, True), forced, (True, False)]
     scheduler.connector = None
     assert scheduler.reset_prefix_cache(True, True)

@@ -72,8 +72,10 @@ def group(spec, *layers):
     return SimpleNamespace(layer_names=list(layers) or ["layer"], kv_cache_spec=spec)
 
 
-def cache_config(*groups):
-    return SimpleNamespace(transfer_groups=groups, transfer_group_ids=tuple(range(len(groups))), num_blocks=NUM_BLOCKS)
+def cache_config(*groups, **named):
+    known = {"hisparse_host_num_blocks": None, "needs_kv_cache_zeroing": False, "enable_prefix_caching": True}
+    ids = tuple(range(len(groups)))
+    return SimpleNamespace(transfer_groups=groups, transfer_group_ids=ids, num_blocks=NUM_BLOCKS, **known | named)
 
 
 def groups_of(*specs):
@@ -122,11 +124,15 @@ TOKENS_MAX = 1024
 SIDES = []  # to be closed at the end of a test
 
 
-def side(*specs, role="kv_both", met=True, lookahead=1, secret=SECRET, tokens_max=TOKENS_MAX, **extra):
+def side(*specs, role="kv_both", met=True, lookahead=1, secret=SECRET, tokens_max=TOKENS_MAX, engine=None, **extra):
     settings = read_settings({"cluster_secret": secret, **extra}, EngineFacts(engine_id="engine", kv_role=role))
-    config = cache_config(*(group(spec, f"layer.{index}") for index, spec in enumerate(specs)))
+    config = cache_config(*(group(spec, f"layer.{index}") for index, spec in enumerate(specs)), **(engine or {}))
+    retention = (engine or {}).get("prefix_cache_retention_interval")
+    caching = {"enable_prefix_caching": config.enable_prefix_caching, "prefix_cache_retention_interval": retention}
     engine = SimpleNamespace(
-        num_prefill_lookahead_tokens=lookahead, model_config=SimpleNamespace(max_model_len=tokens_max)
+        num_prefill_lookahead_tokens=lookahead,
+        model_config=SimpleNamespace(max_model_len=tokens_max),
+        cache_config=SimpleNamespace(**caching),
     )
     found = SchedulerSide(settings, engine, config, extra_keys)
     SIDES.append(found)

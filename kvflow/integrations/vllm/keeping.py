@@ -1,0 +1,180 @@
+"""What ended requests leave in vLLM's prefix cache, and other engines may read until vLLM reuses it.
+
+vLLM gives the blocks of an ended request to others when it needs them, the last ones first. ``Keeping`` pins none. It
+learns from vLLM's block pool when a block is handed out, and ends the leases of that block in the same step: every rank
+does so before the step writes. A kept lease has whole blocks with a hash only, because vLLM reuses others first.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+from kvflow.errors import KvflowError
+from kvflow.integrations.vllm.blocks import ABSENT, Digests, TransferGroup, offered_blocks
+from kvflow.integrations.vllm.messages import BlockIds, KeepBlocks
+from kvflow.integrations.vllm.offering import Offering
+from kvflow.integrations.vllm.settings import logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+PREFIX = "kept:"  # of the name of a lease, before that of its request: its blocks may be on offer, too
+
+
+def can_keep(vllm_config: "VllmConfig", cache_config: "KVCacheConfig", groups: Sequence[TransferGroup]) -> bool:
+    """Return whether an engine can keep blocks. Say in the log why not, or what it cannot keep."""
+    caching, reason = vllm_config.cache_config, ""
+    if not caching.enable_prefix_caching:
+        reason = "prefix caching is off, so vLLM reuses the blocks of an ended request first"
+    elif any(each.is_state for each in groups):
+        reason = "each step overwrites the states of this model"
+    elif getattr(cache_config, "hisparse_host_num_blocks", None) is not None:
+        reason = "HiSparse is on, and vLLM tells it alone when it reuses a block"
+    elif getattr(cache_config, "needs_kv_cache_zeroing", False):
+        reason = "vLLM clears new blocks of caches of several precisions before it tells that it reuses them"
+    elif any(each.group.window for each in groups) and getattr(caching, "prefix_cache_retention_interval", None) == 0:
+        logger.warning(
+            "kvflow: this engine keeps prompts, but no answers: vLLM leaves the sliding windows of answers out of its "
+            "prefix cache. To keep answers, too, start it with --prefix-cache-retention-interval %d",
+            lcm(*[each.group.block_size for each in groups]),
+        )
+    if reason:
+        logger.warning("kvflow: this engine keeps no blocks for others, though keep is set: %s", reason)
+    return not reason
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A kept lease, until vLLM reuses one of its blocks."""
+
+    name: str
+    block_ids: BlockIds
+
+
+class Keeping:
+    """The kept leases of one engine, at most one for each slot. Thread: the scheduler's."""
+
+    def __init__(self, groups: Sequence[TransferGroup], offering: Offering, tell_reuse: Callable[[Any], None]) -> None:
+        """Keep nothing yet. ``tell_reuse`` calls ``on_reuse``, and raises nothing."""
+        self.pool: Any = None  # vLLM's block pool, if this engine keeps blocks
+        self._groups = tuple(groups)
+        self._whole = lcm(*[each.group.block_size for each in groups])  # tokens that fill whole blocks of every group
+        self._offering = offering  # which signs grants
+        self._entries: dict[str, _Entry] = {}  # the oldest first
+        self._of_block: dict[int, set[_Entry]] = {}  # the pool calls ``tell_reuse`` for each of these
+        self._tell_reuse = tell_reuse
+        self._signed: deque[tuple[_Entry, KeepBlocks | None]] = deque()
+        self._num_signing = 0
+        self._revoked: list[str] = []
+
+    @property
+    def is_signing(self) -> bool:
+        """Whether there will be commands, though no request may come."""
+        return self._num_signing > 0
+
+    def keep(
+        self,
+        request_id: str,
+        listed: Sequence[Sequence[int]],
+        digests: Callable[..., Digests],
+        *,
+        num_tokens: int,
+        step: int,
+    ) -> None:
+        """Keep the blocks of an ended request, which still holds them, unless vLLM would reuse some of them first.
+
+        Args:
+            request_id: in this engine.
+            listed: block ids of each group of vLLM.
+            digests: block ids, ``num_tokens`` -> digests of the blocks; called on another thread.
+            num_tokens: whose keys and values are in the blocks.
+            step: the last one that may write into them.
+
+        Raises:
+            BlockIdsInvalid: a list has fewer blocks than the tokens need.
+        """
+        pool, end = self.pool, num_tokens - num_tokens % self._whole
+        if pool is None or end <= 0 or not self._offering.slots:
+            return
+        block_ids = offered_blocks(self._groups, listed, end)
+        ids = [block for group in block_ids for block in group]
+        needed = sum([each.blocks_needed(end) for each in self._groups])
+        if len(ids) < needed or ABSENT in ids or any(pool.blocks[block].block_hash is None for block in ids):
+            return
+        if any(each.block_ids == block_ids for each in self._of_block.get(ids[-1], ())):
+            return  # it is kept already: all its tokens were in the prefix cache
+        entry = _Entry(PREFIX + request_id, block_ids)
+        while len(self._entries) >= self._offering.slots or entry.name in self._entries:
+            oldest = self._entries.get(entry.name) or next(iter(self._entries.values()))
+            self._revoked.append(oldest.name)
+            self._forget(oldest)
+        # While the request holds its blocks, this moves none of them in the queue of free blocks.
+        new = [pool.blocks[block] for block in ids if block not in self._of_block]
+        pool.touch(new)
+        pool.unpin_blocks(new, self._tell_reuse)
+        for block in ids:
+            self._of_block.setdefault(block, set()).add(entry)
+        self._entries[entry.name] = entry
+        self._num_signing += 1
+        self._offering.submit(partial(self._sign, entry, digests, end, step))
+
+    def on_reuse(self, block: Any) -> None:
+        """End the leases of a block that vLLM hands out."""
+        entries = tuple(self._of_block.get(block.block_id, ()))
+        self._revoked += [entry.name for entry in entries]  # first, whatever happens next
+        for entry in entries:
+            self._forget(entry)
+
+    def end_all(self) -> list[str]:
+        """Forget all kept leases, and return their names: the caller ends them on the ranks."""
+        names = list(self._entries)
+        self._entries.clear()
+        self._of_block.clear()
+        for name in names:
+            self._offering.submit(partial(self._offering.retire, name))
+        return names
+
+    def take_commands(self) -> list[KeepBlocks]:
+        """Return the leases that the ranks are to hold, since the last call."""
+        commands = []
+        while self._signed:
+            entry, command = self._signed.popleft()
+            self._num_signing -= 1
+            if self._entries.get(entry.name) is entry:
+                if command is None:
+                    self._forget(entry)
+                else:
+                    commands.append(command)
+        return commands
+
+    def take_revoked(self) -> tuple[str, ...]:
+        """Return the leases that the ranks must end before they write, since the last call."""
+        revoked, self._revoked = tuple(self._revoked), []
+        return revoked
+
+    def _forget(self, entry: _Entry) -> None:
+        del self._entries[entry.name]
+        for group in entry.block_ids:
+            for block in group:
+                entries = self._of_block[block]
+                entries.discard(entry)
+                if not entries:
+                    del self._of_block[block]
+        self._offering.submit(partial(self._offering.retire, entry.name))  # behind the job that signs it
+
+    def _sign(self, entry: _Entry, digests: Callable[..., Digests], num_tokens: int, step: int) -> None:
+        """Sign the grant of a lease, on the thread of ``Offering``."""
+        command = None
+        try:
+            found = digests(entry.block_ids, num_tokens=num_tokens)
+            grant = self._offering.sign_kept(entry.name, entry.block_ids, num_tokens, found)
+            command = KeepBlocks(entry.name, grant, found, step)
+        except KvflowError as error:
+            logger.debug("kvflow: the blocks of %s are not kept: %s", entry.name, error)
+        finally:
+            self._signed.append((entry, command))

@@ -1,0 +1,388 @@
+"""Kept leases of the scheduler's side: what is kept, and that it ends when vLLM's block pool hands a block out.
+
+``tests/vllm/test_keeping.py`` runs the same tests with vLLM's own block pool.
+"""
+
+import random
+import threading
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from kvflow.integrations.vllm.admission import Contact
+from kvflow.integrations.vllm.messages import Admit, KeepBlocks, Reset
+
+from .vllm_like import (
+    NUM_BLOCKS,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    new_contents,
+    new_request,
+    rank_address,
+    side,
+)
+
+OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
+SLOTS = rank_address().slots
+
+
+class LikePool:
+    """vLLM's block pool, as far as the connector and these tests ask it."""
+
+    def __init__(self):
+        named = {"ref_cnt": 0, "block_hash": None, "is_null": False}
+        self.blocks = [SimpleNamespace(block_id=at, **named) for at in range(NUM_BLOCKS)]
+        self._free = self.blocks[1:]
+        self._watchers = {}
+
+    def touch(self, blocks):
+        for block in blocks:
+            if not block.ref_cnt:
+                self._free.remove(block)
+            block.ref_cnt += 1
+
+    def unpin_blocks(self, blocks, on_reuse):
+        for block in blocks:
+            assert block.ref_cnt > 0
+            block.ref_cnt -= 1
+            self._watchers[block.block_id] = on_reuse
+            if not block.ref_cnt:
+                self._free.append(block)
+
+    def get_new_blocks(self, number):
+        taken, self._free = self._free[:number], self._free[number:]
+        self._tell(taken)
+        for block in taken:
+            block.ref_cnt, block.block_hash = 1, None
+        return taken
+
+    def free_blocks(self, blocks):
+        for block in blocks:
+            block.ref_cnt -= 1
+            if not block.ref_cnt:
+                self._free.insert(0 if block.block_hash is None else len(self._free), block)
+
+    def reset_prefix_cache(self):
+        self._tell([self.blocks[block] for block in list(self._watchers)])
+        for block in self.blocks:
+            block.block_hash = None
+        return True
+
+    def hash(self, block):
+        """Note that a block is filled."""
+        block.block_hash = b"of its tokens"
+
+    def order(self):
+        """Return the ids of the free blocks, the first to be handed out first."""
+        return [block.block_id for block in self._free]
+
+    def _tell(self, blocks):
+        for block in blocks:
+            watcher = self._watchers.pop(block.block_id, None)
+            if watcher is not None:
+                watcher(block)
+
+
+@pytest.fixture
+def new_pool():
+    return LikePool
+
+
+@pytest.fixture
+def pool(new_pool):
+    return new_pool()
+
+
+def keeper(pool, *specs, **named):
+    found = side(*(specs or [FullAttentionSpec()]), keep=True, **named)
+    found.bind_pool(pool)
+    return found
+
+
+def filled(pool, number):
+    """Take blocks from a pool and fill them."""
+    blocks = pool.get_new_blocks(number)
+    for block in blocks:
+        if block.block_hash is None:
+            pool.hash(block)
+    return blocks
+
+
+def end(found, pool, blocks, name="r", *, tokens=None, status="FINISHED_STOPPED", params=None, **named):
+    """End a request as vLLM does: tell the connector, then free its blocks, the last one first."""
+    groups = blocks if isinstance(blocks[0], list) else [blocks]
+    request = new_request(params, 16 * len(groups[0]) if tokens is None else tokens, request_id=name, **named)
+    found.on_new_request(request)
+    request.status = SimpleNamespace(name=status)
+    held, _ = found.on_finished(request, tuple([block.block_id if block else 0 for block in group] for group in groups))
+    if not held:
+        pool.free_blocks([block for group in groups for block in reversed(group) if block])
+    return request
+
+
+def commands(found):
+    """Return the commands when all that was submitted is signed."""
+    done = threading.Event()
+    found.offering.submit(done.set)
+    assert done.wait(60)
+    return found.take_commands()
+
+
+def kept(found):
+    """Return the names of the leases that ranks are told to hold."""
+    return [each.request_id for each in commands(found) if isinstance(each, KeepBlocks)]
+
+
+def test_the_whole_blocks_of_an_ended_request_are_kept(pool):
+    found = keeper(pool)
+    blocks = filled(pool, 3)
+    found.on_scheduled(SimpleNamespace(**step()), 7)
+    request = end(found, pool, blocks, tokens=47)
+    assert found.keeping.is_signing
+    (command,) = commands(found)
+    assert not found.keeping.is_signing
+    ids = tuple([block.block_id for block in blocks[:2]])
+    grant = command.grant
+    assert (command.request_id, grant.request_id, grant.kind) == ("kept:r", "kept:r", "kept")
+    assert (grant.block_ids, grant.num_tokens, command.step) == ((ids,), (32,), 7)
+    assert command.digests == new_contents().digests(request, (ids,), (16,), 32)
+    assert [content.digests for content in grant.contents] == [command.digests[0][-1:]]
+
+
+def step():
+    known = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[])
+    return {"num_scheduled_tokens": {}, "scheduled_new_reqs": [], "scheduled_cached_reqs": known}
+
+
+def test_what_a_step_in_flight_computes_is_not_kept(pool):
+    found = keeper(pool)
+    blocks = filled(pool, 3)
+    request = new_request(None, 48)
+    request.num_in_flight_tokens = 1
+    found.on_new_request(request)
+    found.on_finished(request, ([block.block_id for block in blocks],))
+    (command,) = commands(found)
+    assert command.grant.num_tokens == (32,)
+
+
+def test_what_a_draft_model_has_not_computed_is_not_kept(pool):
+    found = keeper(pool, lookahead=3)
+    end(found, pool, filled(pool, 3), tokens=49)
+    (command,) = commands(found)
+    assert command.grant.num_tokens == (32,)
+
+
+@pytest.mark.parametrize(
+    ("status", "params", "is_kept"),
+    [
+        ("FINISHED_LENGTH_CAPPED", None, True),
+        ("FINISHED_ABORTED", None, True),
+        ("FINISHED_ABORTED", OFFER, True),
+        ("FINISHED_STOPPED", OFFER, True),
+        ("FINISHED_ERROR", None, False),
+    ],
+)
+def test_requests_that_have_computed_something_right_are_kept(pool, status, params, is_kept):
+    found = keeper(pool)
+    end(found, pool, filled(pool, 2), status=status, params=params)
+    told = [type(each) for each in commands(found)]
+    assert (KeepBlocks in told, Admit in told) == (is_kept, params is not None and status == "FINISHED_STOPPED")
+
+
+@pytest.mark.parametrize("computed", [-1, 0, 15])
+def test_a_request_without_a_whole_block_is_not_kept(pool, computed):
+    found = keeper(pool)
+    request = new_request(None, 16)
+    found.on_new_request(request)
+    request.num_computed_tokens = computed
+    assert found.on_finished(request, ([1],)) == (False, None)
+    assert commands(found) == []
+
+
+def test_nothing_is_kept_before_the_ranks_have_reported(pool):
+    found = keeper(pool, met=False)
+    end(found, pool, filled(pool, 2))
+    assert (commands(found), found.keeping.is_signing) == ([], False)
+
+
+def test_blocks_that_are_reused_first_are_not_kept(pool):
+    found = keeper(pool)
+    blocks = pool.get_new_blocks(2)
+    pool.hash(blocks[0])
+    end(found, pool, blocks)
+    assert commands(found) == []
+
+
+@pytest.mark.parametrize(("missing", "is_kept"), [(2, True), (3, False)])
+def test_a_window_is_kept_whole_or_not_at_all(pool, missing, is_kept):
+    found = keeper(pool, FullAttentionSpec(), SlidingWindowSpec(sliding_window=49))
+    full, window = filled(pool, 5), filled(pool, 5)
+    pool.free_blocks(window[:missing])
+    end(found, pool, [full, [None] * missing + window[missing:]])
+    assert kept(found) == ["kept:r"] * is_kept
+
+
+def test_groups_with_blocks_of_several_sizes_are_kept_up_to_a_common_end(pool):
+    found = keeper(pool, FullAttentionSpec(), FullAttentionSpec(block_size=64))
+    end(found, pool, [filled(pool, 7), filled(pool, 2)], tokens=112)
+    (command,) = commands(found)
+    assert (command.grant.num_tokens, [len(ids) for ids in command.grant.block_ids]) == ((64, 64), [4, 1])
+
+
+def test_a_lease_ends_in_the_call_that_hands_one_of_its_blocks_out(pool):
+    found = keeper(pool)
+    first, second = filled(pool, 3), filled(pool, 3)
+    end(found, pool, first, "first")
+    end(found, pool, second, "second")
+    assert kept(found) == ["kept:first", "kept:second"]
+    pool.get_new_blocks(NUM_BLOCKS - 1 - 6)
+    assert found.keeping.take_revoked() == ()
+    assert pool.get_new_blocks(1) == [first[2]]
+    assert found.keeping.take_revoked() == ("kept:first",)
+    pool.get_new_blocks(2)
+    assert found.keeping.take_revoked() == ()
+    pool.get_new_blocks(1)
+    assert found.keeping.take_revoked() == ("kept:second",)
+
+
+def test_requests_that_share_blocks_have_a_lease_each(pool):
+    found = keeper(pool)
+    shared, *own = filled(pool, 3)
+    end(found, pool, [shared, own[0]], "short")
+    pool.touch([shared])
+    end(found, pool, [shared, own[1]], "long")
+    assert kept(found) == ["kept:short", "kept:long"]
+    pool.get_new_blocks(NUM_BLOCKS - 1 - 3 + 1)
+    assert found.keeping.take_revoked() == ("kept:short",)
+    pool.get_new_blocks(2)
+    assert found.keeping.take_revoked() == ("kept:long",)
+
+
+def test_a_request_that_adds_nothing_to_the_prefix_cache_takes_no_further_slot(pool):
+    found = keeper(pool)
+    blocks = filled(pool, 2)
+    end(found, pool, blocks, "first")
+    pool.touch(blocks)
+    end(found, pool, blocks, "again")
+    assert kept(found) == ["kept:first"]
+
+
+def test_a_lease_that_ends_before_it_is_signed_is_not_told(pool):
+    found = keeper(pool)
+    signing = threading.Event()
+    found.offering.submit(signing.wait)
+    end(found, pool, filled(pool, 2))
+    pool.get_new_blocks(NUM_BLOCKS - 1)
+    signing.set()
+    assert commands(found) == []
+    assert found.keeping.take_revoked() == ("kept:r",)
+    assert not found.keeping.is_signing
+
+
+def test_the_oldest_leases_end_when_there_is_no_slot(pool):
+    found = keeper(pool)
+    names = [f"r{number}" for number in range(SLOTS + 3)]
+    for name in names:
+        end(found, pool, filled(pool, 2), name)
+    assert found.keeping.take_revoked() == tuple([f"kept:{name}" for name in names[:3]])
+    assert kept(found) == [f"kept:{name}" for name in names[3:]]
+
+
+def test_a_lease_that_cannot_be_signed_is_forgotten(pool):
+    found = keeper(pool)
+    blocks = filled(pool, 2)
+    end(found, pool, blocks, "r" * 300)  # no name of a lease is as long
+    assert (kept(found), found.keeping.take_revoked(), found.keeping.is_signing) == ([], (), False)
+    pool.touch(blocks)
+    end(found, pool, blocks, "r")
+    assert kept(found) == ["kept:r"]
+
+
+def test_a_reset_ends_all_leases_at_once(pool):
+    found = keeper(pool)
+    found.meet_ranks([rank_address()], [Contact("on another host", "", bytes(32))])
+    end(found, pool, filled(pool, 2))
+    assert kept(found) == ["kept:r"]
+    assert not found.end_kept(), "the rank learns of it with the next step"
+    assert pool.reset_prefix_cache()
+    assert [(type(each), each.void) for each in found.take_commands()] == [(Reset, ("kept:r",))]
+    assert found.end_kept()
+
+
+def test_ranks_that_slept_hold_none_of_the_leases_before(pool):
+    found = keeper(pool)
+    end(found, pool, filled(pool, 2), "before")
+    found.meet_ranks([msgspec.structs.replace(rank_address(), incarnation="b" * 32)])
+    assert commands(found) == []
+    end(found, pool, filled(pool, 2), "after")
+    (command,) = commands(found)
+    assert (command.request_id, command.grant.ranks[0].incarnation) == ("kept:after", "b" * 32)
+
+
+def test_an_engine_that_does_not_keep_watches_no_block(pool):
+    found = side(FullAttentionSpec())
+    found.bind_pool(pool)
+    end(found, pool, filled(pool, 2))
+    assert commands(found) == []
+
+
+@pytest.mark.parametrize(
+    ("specs", "engine", "reason"),
+    [
+        ((FullAttentionSpec(), MambaSpec()), {}, "states"),
+        ((FullAttentionSpec(),), {"hisparse_host_num_blocks": 8}, "HiSparse"),
+        ((FullAttentionSpec(),), {"needs_kv_cache_zeroing": True}, "clears new blocks"),
+        ((FullAttentionSpec(),), {"enable_prefix_caching": False}, "prefix caching is off"),
+    ],
+)
+def test_an_engine_that_cannot_keep_says_why_once(pool, caplog, specs, engine, reason):
+    found = keeper(pool, *specs, engine=engine)
+    (line,) = [each.getMessage() for each in caplog.records if "keeps no blocks" in each.getMessage()]
+    assert reason in line
+    end(found, pool, [filled(pool, 2) for _ in specs])
+    assert commands(found) == []
+
+
+@pytest.mark.parametrize(("interval", "told"), [(0, True), (16, False), (None, False)])
+@pytest.mark.parametrize("windows", [True, False])
+def test_an_engine_whose_answers_are_not_kept_says_so(caplog, interval, told, windows):
+    specs = [FullAttentionSpec(), SlidingWindowSpec()] if windows else [FullAttentionSpec()]
+    side(*specs, keep=True, engine={"prefix_cache_retention_interval": interval})
+    lines = [
+        each.getMessage() for each in caplog.records if "--prefix-cache-retention-interval 16" in each.getMessage()
+    ]
+    assert len(lines) == (told and windows)
+
+
+def test_neither_the_order_nor_the_number_of_free_blocks_changes(new_pool):
+    """Two engines run the same requests, and one of them keeps what they leave."""
+    pools = [new_pool(), new_pool()]
+    engines = [keeper(pools[0]), side(FullAttentionSpec())]
+    engines[1].bind_pool(pools[1])
+    draw = random.Random(34)
+    running, names, ended = [], iter(range(1 << 20)), 0
+    for _ in range(2000):
+        if running and (draw.random() < 0.5 or len(pools[0].order()) < 8):
+            at, whole, status = draw.randrange(len(running)), draw.random() < 0.8, draw.choice(["STOPPED", "ABORTED"])
+            ids, name = running.pop(at), f"r{next(names)}"
+            ended += 1
+            for found, pool in zip(engines, pools, strict=True):
+                blocks = [pool.blocks[block] for block in ids]
+                for block in blocks[: len(blocks) - 1 + whole]:
+                    if block.block_hash is None:
+                        pool.hash(block)
+                end(found, pool, blocks, name, status=f"FINISHED_{status}")
+        else:
+            number, prefix = draw.randrange(1, 5), draw.choice([*running, []])[: draw.randrange(3)]
+            taken = []
+            for pool in pools:
+                hit = [pool.blocks[block] for block in prefix if pool.blocks[block].block_hash is not None]
+                pool.touch(hit)
+                taken.append([block.block_id for block in [*hit, *pool.get_new_blocks(number)]])
+            assert taken[0] == taken[1]
+            running.append(taken[0])
+        assert pools[0].order() == pools[1].order()
+    assert ended > 500
+    assert len(engines[0].keeping.take_revoked()) > 100
