@@ -1,0 +1,100 @@
+"""An engine whose kept leases are watched in the process of each rank: their ends, and what lies in their blocks."""
+
+import itertools
+from typing import Any
+
+from . import engine_process
+
+
+class Kept:
+    """The kept leases of this process.
+
+    Attributes:
+        held: name -> block ids of each group, and what lay in the blocks when the lease began.
+        ended: name, whether the blocks were unchanged just before the lease ended, and the two of ``held``.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[str, tuple[Any, bytes]] = {}
+        self.ended: list[tuple[str, bool, Any, bytes]] = []
+
+    def watch(self) -> None:
+        """Watch from now on; ranks that are forked later do, too."""
+        from kvflow.integrations.vllm.messages import KeepBlocks
+        from kvflow.integrations.vllm.worker import RankWorker
+
+        execute, revoke = RankWorker._execute, RankWorker.revoke
+
+        def executed(rank: Any, command: Any) -> None:
+            execute(rank, command)
+            if isinstance(command, KeepBlocks):
+                self.held[command.request_id] = command.grant.block_ids, contents(command.grant.block_ids)
+
+        def revoked(rank: Any, names: Any) -> None:
+            for name in names:
+                if name in self.held:
+                    block_ids, before = self.held.pop(name)
+                    self.ended.append((name, contents(block_ids) == before, block_ids, before))
+            revoke(rank, names)
+
+        RankWorker._execute, RankWorker.revoke = executed, revoked  # type: ignore[method-assign]
+
+
+KEPT = Kept()
+
+
+def runtime() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()._runtime
+
+
+def contents(block_ids: Any) -> bytes:
+    """Return what lies in blocks, of all layers of each group."""
+    import torch
+
+    cache, found = runtime()._cache, []
+    for group, ids in zip(cache.groups, block_ids, strict=True):
+        for layer, role, block in itertools.product(group.layers, "kv", ids):
+            found.append(cache.component(layer, role)[block].contiguous().view(torch.uint8).numpy().tobytes())
+    return b"".join(found)
+
+
+def describe(_worker: Any) -> dict[str, Any]:
+    """Return the names of the leases that a rank keeps, and those that have ended.
+
+    Of each one: its name, whether its blocks were unchanged when it ended, and whether they are unchanged now.
+    """
+    leases = runtime()._worker.snapshot().held_leases
+    return {
+        "kept": [lease.request_id for lease in leases if lease.kept],
+        "ended": [(name, intact, contents(ids) == before) for name, intact, ids, before in KEPT.ended],
+    }
+
+
+class Served(engine_process.Served):
+    """An engine that tells of its free blocks and of what it keeps; see ``engine_process``.
+
+    ======  ======  ========================================================================================
+    op      fields  answer
+    ======  ======  ========================================================================================
+    pool    id      when no step is due: id, order: ids of the free blocks, the next one first; and as ``kept``
+    kept    id      at once: id, ranks: ``describe`` of each
+    ======  ======  ========================================================================================
+    """
+
+    ops = engine_process.Served.ops | {"pool", "kept"}
+
+    def __init__(self, *arguments: Any) -> None:
+        KEPT.watch()
+        super().__init__(*arguments)
+
+    def pool(self, command: dict[str, Any]) -> None:
+        while self.scheduler.has_requests():
+            self.step()
+        queue = self.scheduler.kv_cache_manager.block_pool.free_block_queue
+        order = [block.block_id for block in queue.get_all_free_blocks()]
+        self.answer(id=command["id"], order=order, ranks=self.core.model_executor.collective_rpc(describe))
+
+    def kept(self, command: dict[str, Any]) -> None:
+        self.answer(id=command["id"], ranks=self.core.model_executor.collective_rpc(describe))
