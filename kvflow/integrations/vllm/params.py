@@ -19,6 +19,8 @@ from kvflow.integrations.vllm.settings import Settings, logger
 
 ReadTicket = Callable[..., Ticket]  # TicketKey.read
 TICKET_CHARS_BASE = 1 << 17  # characters of a ticket without its blocks: enough for 400 ranks with long names
+HINTS_MAX = 16  # actions of one hint that are read
+FETCH = ("kv.fetch", "1.0")  # the action that names a source, and its version
 CHARS_PER_BLOCK = 32  # kvf2: a block id and a digest take 23 bytes of msgpack, which are 31 characters of base64
 
 FINEST_BLOCK = 16
@@ -89,6 +91,30 @@ def read_params(params: object, read: ReadTicket, chars_max: int) -> Wanted:
         return Nothing()
     ticket = read(params, chars_max=chars_max)
     return LoadWanted(ticket, _rewritten(params, ticket))
+
+
+def hinted_sources(params: object, envelope: object = None) -> list[str]:
+    """Return the control endpoints that the hints of a request name. A client may send anything.
+
+    Args:
+        params: ``kv_transfer_params``. Dynamo sends ``kv_hint``, llm-d ``remote_kv_source``.
+        envelope: vLLM's ``kv_hints``, of the same form as ``kv_hint``.
+    """
+    found = []
+    for hints in (_field(params, "kv_hint"), envelope):
+        actions = _field(hints, "actions")
+        given = actions[:HINTS_MAX] if isinstance(actions, list) else ()
+        kinds = [(_field(action, "action_type"), _field(action, "action_version")) for action in given]
+        payloads = [_field(action, "payload") for action, kind in zip(given, kinds, strict=True) if kind == FETCH]
+        found += [_field(payload, "source_control_endpoint") for payload in payloads]
+    source = _field(params, "remote_kv_source")
+    if isinstance(host := _field(source, "remote_host"), str):
+        found.append(f"tcp://{f'[{host}]' if ':' in host.strip('[]') else host}:{_field(source, 'remote_port')}")
+    return [each for each in found if isinstance(each, str)]
+
+
+def _field(record: object, name: str) -> object:
+    return record.get(name) if isinstance(record, dict) else getattr(record, name, None)
 
 
 def ticket_chars_max(block_sizes: Sequence[int], tokens_max: int) -> int:

@@ -5,6 +5,7 @@ import math
 import random
 import string
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from kvflow import RankAddress, TicketMint
 from kvflow.errors import ReleaseMismatch, TicketInvalid
 from kvflow.integrations.vllm.params import (
+    HINTS_MAX,
     LoadWanted,
     Nothing,
     OfferWanted,
+    hinted_sources,
     read_params,
     ticket_chars_max,
     ticket_params,
@@ -302,3 +305,48 @@ def test_a_changed_ticket_is_refused_or_wants_nothing(name, seed):
     except TicketInvalid:
         return
     assert found.ticket == TICKET  # base64 has bits that say nothing in its last character
+
+
+def kv_hint(*endpoints, kind="kv.fetch", version="1.0"):
+    """Return a message as Dynamo sends it."""
+    actions = [
+        {
+            "action_id": str(number),
+            "action_type": kind,
+            "action_version": version,
+            "payload": {"source_control_endpoint": endpoint, "block_hashes": [1, 2]},
+        }
+        for number, endpoint in enumerate(endpoints)
+    ]
+    return {"protocol_version": "0.1", "message_id": "m", "actions": actions}
+
+
+def test_hints_name_the_sources_of_a_prompt():
+    envelope = kv_hint("tcp://c:3")
+    as_vllm = SimpleNamespace(actions=[SimpleNamespace(**each) for each in envelope["actions"]])
+    params = {"kv_hint": kv_hint("tcp://a:1", "tcp://b:2"), "remote_kv_source": {"remote_host": "d", "remote_port": 4}}
+    assert hinted_sources(params, as_vllm) == ["tcp://a:1", "tcp://b:2", "tcp://c:3", "tcp://d:4"]
+    assert hinted_sources(None, envelope) == ["tcp://c:3"]
+    assert len(hinted_sources({"kv_hint": kv_hint(*["tcp://a:1"] * 99)})) == HINTS_MAX
+    six = {"remote_kv_source": {"kv_request_id": "r", "remote_host": "fd00::7", "remote_port": 4}}
+    assert hinted_sources(six) == ["tcp://[fd00::7]:4"]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        "text",
+        [],
+        {"kv_hint": None, "remote_kv_source": None},
+        {"kv_hint": "tcp://a:1", "remote_kv_source": "tcp://a:1"},
+        {"kv_hint": kv_hint("tcp://a:1", version="2.0")},
+        {"kv_hint": kv_hint("tcp://a:1", kind="kv.migrate")},
+        {"kv_hint": kv_hint(7)},
+        {"kv_hint": {"actions": {"payload": 1}}},
+        {"remote_kv_source": {"remote_host": ["a"], "remote_port": 4}},
+    ],
+    ids=lambda params: str(params)[:60],
+)
+def test_what_is_no_hint_names_no_source(params):
+    assert hinted_sources(params, params) == []
