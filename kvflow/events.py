@@ -238,6 +238,19 @@ class PullFailed(Struct, frozen=True):
     traceparent: str = ""
 
 
+class PrefixFetched(Struct, frozen=True):
+    """An engine has read the beginning of a prompt from one that keeps it. Each rank has an event of its own."""
+
+    request_id: str  # the producer's name of the kept lease
+    local_request_id: str  # the consumer's own name of the request
+    source: str  # control endpoint of the producer that was asked
+    tokens_held: int  # first tokens of the prompt that it holds
+    tokens: int  # tokens that were read, behind those that the consumer's cache had
+    asked_s: float  # seconds until the answer of the producer
+    seconds: float = 0.0  # seconds of the pull, as ``total`` of its report
+    nbytes: int = 0  # bytes that this rank has read
+
+
 class TracedGroup(Struct, frozen=True):
     """What one group of one source rank gave to a traced pull."""
 
@@ -299,6 +312,7 @@ Event = (
     | TransferRetried
     | TransferCompleted
     | PullFailed
+    | PrefixFetched
     | TransferTraced
     | TransferQuiesced
 )

@@ -50,12 +50,12 @@ LEVELS: dict[type[Event], int] = {
     events.TransferRetried: logging.DEBUG,
     events.TransferCompleted: logging.INFO,
     events.PullFailed: logging.WARNING,
+    events.PrefixFetched: logging.INFO,
     events.TransferTraced: logging.DEBUG,
     events.TransferQuiesced: logging.DEBUG,
 }
-"""The level of every event, with four exceptions: ``lease.ended`` is a WARNING if the lease has expired, and
-``peer.connected`` if it has a remedy; ``transfer.failed`` is INFO if the caller canceled the pull, and ``peer.dropped``
-is DEBUG if the worker is closing."""
+"""The usual level of each event. ``lease.ended`` is a WARNING if the lease has expired, ``peer.connected`` if it has a
+remedy; ``transfer.failed`` is INFO if the caller canceled the pull, ``peer.dropped`` DEBUG if the worker is closing."""
 
 # Events that take time for each chunk and block of a pull. A hook that takes all events does not get these.
 COSTLY = (events.TransferTraced,)

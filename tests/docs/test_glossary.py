@@ -25,19 +25,19 @@ PLAIN = set(
         r"\w+",
         """
         provenance tuning stopped
-        accepted access control advertise align backend client component cross dtype environment event finding frame
-        handle hook layer local match merge opaque outcome ping priority probe protocol queue reachability remote report
-        request revision role run server sleep mode snapshot transfer view kv cache flight loopback
+        accepted access asked control advertise align backend client component cross dtype environment event finding
+        frame handle hook layer local match merge opaque outcome ping priority probe protocol queue reachability remote
+        report request revision role run server sleep mode snapshot transfer view kv cache flight loopback
         address age ahead allowed argument authentication bounds by bytes cancelled
         capacity cause clock close closed closing code compare compared comparison completed
         config configure copy connect connected connection connections d deadline detail enable
         encryption ended error errors exceeded exhausted explain failed field failures file finished found from
         factor gb get grace guess heads held hf http id identity ids ignored incoming interval invalid item join
-        kind known kvflow leave left level limits list load log logging longest loop lost make max measured
+        kind known keep kvflow leave left level limits list load log logging longest loop lost make max measured
         memory messages min mismatch missing model models name names nbytes nixl num omitted opened out outgoing
         over params passed path pending per private process public range remedy removed require retried retry runtime s
-        is sequence setting silence size slow sockets source started table tcp time timed timings total type
-        unauthenticated unavailable unknown
+        is seconds sequence setting silence size slow sockets source started table tcp time timed timings total
+        tokens type unauthenticated unavailable unknown
         unsound use usual value values version violation waited wanted warning wrong
         """,
     )

@@ -173,14 +173,19 @@ class Contents:
         for size, chain in chains.items():
             chains[size] = self._grown(request, self._own, size, num_tokens - num_tokens % size, chain)
 
-    def require(self, request: Request, ticket: Ticket) -> None:
+    def require(self, request: Request, ticket: Ticket, first: int = 0) -> None:
         """Check that all blocks of a ticket, whose signature was checked, hold the beginning of a request.
+
+        If only the ``first`` tokens of more are to be read, the source, which signs, has compared their digests: the
+        ticket has those of its last blocks alone.
 
         Raises:
             ContentMismatch: the blocks hold something else, or the ticket has no digests.
             TicketInvalid: the ticket has more block sizes than any engine.
         """
         for grant, fingerprint in zip(ticket.grants, ticket.fingerprints, strict=True):
+            if 0 < first < max(grant.num_tokens):
+                continue
             self._require(request, grant, self._links.get(fingerprint, self._own))
 
     def _require(self, request: Request, grant: Grant, links: Links) -> None:

@@ -13,9 +13,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvflow import Ticket
+from kvflow import Ticket, events
 from kvflow.errors import BlockRangeMismatch, KvflowError
 from kvflow.integrations.vllm.blocks import TransferGroup, loaded_blocks
+from kvflow.integrations.vllm.finder import Found
 from kvflow.integrations.vllm.messages import Cancel, Command, Fail, GiveBack, Keep, Load
 from kvflow.integrations.vllm.settings import warn
 
@@ -36,6 +37,7 @@ class _Load:
     computed: int = 0  # tokens in the prefix cache when vLLM last asked
     loading: bool = False  # the ranks have the command and have not reported yet
     follows: str = ""  # request that loads the same ticket; empty if this request loads its own
+    found: Found | None = None  # the ticket was not in the request: only the engine that keeps the blocks ends it
 
 
 class Loading:
@@ -75,6 +77,16 @@ class Loading:
             if sample is not None:
                 self._remember(sample["prompt"])
 
+    def fetch(self, request_id: str, found: Found) -> None:
+        """Take a request whose beginning a source holds. It follows one that loads as much of the same ticket."""
+        loader = self._loaders.get(found.ticket.sealed, "")
+        if loader and self._loads[loader].end >= found.num_tokens:
+            self._loads[request_id] = _Load(found.num_tokens, follows=loader)
+            return
+        covered = max(found.ticket.grants[0].num_tokens)
+        self._loads[request_id] = _Load(found.num_tokens, found.ticket, covered, found=found)
+        self._loaders[found.ticket.sealed] = request_id
+
     def refuse(self, request_id: str, error: KvflowError, *, wanted: int, ticket: Ticket | None = None) -> None:
         """Take a request that must fail or be computed here, as ``kv_load_failure_policy`` says.
 
@@ -98,7 +110,7 @@ class Loading:
             self._commands.append(Cancel(request_id))
             return
         self._forget(request_id)
-        self.refuse(request_id, error, wanted=wanted, ticket=load.ticket if load else None)
+        self.refuse(request_id, error, wanted=wanted, ticket=load.ticket if load and not load.found else None)
 
     def matched(self, request_id: str, computed: int) -> int | None:
         """Return how many tokens after the computed ones can be loaded; None while another loads the same ticket."""
@@ -128,7 +140,11 @@ class Loading:
             assert load.ticket is not None
             end = load.computed + num_tokens
             block_ids = loaded_blocks(self.groups, listed, end=end, num_tokens=load.covered)
-            self._commands.append(Load(request_id, load.ticket, block_ids))
+            prefix = None
+            if (found := load.found) is not None:
+                held = found.source, found.num_tokens, num_tokens, found.asked_s
+                prefix = events.PrefixFetched(load.ticket.request_id, request_id, *held)
+            self._commands.append(Load(request_id, load.ticket, block_ids, prefix))
         except KvflowError as error:
             if load.refusal is None:
                 warn("request %s cannot be loaded", request_id, error=error)
@@ -188,8 +204,8 @@ class Loading:
 
     def _forget(self, request_id: str) -> None:
         load = self._loads.pop(request_id, None)
-        if load is not None and load.ticket is not None:
-            self._loaders.pop(load.ticket.sealed, None)
+        if load is not None and load.ticket is not None and self._loaders.get(load.ticket.sealed) == request_id:
+            del self._loaders[load.ticket.sealed]
 
     def _check_range(self, covered: int, wanted: int) -> None:
         """Refuse a ticket of more tokens than a request may have, or with the state of a token that is of no use."""
@@ -206,4 +222,4 @@ class Loading:
 
 
 def _releases(request_id: str, load: _Load) -> list[Command]:
-    return [] if load.ticket is None else [GiveBack(request_id, load.ticket)]
+    return [] if load.ticket is None or load.found is not None else [GiveBack(request_id, load.ticket)]

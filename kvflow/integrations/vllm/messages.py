@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from kvflow import Finished, Grant, Ticket
+from kvflow import Finished, Grant, Ticket, events
 
 BlockIds = tuple[tuple[int, ...], ...]  # one list of block ids for each group, with -1 for a block that is absent
 
@@ -27,6 +27,7 @@ class Load(Struct, frozen=True, tag="Pull"):  # the tag of 0.1.0
     request_id: str
     ticket: Ticket
     block_ids: BlockIds  # -1 where nothing must be written
+    prefix: events.PrefixFetched | None = None  # without ``seconds`` and ``nbytes``; None for a ticket of a request
 
 
 class Keep(Struct, frozen=True, tag=True):
@@ -100,9 +101,10 @@ PHASES = ("total_s", "queue_s", "post_s", "wire_s", "fence_s")
 
 SERIES = (*PHASES, "nbytes", "descriptors")  # one number for each completed pull
 
-COUNTS = ("failed", "leases", "defects", "untagged")
+COUNTS = ("failed", "leases", "defects", "untagged", "prefixes")
 """Counts by key: failed pulls by error code; ended leases by outcome; exceptions that vLLM's scheduler did not see, by
-the method that raised them; requests that neither ask for a ticket nor bring one, by the content of their parameters.
+the method that raised them; requests that neither ask for a ticket nor bring one, by the content of their parameters;
+prompts that sources were asked for, by what came of it, and hints that were ignored.
 """
 
 Counters = dict[str, Any]
@@ -169,6 +171,7 @@ def summary(counters: Counters) -> dict[str, int | float]:
     line |= {f"Num leases {outcome}": number for outcome, number in sorted(counters["leases"].items())}
     line |= {f"Num defects ({method})": number for method, number in sorted(counters["defects"].items())}
     line |= {f"Num untagged requests ({params})": number for params, number in sorted(counters["untagged"].items())}
+    line |= {f"Num prefixes ({outcome})": number for outcome, number in sorted(counters["prefixes"].items())}
     return line
 
 

@@ -10,6 +10,7 @@ from kvflow.integrations.vllm.engine import LOAD_WAIT, LoadWait
 from kvflow.integrations.vllm.messages import Admit, Command, KeepBlocks, Reset
 from kvflow.integrations.vllm.settings import logger
 from kvflow.integrations.vllm.worker import Passed, RankWorker
+from kvflow.observability.logs import EventLog
 
 if TYPE_CHECKING:
     from kvflow import KVCache  # loads torch
@@ -38,7 +39,8 @@ class RankRuntime:
         self._worker = self._stack.enter_context(run_worker(config, cache))
         self._asleep = False
         self._on_device, self._apart = mark is not None, apart
-        self.rank = RankWorker(self._worker, mark, load_wait)
+        log = EventLog(engine_id=config.engine_id, rank=config.rank)
+        self.rank = RankWorker(self._worker, mark, load_wait, log)
         self.contact = self._stack.enter_context(reachable(self.rank, apart=apart))
 
     def divide(self, commands: Sequence[Command]) -> tuple[Sequence[Command], Sequence[Command]]:

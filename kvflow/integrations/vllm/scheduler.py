@@ -11,6 +11,7 @@ from kvflow.errors import DefectFound, KvflowError, TicketInvalid
 from kvflow.integrations.vllm.admission import Contact, EarlyAdmission
 from kvflow.integrations.vllm.blocks import NO_CHAIN, NULL_BLOCK, Contents, ExtraKeys, TransferGroup
 from kvflow.integrations.vllm.caches import read_groups, retained_tokens
+from kvflow.integrations.vllm.finder import Finder
 from kvflow.integrations.vllm.keeping import Keeping, can_keep
 from kvflow.integrations.vllm.loading import Loading
 from kvflow.integrations.vllm.messages import Command, Counters, Reset, empty_counters
@@ -20,6 +21,7 @@ from kvflow.integrations.vllm.params import (
     OfferWanted,
     Untagged,
     Wanted,
+    hinted_sources,
     is_tagged,
     read_params,
     ticket_chars_max,
@@ -142,6 +144,11 @@ class SchedulerSide:
         self._keeps = settings.keep and can_keep(vllm_config, kv_cache_config, groups)
         self._step = 0
         self.untagged = Untagged(settings)
+        self._finder: Finder | None = None
+        if settings.sources and any(each.is_state for each in groups):
+            logger.warning("kvflow: sources is set, but the states of this model are not kept: no source is asked")
+        elif settings.sources:
+            self._finder = Finder(settings, self._contents, whole=any(each.group.window for each in groups))
         self._ended: set[str] = set()  # requests that a reset has ended on all ranks, which have not reported them yet
         self._resets: list[Command] = []
 
@@ -160,6 +167,8 @@ class SchedulerSide:
         """Close the channels to the ranks."""
         self.offering.close()
         self._early.close()
+        if self._finder is not None:
+            self._finder.close()
 
     def _fail(self, error: Exception, request: "Request") -> None:
         """Fail a request after an unforeseen exception."""
@@ -207,7 +216,8 @@ class SchedulerSide:
             return
         if isinstance(wanted, LoadWanted):
             self.loading.announce(request_id, wanted.ticket, wanted=max(0, prompt - self._backoff))
-        elif isinstance(wanted, OfferWanted) or self._is_prefill(request):
+            return
+        if isinstance(wanted, OfferWanted) or self._is_prefill(request):
             request.max_tokens = 1  # whatever the API calls it: the blocks of further tokens fit no prompt
             self._leave_to_decode(request)
             trace = traceparent_of(getattr(request, "trace_headers", None))
@@ -220,12 +230,30 @@ class SchedulerSide:
                 asked=isinstance(wanted, OfferWanted),
                 traceparent=trace,
             )
+        self._seek(request)
 
     @guarded((0, False), _fail_matched)
     def matched(self, request: "Request", computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens after the computed ones can be loaded, and whether a load is needed."""
-        found = self.loading.matched(request.request_id, computed)
-        return found, bool(found)
+        """Return how many tokens after the computed ones can be loaded, and whether a load is needed.
+
+        None: a source may still answer, or another request loads the same ticket.
+        """
+        if self._finder is not None:
+            if self._finder.is_asking(request.request_id):
+                return None, False
+            found = self._finder.take(request.request_id, computed)
+            if found is not None:
+                self.loading.fetch(request.request_id, found)
+        matched = self.loading.matched(request.request_id, computed)
+        return matched, bool(matched)
+
+    @guarded(None)
+    def _seek(self, request: "Request") -> None:
+        """Ask the sources for a prompt that this engine computes, unless vLLM must compute every token of it."""
+        if self._finder is None or request.abort_immediately or request.get_skip_reading_prefix_cache():
+            return
+        hints = hinted_sources(request.kv_transfer_params, getattr(request, "kv_hints", None))
+        self._finder.seek(request, hints)
 
     @guarded(None, _fail_allocated)
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", num_tokens: int) -> None:
@@ -237,6 +265,8 @@ class SchedulerSide:
         """Keep and offer the blocks of a request that has ended, or release the ticket that it did not use."""
         self._keep(request, listed)
         self.loading.finished(request.request_id)
+        if self._finder is not None:
+            self._finder.forget(request.request_id)
         sample = self.offering.is_sample(request.request_id)
         if sample is None:
             return False, None
@@ -284,6 +314,8 @@ class SchedulerSide:
         loads are dropped are computed, whatever ``kv_load_failure_policy`` says. Without it loads go on.
         """
         ended = self.end_kept()
+        if self._finder is not None:
+            self._finder.clear()
         loads = self.loading.begun() if scheduler is None else _dropped(scheduler, self.loading.reset())
         offers = self.offering.reset()
         void = tuple([name for name in (*(loads if scheduler else ()), *offers) if name not in self._ended])
@@ -315,9 +347,11 @@ class SchedulerSide:
 
     def take_counters(self) -> Counters | None:
         """Return the counters since the last call, or None if nothing was counted."""
-        if not (self.guard.caught or self.untagged.counts):
+        prefixes = self._finder.take_counts() if self._finder is not None else {}
+        if not (self.guard.caught or self.untagged.counts or prefixes):
             return None
-        return empty_counters() | {"defects": self.guard.take(), "untagged": self.untagged.take()}
+        counts = {"defects": self.guard.take(), "untagged": self.untagged.take(), "prefixes": prefixes}
+        return empty_counters() | counts
 
     @guarded(())
     def _take_commands(self, half: Loading | Offering | Keeping) -> Iterable[Command]:

@@ -36,6 +36,7 @@ COUNTERS = {
         "Requests that neither ask for a ticket nor bring one, by the content of kv_transfer_params",
         "params",
     ),
+    "prefixes": ("prefixes", "Prompts that sources were asked for, by outcome, and ignored hints", "outcome"),
 }
 """Name in ``COUNTS`` -> name after ``vllm:kvflow_``, meaning, and the label that holds the key."""
 

@@ -14,6 +14,8 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple, cast
 
+from msgspec import structs
+
 from kvflow import Finished, Grant, RankAddress, ThreadedWorker, Ticket, TransferReport
 from kvflow.errors import (
     AuthenticationFailed,
@@ -43,6 +45,7 @@ from kvflow.integrations.vllm.messages import (
     empty_counters,
 )
 from kvflow.integrations.vllm.settings import logger, warn
+from kvflow.observability.logs import EventLog
 
 WRITTEN_PAUSE_S = 0.001
 """Pause before an early admission asks again if the blocks are written: a draft model takes some milliseconds."""
@@ -89,11 +92,13 @@ class RankWorker:
         worker: ThreadedWorker,
         mark: Callable[[], Passed] | None = None,
         load_wait: LoadWait = LOAD_WAIT,
+        log: EventLog = EventLog(),  # noqa: B008 - it has no fields of a rank
     ) -> None:
         self._worker = worker
+        self._log = log
         self._load_wait = load_wait
         self._held_back: deque[tuple[int, Sequence[Command]]] = deque()
-        self._pulls: dict[str, tuple[Ticket, Future[TransferReport]]] = {}
+        self._pulls: dict[str, tuple[Load, Future[TransferReport]]] = {}
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -356,7 +361,7 @@ class RankWorker:
                     self._end(command.request_id, failed=True)
             else:
                 for command, future in zip(commands, futures, strict=True):
-                    self._pulls[command.request_id] = command.ticket, future
+                    self._pulls[command.request_id] = command, future
 
     def _cancel(self, request_id: str) -> None:
         if request_id in self._pulls:
@@ -384,10 +389,14 @@ class RankWorker:
         request_id, error = end.local_request_id, end.error
         if request_id not in self._pulls:
             return
-        ticket, _ = self._pulls.pop(request_id)
+        command, _ = self._pulls.pop(request_id)
+        ticket, prefix = command.ticket, command.prefix
         self._end(request_id, failed=error is not None or lost)
         if error is not None:
-            if request_id not in self._void:
+            is_late = prefix is not None and isinstance(error, StaleLease)  # nobody pins what is kept
+            if is_late and self.address.rank == 0:
+                count(self._counted(), "prefixes", "stale")
+            if request_id not in self._void and not is_late:
                 named = request_id, end.request_id, ticket.engine_id
                 warn("the load of request %s (%s of engine %s) failed", *named, error=error)
             if not isinstance(error, NOT_RELEASED):
@@ -397,6 +406,9 @@ class RankWorker:
                 "kvflow: the load of request %s is lost, because the engine went to sleep before it was used",
                 request_id,
             )
+        elif prefix is not None and end.report is not None:
+            seconds, nbytes = end.report.timings_s.get("total", 0.0), end.report.nbytes
+            self._log(structs.replace(prefix, seconds=seconds, nbytes=nbytes))
 
     def _end(self, request_id: str, *, failed: bool = False) -> None:
         self._received.add(request_id)

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from kvflow import Finished, FullAttention, TransferReport, WorkerConfig, allocate
@@ -19,6 +20,7 @@ from kvflow.errors import (
     WorkerClosed,
     WorkerSuspended,
 )
+from kvflow.events import PrefixFetched
 from kvflow.integrations.vllm import settings
 from kvflow.integrations.vllm import worker as worker_module
 from kvflow.integrations.vllm.engine import BRIEF_WAIT, LOAD_WAIT, NO_WAIT, load_wait, writes_late
@@ -128,6 +130,36 @@ def told(*commands, refusal=None, rank=0):
     rank = RankWorker(fake)
     rank.execute(commands)
     return fake, rank
+
+
+PREFIX = PrefixFetched("kept:1", "r", "tcp://decode-0:5600", 4096, 1024, 0.25)
+
+
+def test_a_fetched_prefix_has_a_record():
+    records = []
+    fake = FakeWorker()
+    rank = RankWorker(fake, log=records.append)
+    rank.execute([Load("r", TICKET, ((1, 2, 3),), PREFIX), Load("s", TICKET, ((4, 5, 6),))])
+    fake.end("s")
+    fake.end()
+    assert rank.collect().received == {"r", "s"}
+    assert records == [msgspec.structs.replace(PREFIX, seconds=0.5, nbytes=1 << 20)]
+
+
+def test_a_prefix_that_was_reused_before_it_was_read_is_counted_once(caplog):
+    for number in (0, 1):
+        fake, rank = told(Load("r", TICKET, ((1, 2, 3),), PREFIX), rank=number)
+        fake.end(error=StaleLease("the engine has reused its blocks"))
+        assert rank.collect().failed == {"r"}
+        counters = rank.take_counters()
+        assert counters["failed"] == {"stale_lease": 1}
+        assert counters["prefixes"] == ({} if number else {"stale": 1})
+    assert caplog.records == []  # nobody has done anything wrong
+    fake, rank = told(Load("r", TICKET, ((1, 2, 3),), PREFIX))
+    fake.end(error=PeerLost("gone"))
+    assert rank.collect().failed == {"r"}
+    assert rank.take_counters()["prefixes"] == {}
+    assert "the load of request r" in caplog.text
 
 
 def test_a_pull_is_reported_when_it_has_ended_and_once():

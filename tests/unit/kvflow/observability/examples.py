@@ -80,6 +80,9 @@ EVENTS = {
         timings_s={"handshake": 0.25, "queue": 0.001, "wire": 0.03, "total": 1 / 3},
         remote_engine_id="prefill-0",
     ),
+    "prefix.fetched": events.PrefixFetched(
+        "kept:cmpl-1", "cmpl-2", "tcp://decode-0:5600", 4096, 3072, 0.0004, 0.02, 1 << 28
+    ),
     "transfer.traced": events.TransferTraced(
         7,
         "request-1",

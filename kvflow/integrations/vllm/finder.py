@@ -1,0 +1,265 @@
+"""Asks other engines for the beginnings of prompts, while vLLM's scheduler goes on.
+
+A thread of the scheduler's process stays connected to every address of every source. When a request arrives, it asks
+all of them at once, with the digests of the prompt in each source's block size. The longest answer wins.
+"""
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import Struct
+
+from kvflow import Manifest, Ticket, WorkerConfig
+from kvflow.addresses import host_and_port
+from kvflow.errors import DeadlineExceeded, KvflowError
+from kvflow.integrations.vllm.blocks import NO_CHAIN, Chain, Contents, Request
+from kvflow.integrations.vllm.settings import Settings, logger
+from kvflow.rendezvous.dialer import Asker, open_asker
+
+OpenAsker = Callable[[str, WorkerConfig], AbstractAsyncContextManager[Asker]]
+
+SEARCHES_MAX = 1024  # requests that are asked for at a time: further ones are computed
+
+DIGESTS_MAX = 2000
+"""Digests in a question. For a prompt of more blocks, only every second, third, ... digest is asked for."""
+
+ADDRESSES_MAX = 64  # of one source that are dialed
+RESOLVE_S = 10.0  # time between two look-ups of the addresses of a source
+RETRY_S, RETRY_S_MAX = 0.5, 30.0  # first pause after a failed connection, which doubles each time, and the longest
+MISSES_MAX = 3  # answers in a row that have not come in time, after which a source is not asked
+SKIP_S = 10.0  # for this time
+CLOSE_S = 2.0  # longest time to wait for the end of the thread, which may be looking up a name
+
+
+class Found(Struct, frozen=True):
+    """What a source holds of a prompt."""
+
+    source: str  # its control endpoint
+    ticket: Ticket
+    num_tokens: int  # first tokens of the prompt that it holds
+    asked_s: float  # seconds until its answer
+
+
+@dataclass(slots=True, eq=False)
+class _Source:
+    """One address that is connected."""
+
+    names: frozenset[str]  # its endpoint, and how the settings name it
+    endpoint: str
+    asker: Asker
+    block_size: int  # of its first group
+    misses: int = 0
+    skip_until: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Search:
+    """The questions for one request."""
+
+    until: float
+    hinted: frozenset[str]
+    best: Found | None = None
+    is_answered: bool = False  # by any source
+    is_done: bool = False
+    chains: dict[int, Chain] = field(default_factory=dict)  # by block size
+
+
+class Finder:
+    """Finds the beginnings of prompts at the sources of an engine. Thread: the scheduler's.
+
+    ``whole``: a part of what a source holds is of no use, because no window of a sliding layer was kept for it.
+    """
+
+    def __init__(
+        self, settings: Settings, contents: Contents, *, whole: bool, open_asker: OpenAsker = open_asker
+    ) -> None:
+        self._settings = settings
+        self._contents = contents
+        self._whole = whole
+        self._open_asker = open_asker
+        self._searches: dict[str, _Search] = {}
+        self._addresses: dict[str, frozenset[str]] = {}  # endpoints by source
+        self._sources: dict[str, _Source] = {}  # by endpoint
+        self._counts: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="kvflow-finder", daemon=True)
+        self._thread.start()
+
+    def seek(self, request: Request, hints: Iterable[str] = ()) -> None:
+        """Start to ask who holds the beginning of a prompt, first the sources that hints name."""
+        hinted = frozenset(hints)
+        known = hinted & frozenset(self._settings.sources).union(*tuple(self._addresses.values()))
+        self._counts["hint_ignored"] += len(hinted - known)
+        if request.num_prompt_tokens > self._settings.fetch_tokens_min and len(self._searches) < SEARCHES_MAX:
+            search = _Search(time.monotonic() + self._settings.find_s, known)
+            self._loop.call_soon_threadsafe(self._spawn, self._search, request, search)
+            self._searches[request.request_id] = search
+
+    def is_asking(self, request_id: str) -> bool:
+        """Return whether an answer for a request may still come in time."""
+        search = self._searches.get(request_id)
+        return search is not None and not search.is_done and time.monotonic() < search.until
+
+    def take(self, request_id: str, computed: int) -> Found | None:
+        """End the search for a request; return what was found, if it saves enough over the ``computed`` tokens."""
+        search = self._searches.pop(request_id, None)
+        if search is None:
+            return None
+        found, outcome = search.best, "held"
+        if found is None:
+            outcome = "not_held" if search.is_answered else "not_answered"
+        elif found.num_tokens - computed < self._settings.fetch_tokens_min:
+            found, outcome = None, "below_minimum"
+        self._counts[outcome] += 1
+        return found
+
+    def forget(self, request_id: str) -> None:
+        """End the search for a request that has ended."""
+        self._searches.pop(request_id, None)
+
+    def clear(self) -> None:
+        """End all searches, so that their requests are computed."""
+        self._searches.clear()
+
+    def take_counts(self) -> dict[str, int]:
+        """Return how many searches have ended in which way, and how many hints were ignored, since the last call."""
+        counts, self._counts = +self._counts, Counter()
+        return dict(counts)
+
+    def close(self) -> None:
+        """Close all connections and end the thread."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join(CLOSE_S)
+
+    # On the other thread.
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # at its end, it cancels all tasks
+            for source in dict.fromkeys(self._settings.sources):
+                self._spawn(self._watch, source)
+            runner.run(self._closing.wait())
+
+    def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> asyncio.Task[None]:
+        async def guarded() -> None:
+            try:
+                await work(*args)
+            except Exception:
+                logger.exception("kvflow: a search for prefixes failed")
+
+        task = self._loop.create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _watch(self, source: str) -> None:
+        """Stay connected to every address of a source."""
+        host, port = host_and_port(source)
+        connections: dict[str, asyncio.Task[None]] = {}
+        while True:
+            try:
+                found = await self._loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+            except (OSError, UnicodeError) as error:  # the latter for a part of a name that is too long
+                logger.debug("kvflow: the name of source %s has no address: %s", source, error)
+            else:
+                hosts = sorted({str(address[0]) for *_, address in found})[:ADDRESSES_MAX]
+                endpoints = [f"tcp://[{each}]:{port}" if ":" in each else f"tcp://{each}:{port}" for each in hosts]
+                self._addresses[source] = frozenset(endpoints)
+                for endpoint in connections.keys() - endpoints:
+                    connections.pop(endpoint).cancel()
+                for endpoint in endpoints:
+                    if endpoint not in connections:
+                        connections[endpoint] = self._spawn(self._stay_connected, source, endpoint)
+            await asyncio.sleep(RESOLVE_S)
+
+    async def _stay_connected(self, source: str, endpoint: str) -> None:
+        pause_s = RETRY_S
+        while True:
+            try:
+                async with self._open_asker(endpoint, self._settings.worker) as asker:
+                    manifest = (await asker.read_manifest()).manifest
+                    if self._is_of_use(endpoint, manifest):
+                        names, size = frozenset((source, endpoint)), manifest.groups[0].tokens_per_id
+                        self._sources[endpoint] = _Source(names, endpoint, asker, size)
+                    pause_s = RETRY_S
+                    await asker.wait_ended()
+            except KvflowError as error:
+                level = logging.INFO if pause_s == RETRY_S else logging.DEBUG
+                logger.log(level, "kvflow: no prefixes come from %s: %s", endpoint, error)
+            finally:
+                self._sources.pop(endpoint, None)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RETRY_S_MAX)
+
+    def _is_of_use(self, endpoint: str, manifest: Manifest) -> bool:
+        """Return whether a source may hold what this engine can read; it may be this engine itself."""
+        config, theirs = self._settings.worker, manifest.identity
+        pairs = ((config.model, theirs.model), (config.tuning.model_revision, theirs.revision))
+        if any(own and other and own != other for own, other in pairs):
+            logger.warning("kvflow: source %s has another model, and is not asked: %s", endpoint, pairs)
+            return False
+        is_asked = theirs.engine_id != config.engine_id and manifest.groups[0].tokens_per_id > 0
+        logger.info("kvflow: source %s is engine %s%s", endpoint, theirs.engine_id, "" if is_asked else ", not asked")
+        return is_asked
+
+    async def _search(self, request: Request, search: _Search) -> None:
+        try:
+            now = time.monotonic()
+            ready = [each for each in self._sources.values() if each.skip_until <= now]
+            hinted = [each for each in ready if each.names & search.hinted]
+            for sources in (hinted, [each for each in ready if each not in hinted]):
+                if search.best is None or search.best.num_tokens < self._settings.fetch_tokens_min:
+                    await asyncio.gather(*[self._ask(each, request, search) for each in sources])
+        finally:
+            search.is_done = True
+
+    async def _ask(self, source: _Source, request: Request, search: _Search) -> None:
+        """Ask one source, and note what it holds if nobody has more. Its faults end no search."""
+        size = source.block_size
+        if size not in search.chains:
+            chains = {size: NO_CHAIN}
+            self._contents.grow(request, chains, request.num_prompt_tokens - 1)  # the last token has to be computed
+            search.chains |= chains
+        digests = search.chains[size][0]
+        every = -(-len(digests) // DIGESTS_MAX)
+        asked = digests[every - 1 :: every] if every else []
+        within_s = search.until - time.monotonic()
+        if not asked or within_s <= 0:
+            return
+        try:
+            ticket, count = await source.asker.held((tuple(asked),), within_s)
+            source.misses = 0
+            search.is_answered = True
+            if ticket is not None:
+                self._note(source, request, search, ticket, count * every * size)
+        except DeadlineExceeded:
+            source.misses += 1
+            if source.misses >= MISSES_MAX:
+                self._skip(source, "its answers come too late")
+        except KvflowError as error:
+            self._skip(source, error)
+
+    def _note(self, source: _Source, request: Request, search: _Search, ticket: Ticket, num_tokens: int) -> None:
+        """Note an answer. Raises ``ContentMismatch`` if the ticket has digests of other content."""
+        covered = max(ticket.grants[0].num_tokens)
+        num_tokens = min(num_tokens, covered)
+        if num_tokens < covered and self._whole:
+            return
+        if search.best is None or search.best.num_tokens < num_tokens:
+            self._contents.require(request, ticket, num_tokens)
+            asked_s = time.monotonic() - search.until + self._settings.find_s
+            search.best = Found(source.endpoint, ticket, num_tokens, asked_s)
+
+    def _skip(self, source: _Source, reason: object) -> None:
+        source.misses, source.skip_until = 0, time.monotonic() + SKIP_S
+        logger.info("kvflow: source %s is not asked for %g s: %s", source.endpoint, SKIP_S, reason)

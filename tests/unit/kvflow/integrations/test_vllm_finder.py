@@ -1,0 +1,569 @@
+"""Prompts that sources are asked for: the longest answer in time is loaded, and no fault of a source fails a prompt."""
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from kvflow.errors import DeadlineExceeded, PeerLost, ProtocolViolation
+from kvflow.integrations.vllm import finder as finder_module
+from kvflow.integrations.vllm import scheduler
+from kvflow.integrations.vllm.finder import Finder
+from kvflow.integrations.vllm.messages import Admit, Cancel, GiveBack, Load
+from kvflow.integrations.vllm.settings import EngineFacts, read_settings
+
+from .vllm_like import (
+    SECRET,
+    SIDES,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    blocks_of,
+    new_contents,
+    new_request,
+    new_ticket,
+    side,
+)
+
+WITHIN_S = 30.0
+FIRST, SECOND, THIRD = (f"tcp://127.0.0.{number}:5600" for number in (1, 2, 3))
+
+
+class Source:
+    """A source as ``open_asker`` shows it: it holds the first tokens of ``new_request``'s prompt."""
+
+    def __init__(self, num_tokens=0, engine_id="decode-0", *, block_size=16, model="m", error=None, before=None):
+        self.num_tokens = num_tokens
+        self.error = error
+        self.before = before  # what it waits for before it answers
+        self.questions = []
+        self.dialed = 0
+        self.refuses = None
+        group = SimpleNamespace(tokens_per_id=block_size)
+        identity = SimpleNamespace(engine_id=engine_id, model=model, revision="")
+        self.advertisement = SimpleNamespace(manifest=SimpleNamespace(groups=(group,), identity=identity))
+        self.block_size = block_size
+        self.tickets = {}
+        self.connected = threading.Event()
+        self.end = None
+
+    async def read_manifest(self):
+        return self.advertisement
+
+    async def wait_ended(self):
+        self.end = asyncio.Event()
+        self.connected.set()
+        await self.end.wait()
+
+    async def held(self, digests, within_s):
+        (asked,) = digests
+        self.questions.append(asked)
+        if self.before is not None:
+            await asyncio.to_thread(self.before.wait, WITHIN_S)
+        if self.error is not None:
+            raise self.error
+        mine = chain_of(self.num_tokens, self.block_size)
+        held = [at for at, digest in enumerate(asked, 1) if digest in mine]
+        if not held:
+            return None, 0
+        if self.num_tokens not in self.tickets:
+            blocks = (tuple(range(1, 1 + self.num_tokens // self.block_size)),)
+            self.tickets[self.num_tokens] = new_ticket(
+                self.num_tokens, blocks, "kept:1", block_sizes=(self.block_size,)
+            )
+        return self.tickets[self.num_tokens], held[-1]
+
+
+def chain_of(num_tokens, block_size):
+    chains = {block_size: ([], 0)}
+    new_contents().grow(new_request(None, max(1, num_tokens)), chains, num_tokens)
+    return set(chains[block_size][0])
+
+
+class Finders:
+    """Makes finders over fake sources, and waits for them."""
+
+    def __init__(self):
+        self.sources = {}
+
+    def __call__(self, sources, *, whole=False, listed=None, **extra):
+        self.sources = sources
+        extra = {"sources": list(listed or sources), "find_s": 1.0, "fetch_tokens_min": 32, "model": "m", **extra}
+        settings = read_settings({"cluster_secret": SECRET, **extra}, EngineFacts(engine_id="e", kv_role="kv_both"))
+        finder = Finder(settings, new_contents(), whole=whole, open_asker=self.open)
+        SIDES.append(finder)
+        for source in sources.values():
+            if source.refuses is None:
+                assert source.connected.wait(WITHIN_S)
+        return finder
+
+    @asynccontextmanager
+    async def open(self, endpoint, config):
+        source = self.sources[endpoint]
+        source.dialed += 1
+        if source.refuses is not None:
+            raise source.refuses
+        yield source
+
+
+@pytest.fixture
+def finders():
+    return Finders()
+
+
+def sought(finder, request, hints=(), computed=0):
+    """Ask for a request; wait until nothing more comes, and take what was found."""
+    finder.seek(request, hints)
+    search = finder._searches.get(request.request_id)
+    asking = finder.is_asking(request.request_id)
+    deadline = threading.Event()
+    while search is not None and not search.is_done:
+        deadline.wait(0.001)
+    assert asking or search is None or search.is_done
+    assert not finder.is_asking(request.request_id)
+    return finder.take(request.request_id, computed)
+
+
+def test_the_longest_answer_wins(finders):
+    finder = finders({FIRST: Source(64), SECOND: Source(160, "decode-1"), THIRD: Source(96, "decode-2")})
+    found = sought(finder, new_request(None, 400))
+    assert (found.source, found.num_tokens, found.ticket.request_id) == (SECOND, 160, "kept:1")
+    assert 0 <= found.asked_s <= 1.0
+    assert finder.take_counts() == {"held": 1}
+    assert finder.take("r", 0) is None
+
+
+def test_a_source_that_holds_more_is_read_in_part(finders):
+    finder = finders({FIRST: Source(160)})
+    found = sought(finder, new_request(None, 100))
+    assert (found.num_tokens, found.ticket.grants[0].num_tokens) == (96, (160,))
+    assert sought(finder, new_request(None, 96)).num_tokens == 80  # the last token has to be computed
+
+
+def test_with_windows_a_part_is_of_no_use(finders):
+    finder = finders({FIRST: Source(160)}, whole=True)
+    assert sought(finder, new_request(None, 100)) is None
+    assert sought(finder, new_request(None, 161)).num_tokens == 160
+    assert finder.take_counts() == {"not_held": 1, "held": 1}
+
+
+def test_another_prompt_is_not_held(finders):
+    finder = finders({FIRST: Source(160)})
+    assert sought(finder, new_request(None, range(1, 200))) is None
+    assert sought(finder, new_request(None, 200, cache_salt="another")) is None
+    assert finder.take_counts() == {"not_held": 2}
+
+
+def test_each_source_is_asked_in_its_own_block_size(finders):
+    coarse, fine = Source(128, block_size=64), Source(0, "decode-1", block_size=8)
+    finder = finders({FIRST: coarse, SECOND: fine})
+    assert sought(finder, new_request(None, 200)).num_tokens == 128
+    assert [len(each.questions[0]) for each in (coarse, fine)] == [3, 24]
+
+
+def test_a_long_prompt_is_asked_for_in_larger_steps(finders, monkeypatch):
+    monkeypatch.setattr(finder_module, "DIGESTS_MAX", 4)
+    source = Source(16 * 7)
+    finder = finders({FIRST: source})
+    found = sought(finder, new_request(None, 16 * 10))
+    assert len(source.questions[0]) == 3  # every third of nine
+    assert found.num_tokens == 16 * 6
+
+
+def test_what_the_cache_has_need_not_be_fetched(finders):
+    finder = finders({FIRST: Source(160)})
+    assert sought(finder, new_request(None, 200), computed=144) is None
+    assert sought(finder, new_request(None, 200), computed=128).num_tokens == 160
+    assert finder.take_counts() == {"below_minimum": 1, "held": 1}
+
+
+def test_a_prompt_too_short_to_save_anything_is_not_asked_for(finders):
+    source = Source(160)
+    finder = finders({FIRST: source})
+    assert sought(finder, new_request(None, 32)) is None
+    assert source.questions == []
+    assert finder.take_counts() == {}
+
+
+def test_the_source_of_a_hint_is_asked_first(finders):
+    first, second = Source(160), Source(320, "decode-1")
+    finder = finders({FIRST: first, SECOND: second})
+    assert sought(finder, new_request(None, 400), [FIRST]).source == FIRST
+    assert second.questions == []
+    assert sought(finder, new_request(None, 400, "s"), [FIRST, SECOND]).source == SECOND
+    first.num_tokens = 0  # then all others are asked
+    assert sought(finder, new_request(None, 400, "t"), [FIRST]).source == SECOND
+    assert finder.take_counts() == {"held": 3}
+
+
+def test_a_hint_that_names_no_source_is_ignored_and_counted(finders):
+    source = Source(160)
+    finder = finders({FIRST: source})
+    assert sought(finder, new_request(None, 400), ["tcp://10.0.0.9:1", "tcp://10.0.0.9:1"]).source == FIRST
+    assert finder.take_counts() == {"held": 1, "hint_ignored": 1}
+    assert source.dialed == 1
+
+
+def test_every_address_of_a_name_is_asked(finders, monkeypatch):
+    def resolve(host, port, *_):
+        assert (host, port) == ("decode.example", 5600)
+        return [(None, None, None, "", (f"127.0.0.{last}", port)) for last in (1, 2, 3)]
+
+    monkeypatch.setattr("socket.getaddrinfo", resolve)
+    sources = {FIRST: Source(64), SECOND: Source(160, "decode-1"), THIRD: Source(96, "decode-2")}
+    finder = finders(sources, listed=["tcp://decode.example:5600"])
+    assert sought(finder, new_request(None, 400)).source == SECOND
+    assert [len(each.questions) for each in sources.values()] == [1, 1, 1]
+    assert sought(finder, new_request(None, 400), ["tcp://decode.example:5600", THIRD]).source == SECOND
+    assert finder.take_counts() == {"held": 2}
+
+
+def test_an_address_that_has_gone_is_no_longer_asked(finders, monkeypatch):
+    left = [1, 2]
+    monkeypatch.setattr(finder_module, "RESOLVE_S", 0.001)
+    monkeypatch.setattr(
+        "socket.getaddrinfo", lambda host, port, *_: [(0, 0, 0, "", (f"127.0.0.{last}", port)) for last in left]
+    )
+    finder = finders({FIRST: Source(64), SECOND: Source(160, "decode-1")}, listed=["tcp://decode.example:5600"])
+    left.pop()
+    wait_until(lambda: list(finder._sources) == [FIRST])
+    assert sought(finder, new_request(None, 400)).num_tokens == 64
+
+
+def test_a_name_without_an_address_is_looked_up_again(finders, monkeypatch):
+    monkeypatch.setattr(finder_module, "RESOLVE_S", 0.001)
+    answers = iter([OSError("unknown"), UnicodeError("label too long")])
+
+    def resolve(host, port, *_):
+        for error in answers:
+            raise error
+        return [(0, 0, 0, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr("socket.getaddrinfo", resolve)
+    finder = finders({FIRST: Source(64)}, listed=["tcp://decode.example:5600"])
+    assert sought(finder, new_request(None, 400)).source == FIRST
+
+
+@pytest.mark.parametrize(
+    "changes", [{"model": "another"}, {"engine_id": "e"}, {"block_size": 0}], ids=["model", "itself", "states"]
+)
+def test_an_engine_of_no_use_is_not_asked(finders, changes):
+    useless, useful = Source(320, **changes), Source(160, "decode-1")
+    finder = finders({FIRST: useless, SECOND: useful})
+    assert sought(finder, new_request(None, 400)).source == SECOND
+    assert useless.questions == []
+
+
+def test_a_request_waits_no_longer_than_it_may(finders):
+    gate = threading.Event()
+    finder = finders({FIRST: Source(160, before=gate)}, find_s=0.001)
+    request = new_request(None, 400)
+    finder.seek(request)
+    wait_until(lambda: not finder.is_asking(request.request_id))
+    assert finder.take(request.request_id, 0) is None
+    assert finder.take_counts() == {"not_answered": 1}
+    gate.set()
+
+
+def test_what_has_come_in_time_is_used(finders):
+    gate = threading.Event()
+    finder = finders({FIRST: Source(320, before=gate), SECOND: Source(160, "decode-1")}, find_s=0.2)
+    request = new_request(None, 400)
+    finder.seek(request)
+    wait_until(lambda: not finder.is_asking(request.request_id))
+    assert finder.take(request.request_id, 0).source == SECOND
+    gate.set()
+
+
+@pytest.mark.parametrize(
+    ("error", "times"),
+    [
+        (DeadlineExceeded("late", phase="handshake", peer=FIRST), finder_module.MISSES_MAX),
+        (PeerLost("gone", peer=FIRST), 1),
+        (ProtocolViolation("nonsense", peer=FIRST), 1),
+    ],
+    ids=["silent", "gone", "hostile"],
+)
+def test_a_source_that_fails_is_skipped_for_a_while(finders, monkeypatch, error, times):
+    source, other = Source(320, error=error), Source(160, "decode-1")
+    finder = finders({FIRST: source, SECOND: other})
+    for number in range(times + 2):
+        assert sought(finder, new_request(None, 400, str(number))).source == SECOND
+    assert len(source.questions) == times
+    for each in finder._sources.values():
+        each.skip_until = 0.0
+    source.error = None
+    assert sought(finder, new_request(None, 400)).source == FIRST
+
+
+def test_a_late_answer_now_and_then_is_forgiven(finders):
+    source = Source(160)
+    finder = finders({FIRST: source})
+    for number in range(3 * finder_module.MISSES_MAX):
+        is_late = number % finder_module.MISSES_MAX
+        source.error = DeadlineExceeded("late", phase="handshake", peer=FIRST) if is_late else None
+        assert (sought(finder, new_request(None, 400, str(number))) is None) == bool(is_late)
+
+
+def test_a_ticket_of_other_content_is_not_used(finders):
+    source = Source(160)
+    source.tickets[160] = new_ticket(160, (tuple(range(1, 11)),), prompt=range(7, 400))
+    finder = finders({FIRST: source})
+    assert sought(finder, new_request(None, 400)) is None
+    assert sought(finder, new_request(None, 400, "s")) is None
+    assert len(source.questions) == 1
+
+
+def test_a_source_that_was_restarted_is_dialed_again(finders, monkeypatch):
+    monkeypatch.setattr(finder_module, "RETRY_S", 0.001)
+    source = Source(160)
+    finder = finders({FIRST: source})
+    source.connected.clear()
+    finder._loop.call_soon_threadsafe(source.end.set)
+    assert source.connected.wait(WITHIN_S)
+    assert sought(finder, new_request(None, 400)).source == FIRST
+    assert source.dialed == 2
+
+
+def test_a_source_that_cannot_be_reached_is_dialed_less_and_less_often(finders, monkeypatch):
+    pauses = []
+
+    async def pause(seconds):
+        pauses.append(seconds)
+        await asyncio.Event().wait() if seconds == finder_module.RESOLVE_S else await real(0)
+
+    real = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    source = Source(160)
+    source.refuses = PeerLost("nobody listens", peer=FIRST)
+    finders({FIRST: source})
+    wait_until(lambda: source.dialed > 9)
+    tried = [each for each in pauses if each != finder_module.RESOLVE_S][:9]
+    assert tried == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+
+
+def test_searches_are_bounded_and_end_with_their_requests(finders, monkeypatch):
+    monkeypatch.setattr(finder_module, "SEARCHES_MAX", 2)
+    source = Source(160)
+    finder = finders({FIRST: source})
+    for name in "abc":
+        finder.seek(new_request(None, 400, name))
+    assert list(finder._searches) == ["a", "b"]
+    finder.forget("a")
+    finder.forget("unknown")
+    assert finder.take("a", 0) is None
+    finder.clear()
+    assert finder.take("b", 0) is None
+    assert finder.take_counts() == {}
+
+
+def test_a_defect_in_a_search_ends_only_that_search(finders, monkeypatch, caplog):
+    finder = finders({FIRST: Source(160)})
+    with monkeypatch.context() as patch:
+        patch.setattr(finder, "_note", lambda *_: 1 / 0)
+        assert sought(finder, new_request(None, 400)) is None
+    wait_until(lambda: "a search for prefixes failed" in caplog.text)
+    assert sought(finder, new_request(None, 400)).source == FIRST
+
+
+def test_the_thread_ends_with_its_connections(finders):
+    finder = finders({FIRST: Source(160)})
+    finder.close()
+    assert not finder._thread.is_alive()
+    assert not finder._sources
+    finder.close()
+
+
+# At the side of vLLM's scheduler.
+
+OFFER = {"do_remote_decode": True}
+
+
+@pytest.fixture
+def engine(finders, monkeypatch):
+    """Makes the scheduler's side of an engine with sources."""
+
+    def make(sources, *specs, **named):
+        monkeypatch.setattr(scheduler, "Finder", lambda settings, contents, whole: finders(sources, whole=whole))
+        return side(*(specs or [FullAttentionSpec()]), sources=list(sources), **named)
+
+    return make
+
+
+def matched(found, request, computed=0):
+    """Ask as vLLM does, step by step, until the number of tokens is known."""
+    answers = []
+    wait_until(lambda: answers.append(found.matched(request, computed)) or answers[-1] != (None, False))
+    return answers[-1]
+
+
+def loaded(found, request, blocks, computed=0):
+    """Schedule a request; return its load."""
+    num_tokens, is_load = matched(found, request, computed)
+    assert is_load
+    found.allocated(request, blocks_of(blocks), num_tokens)
+    (command,) = found.take_commands()
+    assert isinstance(command, Load)
+    return command
+
+
+def test_a_prefill_loads_what_a_source_holds_and_offers_all_of_it(engine):
+    gate = threading.Event()
+    prefill = engine({FIRST: Source(160, before=gate)}, role="kv_producer")
+    request = new_request(OFFER, 200)
+    prefill.on_new_request(request)
+    assert prefill.matched(request, 0) == (None, False)
+    gate.set()
+    load = loaded(prefill, request, range(1, 11))
+    assert load.block_ids == (tuple(range(1, 11)),)
+    assert (load.prefix.source, load.prefix.tokens_held, load.prefix.tokens) == (FIRST, 160, 160)
+    assert (load.prefix.request_id, load.prefix.local_request_id) == ("kept:1", "r")
+    prefill.on_reported({"r"}, None)
+    assert prefill.take_counters()["prefixes"] == {"held": 1}
+    offered, params = prefill.on_finished(request, [list(range(1, 14))])
+    assert offered
+    assert params["do_remote_prefill"]
+    (command,) = prefill.take_commands()
+    assert isinstance(command, Admit)
+    assert command.grant.num_tokens == (200,)
+
+
+def test_a_part_of_what_is_held_is_loaded_behind_the_cache(engine):
+    prefill = engine({FIRST: Source(320)})
+    request = new_request(OFFER, 200)
+    prefill.on_new_request(request)
+    load = loaded(prefill, request, range(1, 13), computed=32)
+    assert load.block_ids == ((*range(1, 13), *[-1] * 8),)
+    assert (load.prefix.tokens_held, load.prefix.tokens) == (192, 160)
+
+
+def test_with_a_sliding_window_only_a_whole_entry_is_loaded(engine):
+    prefill = engine({FIRST: Source(160)}, FullAttentionSpec(), SlidingWindowSpec())
+    for prompt, expected in ((120, (0, False)), (162, (160, True))):
+        request = new_request(OFFER, prompt, str(prompt))
+        prefill.on_new_request(request)
+        assert matched(prefill, request) == expected
+
+
+def test_an_engine_that_keeps_states_asks_nobody(engine, caplog):
+    prefill = engine({FIRST: Source(160)}, FullAttentionSpec(), MambaSpec())
+    request = new_request(OFFER, 200)
+    prefill.on_new_request(request)
+    assert prefill.matched(request, 0) == (0, False)
+    assert "no source is asked" in caplog.text
+
+
+def test_a_prompt_that_nobody_holds_is_computed(engine):
+    prefill = engine({FIRST: Source(0), SECOND: Source(0, "decode-1", error=PeerLost("gone", peer=SECOND))})
+    request = new_request(None, 200)
+    prefill.on_new_request(request)
+    assert matched(prefill, request) == (0, False)
+    assert prefill.take_commands() == []
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        new_request(None, 200, skips=True),
+        new_request(None, 200, abort_immediately=True),
+        new_request({"do_remote_prefill": True, **new_ticket().to_params()}, 200),
+        new_request({"do_remote_prefill": True}, 200),
+    ],
+    ids=["every output is needed", "rejected", "it has a ticket", "it is refused"],
+)
+def test_who_must_not_be_asked_for_is_not(engine, request_):
+    source = Source(160)
+    decode = engine({FIRST: source})
+    decode.on_new_request(request_)
+    assert decode.matched(request_, 0)[0] is not None
+    assert source.questions == []
+
+
+def test_a_request_that_ends_while_sources_are_asked_is_forgotten(engine):
+    gate = threading.Event()
+    prefill = engine({FIRST: Source(160, before=gate)})
+    request = new_request(OFFER, 200)
+    prefill.on_new_request(request)
+    request.status = SimpleNamespace(name="FINISHED_ABORTED")
+    prefill.on_finished(request, [[]])
+    gate.set()
+    assert prefill.matched(request, 0) == (0, False)
+    assert prefill.take_commands() == []
+
+
+def test_a_kept_lease_is_neither_renewed_nor_released(engine):
+    prefill = engine({FIRST: Source(160)})
+    request = new_request(None, 200)
+    prefill.on_new_request(request)
+    assert matched(prefill, request) == (160, True)
+    assert [prefill.take_commands() for _ in range(3)] == [[], [], []]  # it waits for free blocks
+    request.status = SimpleNamespace(name="FINISHED_ABORTED")
+    prefill.on_finished(request, [[]])
+    assert prefill.take_commands() == []
+    again = new_request(None, 200, "s")
+    prefill.on_new_request(again)
+    loaded(prefill, again, range(1, 11))
+    again.status = SimpleNamespace(name="FINISHED_ABORTED")
+    prefill.on_finished(again, [[]])
+    assert [type(each) for each in prefill.take_commands()] == [Cancel]
+
+
+def test_requests_of_one_kept_lease_wait_for_each_other_or_load_more(engine):
+    prefill = engine({FIRST: Source(320)})
+    short, same, longer = new_request(None, 100, "a"), new_request(None, 100, "b"), new_request(None, 400, "c")
+    for each in (short, same, longer):
+        prefill.on_new_request(each)
+    assert loaded(prefill, short, range(1, 7)).prefix.tokens == 96
+    assert matched_now(prefill, same) == (None, False)  # it follows the first
+    assert loaded(prefill, longer, range(1, 21)).prefix.tokens == 320
+    prefill.on_reported({"a"}, None)
+    assert prefill.matched(same, 96) == (0, False)
+    prefill.on_reported({"c"}, None)
+    assert prefill.loading.begun() == []
+    assert not any(isinstance(each, GiveBack) for each in prefill.take_commands())
+
+
+def matched_now(found, request):
+    wait_until(lambda: not found._finder.is_asking(request.request_id))
+    return found.matched(request, 0)
+
+
+def test_a_reset_drops_what_was_found(engine):
+    prefill = engine({FIRST: Source(160)})
+    first, second = new_request(None, 200, "a"), new_request(None, 200, "b")
+    for each in (first, second):
+        prefill.on_new_request(each)
+    assert matched(prefill, first) == (160, True)
+    assert prefill.reset(SimpleNamespace(finished_recving_kv_req_ids=set(), requests={}, connector=None))
+    assert [prefill.matched(each, 0) for each in (first, second)] == [(0, False)] * 2
+
+
+def test_hints_of_a_request_reach_the_sources(engine):
+    first, second = Source(160), Source(320, "decode-1")
+    prefill = engine({FIRST: first, SECOND: second})
+    host, port = FIRST.removeprefix("tcp://").split(":")
+    hint = {"remote_kv_source": {"kv_request_id": "x", "remote_host": host, "remote_port": int(port)}}
+    request = new_request(OFFER | hint, 400)
+    prefill.on_new_request(request)
+    assert matched(prefill, request) == (160, True)
+    assert second.questions == []
+
+
+def test_a_defect_while_sources_are_asked_fails_no_request(engine, monkeypatch):
+    prefill = engine({FIRST: Source(160)})
+    monkeypatch.setattr(prefill._finder, "seek", lambda *_: 1 / 0)
+    request = new_request(OFFER, 200)
+    prefill.on_new_request(request)
+    assert prefill.matched(request, 0) == (0, False)
+    assert prefill.take_counters()["defects"] == {"_seek": 1}
+
+
+def wait_until(holds):
+    tick = threading.Event()
+    for _ in range(30_000):
+        if holds():
+            return
+        tick.wait(0.001)
+    raise AssertionError("it never became true")
