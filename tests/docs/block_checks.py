@@ -161,6 +161,7 @@ CHECKS: dict[str, list[Check] | CheckedBy] = {
         *[OFFLOAD] * 3,
     ],
     "docs/howto/run-the-demo.md": [Parsed("runs the demo, as tests/demo do")] * 2,
+    "docs/howto/share-prefixes.md": CheckedBy("tests/vllm/test_prefixes.py", "starts engines with its commands"),
     "docs/howto/vllm.md": CheckedBy("tests/docs/test_vllm_page.py", "lists each block with the test that runs it"),
     "docs/reference/api.md": CheckedBy("tests/docs/api_page.py", "generates it from the docstrings"),
     "docs/reference/models.md": [Step()],

@@ -6,8 +6,9 @@ from pathlib import Path
 HOWTO = Path(__file__).parents[2] / "docs" / "howto"
 PAGE = HOWTO / "vllm.md"
 ROUTERS_PAGE = HOWTO / "routers.md"
+SHARING_PAGE = HOWTO / "share-prefixes.md"
 
-PREFILL_PORT, DECODE_PORT, PROXY_PORT = 8100, 8200, 8000
+PREFILL_PORT, DECODE_PORT, PROXY_PORT, SOURCE_PORT = 8100, 8200, 8000, 5600
 """As the page has them; 8000 is the default of ``kvflow proxy``."""
 
 

@@ -18,6 +18,8 @@ SEED = 20
 VOCABULARY = 1024
 CONTEXT = 1024
 """Tokens, of prompt and output together."""
+CHAT_CONTEXT = 4 * CONTEXT
+"""Likewise, of models for chats of several turns."""
 WINDOW = 64
 """Tokens of a sliding window: less than a block of 128, so that blocks fall out of it."""
 GAIN = 1.5
@@ -40,6 +42,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-one-head": (
         "llama",
         {"num_hidden_layers": 4, "head_dim": 64, "intermediate_size": 512, "num_key_value_heads": 1},
+    ),
+    "llama-chat": (
+        "llama",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 64,
+            "intermediate_size": 512,
+            "max_position_embeddings": CHAT_CONTEXT,
+        },
     ),
     # 64 KiB for each token, as a model of eight billion weights has them, so that to read a prompt takes its time.
     "wide": (
