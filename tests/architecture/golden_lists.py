@@ -28,6 +28,7 @@ from kvflow.leases import tickets
 from kvflow.reads import backend
 from kvflow.reads.tcp import opening, wire
 from kvflow.rendezvous.endpoint import Advertisement
+from kvflow.rendezvous.questions import AnswerHeld, AskHeld
 from kvflow.worker.snapshot import Inspection
 from tests.docs.api_page import MADE_BY_KVFLOW, fields, is_record, members, public_names, signature
 
@@ -138,6 +139,7 @@ STRUCTS = {
     "publication: payload": Advertisement,
     "data plane's metadata": backend.Envelope,
     "report of a worker, in a pong": Inspection,
+    "questions and answers": AskHeld | AnswerHeld,
     "vLLM: commands of a step": messages.Command,
     "vLLM: messages of the scheduler to its ranks": admission._TicketNotice | admission._ResetNotice,
     "vLLM: contact of a rank": admission.Contact,

@@ -33,7 +33,9 @@ from kvflow.reads.bounds import OutOfBounds, check_rows
 from kvflow.reads.nixl.metadata import inspect
 from kvflow.reads.tcp import wire as tcp_wire
 from kvflow.reads.tcp.runs import ServedGroup, SourceList
+from kvflow.rendezvous import questions
 from kvflow.rendezvous.endpoint import Advertisement, decode
+from kvflow.rendezvous.questions import AnswerHeld, AskHeld
 from kvflow.tools.cli.inspect import lines_of as report_lines
 from kvflow.worker.connections import PeerState
 from kvflow.worker.destinations import Quarantined
@@ -342,8 +344,27 @@ def _draw_request(mutator):
     return _json(mutator.of_value(params | beside, TEXTS) if mutator.draw.random() < 0.3 else params)
 
 
+def take_question(data):
+    """Read what a member asks, and what a worker answers."""
+    question = questions.decode_question(data)
+    if question is not None:
+        assert questions.decode_question(questions.encode(question)) == question
+        return "asked"
+    try:
+        questions.decode_answer(data, peer="a liar")
+    except KvflowError as error:
+        return type(error).__name__
+    return "answered"
+
+
+QUESTIONS = (
+    questions.encode(AskHeld(digests=((b"x" * 16, b"y" * 16), (b"z",)), wait_ms=5, at_least=1)),
+    questions.encode(AnswerHeld(ticket="kvf3.AAAA", count=2)),
+)
+
 TARGETS = {
     "frame": (take_frame, _draw_frame),
+    "question": (take_question, lambda mutator: mutator.of_packed(*mutator.draw.sample(QUESTIONS, 2))),
     "manifest": (take_manifest, lambda mutator: mutator.of_packed(ADVERTISED, ADVERTISED)),
     "report": (take_report, lambda mutator: mutator.of_packed(REPORT, REPORT)),
     "metadata": (take_metadata, _draw_metadata),
