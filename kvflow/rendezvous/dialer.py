@@ -26,6 +26,7 @@ from handshake.messages import (
     Renew,
     RenewAnswered,
 )
+from handshake.rates import Bucket
 from kvflow.config import WorkerConfig
 from kvflow.errors import (
     ArgumentInvalid,
@@ -317,17 +318,32 @@ def _require_peer(identity: Identity, peer: PeerId) -> None:
 # --- a member that asks, and reads nothing: ``find``, ``kvflow inspect`` and the doctor ---
 
 
+PACE = 0.9
+"""Share of the questions that a worker takes in a second: it would refuse an asker that exceeds them."""
+
+PAUSE_S = 0.01  # of an asker that is faster
+
+
 class Asker:
     """A connection to a worker that is ready. Thread: the event loop."""
 
     def __init__(
-        self, client: HandshakeClient, awaited: Awaited, key: TicketKey, endpoint: str, answer_s: float
+        self,
+        client: HandshakeClient,
+        awaited: Awaited,
+        key: TicketKey,
+        *,
+        endpoint: str,
+        answer_s: float,
+        network: Network,
     ) -> None:
         self._client = client
         self._awaited = awaited
         self._key = key
         self._answer_s = answer_s
         self._nonces = count(1)
+        self._now = network.now
+        self._pace = Bucket(PACE * Limits().questions_per_s_max, network.now())
         self.endpoint = endpoint
         self.identity: Identity = client.identity
         self.wire_version = client.version
@@ -388,6 +404,9 @@ class Asker:
             raise ArgumentInvalid("digests", expected, f"{len(question)} bytes", remedy="Ask for fewer blocks.")
         nonce = next(self._nonces)
         with self._explained(within_s):
+            async with asyncio.timeout(within_s):
+                while not self._pace.take(1, self._now()):  # noqa: ASYNC110 - only time makes room
+                    await asyncio.sleep(PAUSE_S)
             try:
                 self._client.send(Ask(nonce=nonce, question=question))
             except LocalProtocolError as error:
@@ -447,4 +466,6 @@ async def open_asker(
     security, budgets = security_of(config), config.tuning
     limits = Limits(connect_s=budgets.connect_s, handshake_s=budgets.handshake_s)
     async with _dialed(endpoint, identity, security, limits, network, server_key=server_key) as (client, awaited):
-        yield Asker(client, awaited, TicketKey(security), endpoint, budgets.handshake_s)
+        yield Asker(
+            client, awaited, TicketKey(security), endpoint=endpoint, answer_s=budgets.handshake_s, network=network
+        )

@@ -8,8 +8,9 @@ import pytest
 
 from handshake import Answer, open_client
 from handshake.connection import Conversation
-from handshake.limits import QUESTIONS_MAX
+from handshake.limits import QUESTIONS_MAX, Limits
 from handshake.messages import ANSWER_BYTES_MAX, QUESTION_BYTES_MAX, Answered, Ask, VersionRange
+from handshake.rates import Allowance
 from kvflow.errors import (
     ArgumentInvalid,
     AuthenticationFailed,
@@ -20,7 +21,7 @@ from kvflow.errors import (
     ReleaseMismatch,
 )
 from kvflow.leases.tickets import RankAddress
-from kvflow.rendezvous import questions
+from kvflow.rendezvous import dialer, questions
 from kvflow.rendezvous.dialer import open_asker
 from kvflow.rendezvous.endpoint import READER
 from kvflow.rendezvous.issuer import TicketMint
@@ -156,6 +157,16 @@ async def test_only_so_many_questions_wait_and_the_next_is_refused_here(mute):
             each.cancel()
         await asyncio.wait(waiting)
         assert await asker.ping() >= 0.0, "it was not refused"
+
+
+async def test_who_asks_faster_than_a_worker_takes_waits_and_is_not_refused(monkeypatch):
+    slow = msgspec.structs.replace(Limits(), questions_per_s_max=100.0)
+    monkeypatch.setattr(dialer, "Limits", lambda **_: slow)
+    begin = Allowance.__init__
+    monkeypatch.setattr(Allowance, "__init__", lambda self, _limits, now: begin(self, slow, now))
+    async with producing() as producer, asking(producer) as asker:
+        for _ in range(130):
+            assert await asker.held([DIGESTS], PATIENCE_S) == (None, 0)
 
 
 async def test_a_worker_of_version_1_is_asked_nothing(monkeypatch):
