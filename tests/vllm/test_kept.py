@@ -64,7 +64,7 @@ def name_of(keeper, answer):
     return found
 
 
-def test_leases_end_on_every_rank_before_the_step_that_reuses_a_block_writes(keeper):
+def test_leases_end_on_every_rank_before_a_step_writes_into_a_block(keeper):
     names = []
     for number in range(24):
         answer = keeper.generate(prompt_of(60 + 32 * (number % 5), f"kept {number}"), max_tokens=TOKENS)

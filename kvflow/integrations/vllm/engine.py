@@ -3,16 +3,19 @@
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvflow import models
 from kvflow.errors import ConfigInvalid, SpecInvalid
+from kvflow.integrations.vllm.blocks import TransferGroup
 from kvflow.integrations.vllm.caches import EngineShape, arranged_by_kernel_block, byte_format, dtype_name
-from kvflow.integrations.vllm.settings import EngineFacts, model_name
+from kvflow.integrations.vllm.settings import EngineFacts, logger, model_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 LAYERED = "LBHNC"  # layout of vLLM with one tensor per layer, in which the tokens of one head of a block lie together
 PACKED = "BLHNC"  # layout of vLLM in which one block of all layers is one row
@@ -151,6 +154,28 @@ def load_wait(vllm_config: "VllmConfig") -> LoadWait:
 def writes_late(vllm_config: "VllmConfig") -> bool:
     """Return whether a step of a GPU may write blocks after its tokens have arrived: draft models and states do."""
     return vllm_config.speculative_config is not None or bool(vllm_config.model_config.is_hybrid)
+
+
+def can_keep(vllm_config: "VllmConfig", cache_config: "KVCacheConfig", groups: Sequence[TransferGroup]) -> bool:
+    """Return whether an engine can keep blocks. Say in the log why not, or what it cannot keep."""
+    caching, reason = vllm_config.cache_config, ""
+    if not caching.enable_prefix_caching:
+        reason = "prefix caching is off, so vLLM reuses the blocks of an ended request first"
+    elif any(each.is_state for each in groups):
+        reason = "each step overwrites the states of this model"
+    elif getattr(cache_config, "hisparse_host_num_blocks", None) is not None:
+        reason = "HiSparse is on, and vLLM tells it alone when it reuses a block"
+    elif getattr(cache_config, "needs_kv_cache_zeroing", False):
+        reason = "vLLM clears new blocks of caches of several precisions before it tells that it reuses them"
+    elif any(each.group.window for each in groups) and getattr(caching, "prefix_cache_retention_interval", None) == 0:
+        logger.warning(
+            "kvflow: this engine keeps prompts, but no answers: vLLM leaves the sliding windows of answers out of its "
+            "prefix cache. To keep answers, too, start it with --prefix-cache-retention-interval %d",
+            lcm(*[each.group.block_size for each in groups]),
+        )
+    if reason:
+        logger.warning("kvflow: this engine keeps no blocks for others, though keep is set: %s", reason)
+    return not reason
 
 
 def engine_shape(vllm_config: "VllmConfig", layers: Iterable[str]) -> EngineShape:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvflow.errors import KvflowError
 from kvflow.integrations.vllm.blocks import ABSENT, Digests, TransferGroup, offered_blocks
@@ -18,34 +18,7 @@ from kvflow.integrations.vllm.messages import BlockIds, KeepBlocks
 from kvflow.integrations.vllm.offering import Offering
 from kvflow.integrations.vllm.settings import logger
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
-
 PREFIX = "kept:"  # of the name of a lease, before that of its request: its blocks may be on offer, too
-
-
-def can_keep(vllm_config: "VllmConfig", cache_config: "KVCacheConfig", groups: Sequence[TransferGroup]) -> bool:
-    """Return whether an engine can keep blocks. Say in the log why not, or what it cannot keep."""
-    caching, reason = vllm_config.cache_config, ""
-    if not caching.enable_prefix_caching:
-        reason = "prefix caching is off, so vLLM reuses the blocks of an ended request first"
-    elif any(each.is_state for each in groups):
-        reason = "each step overwrites the states of this model"
-    elif getattr(cache_config, "hisparse_host_num_blocks", None) is not None:
-        reason = "HiSparse is on, and vLLM tells it alone when it reuses a block"
-    elif getattr(cache_config, "needs_kv_cache_zeroing", False):
-        reason = "vLLM clears new blocks of caches of several precisions before it tells that it reuses them"
-    elif any(each.group.window for each in groups) and getattr(caching, "prefix_cache_retention_interval", None) == 0:
-        logger.warning(
-            "kvflow: this engine keeps prompts, but no answers: vLLM leaves the sliding windows of answers out of its "
-            "prefix cache. To keep answers, too, start it with --prefix-cache-retention-interval %d",
-            lcm(*[each.group.block_size for each in groups]),
-        )
-    if reason:
-        logger.warning("kvflow: this engine keeps no blocks for others, though keep is set: %s", reason)
-    return not reason
 
 
 @dataclass(slots=True, eq=False)

@@ -11,8 +11,9 @@ from kvflow.errors import DefectFound, KvflowError, TicketInvalid
 from kvflow.integrations.vllm.admission import Contact, EarlyAdmission
 from kvflow.integrations.vllm.blocks import NO_CHAIN, NULL_BLOCK, Contents, ExtraKeys, TransferGroup
 from kvflow.integrations.vllm.caches import read_groups, retained_tokens
+from kvflow.integrations.vllm.engine import can_keep
 from kvflow.integrations.vllm.finder import Finder
-from kvflow.integrations.vllm.keeping import Keeping, can_keep
+from kvflow.integrations.vllm.keeping import Keeping
 from kvflow.integrations.vllm.loading import Loading
 from kvflow.integrations.vllm.messages import Command, Counters, Reset, empty_counters
 from kvflow.integrations.vllm.offering import Offering, is_further_prompt

@@ -260,7 +260,7 @@ def test_requests_that_share_blocks_have_a_lease_each(pool):
     assert found.keeping.take_revoked() == ("kept:long",)
 
 
-def test_a_request_that_adds_nothing_to_the_prefix_cache_takes_no_further_slot(pool):
+def test_a_request_that_adds_nothing_takes_no_further_slot(pool):
     found = keeper(pool)
     blocks = filled(pool, 2)
     end(found, pool, blocks, "first")

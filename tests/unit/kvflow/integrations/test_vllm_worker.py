@@ -494,7 +494,7 @@ def test_a_kept_lease_is_held_at_once_where_no_device_writes_late():
     assert fake.revoked == ["kept:r"]
 
 
-def test_a_kept_lease_is_held_when_its_blocks_are_written_though_no_step_follows():
+def test_a_kept_lease_is_held_once_written_though_no_step_follows():
     fake = FakeWorker()
     held = threading.Event()
     fake.admit = lambda *_: held.set()
@@ -506,7 +506,7 @@ def test_a_kept_lease_is_held_when_its_blocks_are_written_though_no_step_follows
     assert held.wait(60)
 
 
-def test_a_kept_lease_that_ends_before_its_blocks_are_written_is_never_held(monkeypatch):
+def test_a_kept_lease_that_ends_before_it_is_written_is_never_held(monkeypatch):
     again = []
     monkeypatch.setattr(worker_module, "_soon", lambda *call: again.append(call))
     fake = FakeWorker()
