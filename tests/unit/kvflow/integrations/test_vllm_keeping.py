@@ -207,12 +207,14 @@ def test_nothing_is_kept_before_the_ranks_have_reported(pool):
     assert (commands(found), found.keeping.is_signing) == ([], False)
 
 
-def test_blocks_that_are_reused_first_are_not_kept(pool):
+@pytest.mark.parametrize(("hashed", "kept"), [(3, 3), (2, 2), (1, 0)])
+def test_a_last_block_without_a_hash_is_left_out(pool, hashed, kept):
     found = keeper(pool)
-    blocks = pool.get_new_blocks(2)
-    pool.hash(blocks[0])
+    blocks = pool.get_new_blocks(3)
+    for block in blocks[:hashed]:
+        pool.hash(block)
     end(found, pool, blocks)
-    assert commands(found) == []
+    assert [len(command.digests[0]) for command in commands(found)] == [kept] * bool(kept)
 
 
 @pytest.mark.parametrize(("missing", "is_kept"), [(2, True), (3, False)])
