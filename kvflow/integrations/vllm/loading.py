@@ -84,6 +84,8 @@ class Loading:
             self._loads[request_id] = _Load(found.num_tokens, follows=loader)
             return
         covered = max(found.ticket.grants[0].num_tokens)
+        if covered > self._tokens_max:  # blocks that are not read would be listed, however many a source names
+            return
         self._loads[request_id] = _Load(found.num_tokens, found.ticket, covered, found=found)
         self._loaders[found.ticket.sealed] = request_id
 

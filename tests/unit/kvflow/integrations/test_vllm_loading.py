@@ -2,11 +2,13 @@
 
 import pickle
 
+import msgspec
 import pytest
 
 from kvflow.errors import BlockIdsInvalid, TicketInvalid
 from kvflow.integrations.vllm import loading as loading_module
 from kvflow.integrations.vllm.blocks import loaded_blocks, offered_blocks
+from kvflow.integrations.vllm.finder import Found
 from kvflow.integrations.vllm.loading import Loading
 from kvflow.integrations.vllm.messages import Admit, Cancel, Fail, GiveBack, Keep, Load, pack, unpack
 
@@ -347,3 +349,13 @@ def test_orders_are_the_same_in_another_process(name):
     packed = pack(commands)
     assert isinstance(packed, bytes) == (name == "r")
     assert unpack(pickle.loads(pickle.dumps(packed))) == commands
+
+
+@pytest.mark.parametrize(("covered", "matched"), [(TOKENS_MAX, 32), (TOKENS_MAX + 1, 0), (1 << 40, 0)])
+def test_of_what_is_longer_than_any_prompt_no_part_is_fetched(covered, matched):
+    requests = Loading(FULL, TOKENS_MAX)
+    ticket = new_ticket(num_tokens=48)
+    longer = msgspec.structs.replace(ticket.grants[0], num_tokens=(covered,))
+    found = Found("tcp://127.0.0.1:1", msgspec.structs.replace(ticket, grants=(longer,)), 32, 0.001)
+    requests.fetch("r", found)
+    assert requests.matched("r", 0) == matched
