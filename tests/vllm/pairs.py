@@ -19,13 +19,14 @@ LEASE_S = 15.0
 # gpt-oss computes what it could not read, the others fail: both policies are met without further engines.
 LLAMA = Options("llama", extra={"lease_s": LEASE_S})
 GPTOSS = Options("gptoss", extra={"lease_s": LEASE_S}, failure_policy="recompute")
+GRANITE, QWEN3_NEXT = Options("granite"), Options("qwen3next")
 
 MODELS = {
     "llama": LLAMA,
     "gptoss": GPTOSS,
-    "granite": Options("granite"),
+    "granite": GRANITE,
     "gemma3": Options("gemma3"),
-    "qwen3next": Options("qwen3next"),
+    "qwen3next": QWEN3_NEXT,
 }
 """The usual pair of each model: both sides alike, and as vLLM would have them."""
 USUAL = ("llama", "gptoss", "granite")
@@ -73,7 +74,8 @@ def _ranks(options: Options, prefill: int, decode: int) -> tuple[Options, Option
     does not: there, one engine alone says the same whatever its ranks. Leases outlast every patience, so that none ends
     unless it is given back.
     """
-    options = replace(options, dtype="float32", extra={"lease_s": 300.0, "log_file": str(RANKS_LOG)})
+    dtype = "" if options is QWEN3_NEXT else "float32"  # on CPUs vLLM has its linear attention in bfloat16 only
+    options = replace(options, dtype=dtype, extra={"lease_s": 300.0, "log_file": str(RANKS_LOG)})
     return replace(options, ranks=prefill), replace(options, ranks=decode)
 
 
@@ -92,9 +94,19 @@ def _parallel() -> dict[str, tuple[Options, Options]]:
         "llama-one-head-ranks-1-to-2": _ranks(one_head, 1, 2),
         "llama-one-head-ranks-2-to-1": _ranks(one_head, 2, 1),
         "llama-ranks-2-to-1-packed-32-to-128": (_ranks(small, 2, 1)[0], _ranks(large, 2, 1)[1]),
-        "granite-ranks-2-to-2": _ranks(Options("granite"), 2, 2),
-        "qwen3next-ranks-2-to-2": (Options("qwen3next", ranks=2),) * 2,
+        "granite-ranks-2-to-2": _ranks(GRANITE, 2, 2),
+        "granite-ranks-2-to-1": _ranks(GRANITE, 2, 1),
+        "granite-ranks-1-to-2-turned": (_ranks(GRANITE, 1, 2)[0], turned(_ranks(GRANITE, 1, 2)[1])),
+        "qwen3next-ranks-2-to-2": (replace(QWEN3_NEXT, ranks=2),) * 2,
+        "qwen3next-ranks-1-to-2": _ranks(QWEN3_NEXT, 1, 2),
+        "qwen3next-ranks-2-to-1-turned": (turned(_ranks(QWEN3_NEXT, 2, 1)[0]), _ranks(QWEN3_NEXT, 2, 1)[1]),
+        "qwen3next-ranks-2-to-4": _ranks(QWEN3_NEXT, 2, 4),
     }
+
+
+def turned(options: Options) -> Options:
+    """Return the same engine with convolution states that lie channels last: on CPUs vLLM does not by itself."""
+    return replace(options, variables={"VLLM_SSM_CONV_STATE_LAYOUT": "SD"})
 
 
 def _with_nixl(options: Options) -> tuple[Options, Options]:
@@ -119,8 +131,8 @@ FLOAT8 = {"llama-fp8-e4m3": (E4M3, E4M3), "llama-fp8-e5m2": (E5M2, E5M2)}
 PAIRS |= FLOAT8
 REFUSED_FLOAT8 = {"llama-fp8-e4m3-to-e5m2": (E4M3, E5M2)}
 """A byte of one fp8 means another number in the other."""
-REFUSED = {"granite-ranks-2-to-1": _ranks(Options("granite"), 2, 1)}
-"""What one rank has of a state is no part of what two have: such engines do not read each other."""
+REFUSED = {"lfm2-ranks-2-to-1": _ranks(Options("lfm2"), 2, 1)}
+"""Nobody knows how ranks divide these states: such engines do not read each other."""
 PAIRS |= PARALLEL | REFUSED | REFUSED_FLOAT8
 CACHED = [name for name in VARIANTS if "-cached" in name]
 PACKED = ("llama-packed", "llama-packed-heads-first", "gptoss-packed")

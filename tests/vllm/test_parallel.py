@@ -18,6 +18,8 @@ from .test_hostile import failed, reason_of, serves
 LENGTH = 333
 TOKENS = 8
 """Ranks wait for each other in every layer, which takes long where there are fewer cores than processes."""
+FEW = 2
+"""In bfloat16, of engines with other numbers of ranks: what they add in another order shows in later tokens."""
 ALL = chosen(*PARALLEL)
 LOGGED = [name for name in ALL if "log_file" in PAIRS[name][0].extra]
 READ_BY_TWO = [name for name in ALL if PAIRS[name][1].ranks == 2]
@@ -25,14 +27,15 @@ HELD_UP = [name for name in LOGGED if name in READ_BY_TWO]
 
 
 def test_there_are_pairs_to_read_and_pairs_to_be_read():
-    assert {(prefill.ranks, decode.ranks) for prefill, decode in PARALLEL.values()} == {(1, 2), (2, 1), (2, 2)}
+    assert {(prefill.ranks, decode.ranks) for prefill, decode in PARALLEL.values()} == {(1, 2), (2, 1), (2, 2), (2, 4)}
 
 
 @pytest.mark.parametrize("length", PROMPT_LENGTHS if FULL else [150])
 @pytest.mark.parametrize("pair", ALL, indirect=True)
 def test_the_decode_engine_alone_says_what_both_say(pair, length):
     prompt = prompt_of(length)  # ``test_tokens`` asks the prefill engine
-    assert pair.alone(pair.decode, prompt, max_tokens=TOKENS) == pair.disaggregated(prompt, max_tokens=TOKENS)
+    tokens = TOKENS if pair.decode.options.dtype or pair.prefill.options.ranks == pair.decode.options.ranks else FEW
+    assert pair.alone(pair.decode, prompt, max_tokens=tokens) == pair.disaggregated(prompt, max_tokens=tokens)
 
 
 @pytest.mark.parametrize("pair", ALL, indirect=True)

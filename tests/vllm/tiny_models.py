@@ -121,10 +121,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 128,
             "num_experts": 4,
             "num_experts_per_tok": 2,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
             "linear_key_head_dim": 64,
             "linear_value_head_dim": 64,
+        },
+    ),
+    "lfm2": (  # kvflow.models does not know its states
+        "lfm2",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "conv", "conv", "full_attention"],
+            "intermediate_size": 256,
+            "block_dim": 256,
+            "conv_dim": 256,
+            "block_auto_adjust_ff_dim": False,
         },
     ),
 }

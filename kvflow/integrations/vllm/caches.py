@@ -8,7 +8,8 @@ mix tokens and content in tiles: two engines with the same kernel and block size
 other pairs must refuse each other. Source: ``csrc/cpu/cpu_attn_vec.hpp`` of vLLM.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, structs
@@ -56,6 +57,7 @@ class EngineShape(Struct, frozen=True, kw_only=True):
 
     tp_size: int = 1  # ranks that divide the heads: vLLM's specs count those of one rank
     num_kv_heads: Mapping[str, int] = {}  # in the whole model, where it is known
+    states: Mapping[str, Mamba] = {}  # of the whole model, where ``kvflow.models`` knows them
     kernel_tokens: Mapping[str, int] = {}  # in one block of the attention kernel, as the layer's tensor has them
     conv_channels_first: bool = True  # convolution states lie channels first (vLLM's layout ``DS``)
     element_types: Mapping[str, str] = {}  # what the bytes are, where vLLM's tensor has ``uint8``
@@ -178,21 +180,42 @@ def _read_opaque(name: str, spec: Any, shape: EngineShape) -> Opaque:
 
 
 def _read_state(name: str, spec: Any, shape: EngineShape) -> Mamba:
-    """Describe the states of a recurrent layer as its rank has them."""
-    # Each part of a convolution state is divided alone. So the number of ranks is in the names, and engines of
-    # different sizes refuse each other instead of mixing the parts.
-    shapes = [tuple(each) for each in spec.shapes]
-    names = PORTABLE_STATES if len(shapes) == 2 else tuple(f"state_{index}" for index in range(len(shapes)))
-    suffix = "" if shape.tp_size == 1 or spec.tp_replicated else f"_of_{shape.tp_size}"
-    states = []
-    for state, extents, dtype in zip(names, shapes, spec.dtypes, strict=True):
-        turned = state == "conv" and len(extents) == 2 and not shape.conv_channels_first
-        whole = extents[::-1] if turned else extents
-        axis = None if spec.tp_replicated else 0
-        if axis is not None:
-            whole = (whole[0] * shape.tp_size, *whole[1:])
-        states.append(State(f"{state}{suffix}", whole, dtype_name(dtype), shard_axis=axis))
+    """Describe the states of a recurrent layer in the whole model, in the order of its page."""
+    ranks, axis = (1, None) if spec.tp_replicated else (shape.tp_size, 0)
+    held = [tuple(each) for each in spec.shapes]
+    if _lies_channels_last(spec, shape):
+        held[0] = held[0][::-1]
+    types = [dtype_name(each) for each in spec.dtypes]
+    parts = _convolved(spec, shape.states.get(name), held, ranks)
+    if parts:
+        states = [State(part, (channels, *held[0][1:]), types[0], divided) for part, channels, divided in parts]
+        states.append(State("ssm", (ranks * held[1][0], *held[1][1:]), types[1], axis))
+    else:  # with an axis of ranks, so that an engine with another number of them refuses
+        rows = [(ranks, *each) if ranks > 1 else each for each in held]
+        states = [State(f"state_{at}", row, types[at], axis) for at, row in enumerate(rows)]
     return Mamba(block_size=spec.block_size, page_bytes=spec.page_size_padded, states=tuple(states))
+
+
+def _lies_channels_last(spec: Any, shape: EngineShape) -> bool:
+    return len(spec.shapes) == 2 and len(spec.shapes[0]) == 2 and not shape.conv_channels_first
+
+
+def _convolved(
+    spec: Any, model: Mamba | None, held: Sequence[tuple[int, ...]], ranks: int
+) -> list[tuple[str, int, int | None]]:
+    """Return the parts of a convolution state, which ranks divide one by one: name, channels in the model, and axis.
+
+    Empty if they are not known, or are not what this rank holds.
+    """
+    if len(held) != 2 or spec.tp_replicated:
+        return []
+    if str(getattr(spec.mamba_type, "name", spec.mamba_type)).lower() == "mamba1":
+        return [("conv", ranks * held[0][0], 0)]
+    if model is None or model.states[-1].shape != (ranks * held[1][0], *held[1][1:]):
+        return []
+    parts = [(each.name, each.shape[0], each.shard_axis) for each in model.states[:-1]]
+    shares = [channels / (1 if axis is None else ranks) for _, channels, axis in parts]
+    return parts if sum(shares) == held[0][0] else []
 
 
 def _attention(name: str, spec: Any, shape: EngineShape) -> dict[str, Any]:
@@ -332,12 +355,13 @@ def adopt_caches(
     tensors |= {name: page_of(name, tensors[name], named[name]) for name in whole}
     shape = structs.replace(shape, kernel_tokens=kernel_tokens, arrangements=arrangements)
     apart = kernels if strided(kernels, tensors) else {}
+    specs = {name: read_spec(name, spec, shape) for name, spec in named.items()}
     return adopt(
         {
-            name: keys_and_values(tensor) if name in apart else states_of(tensor, named[name])
+            name: keys_and_values(tensor) if name in apart else states_of(tensor, named[name], specs[name], shape)
             for name, tensor in tensors.items()
         },
-        {name: read_spec(name, spec, shape) for name, spec in named.items()},
+        specs,
         read_groups(groups),
         shard=Shard(tp_rank=tp_rank, tp_size=shape.tp_size),
         axes=dict.fromkeys(apart, "BHNC"),
@@ -356,19 +380,24 @@ def set_scales(kv_caches: Mapping[str, Tensor], modules: Mapping[str, Any]) -> N
             backend._ensure_scale_caches(tensor)  # noqa: SLF001 - nothing else of vLLM does it
 
 
-def states_of(tensor: Tensor, spec: Any) -> Tensor:
+def states_of(tensor: Tensor, spec: Any, described: CacheSpec, shape: EngineShape) -> Tensor:
     """Return the states of a recurrent layer as views of its page of bytes; other layers' tensors as they are."""
-    if not hasattr(spec, "shapes"):
+    if not isinstance(described, Mamba):
         return tensor
     page = tensor.flatten(1) if tensor.dim() > 2 else tensor
     views, offset = [], 0
     for extents, dtype in zip(spec.shapes, spec.dtypes, strict=True):
-        nbytes = dtype.itemsize
-        for extent in extents:
-            nbytes *= extent
+        nbytes = dtype.itemsize * prod(extents)
         views.append(page[:, offset : offset + nbytes].view(dtype).unflatten(1, tuple(extents)))
         offset += nbytes
-    return views
+    if _lies_channels_last(spec, shape):
+        views[0] = views[0].transpose(1, 2)
+    states = described.states
+    if len(states[0].shape) == views[0].dim():  # with an axis of ranks
+        return [view.unsqueeze(1) for view in views]
+    parts = states[: len(states) - len(views) + 1]
+    shares = [each.shape[0] // (1 if each.shard_axis is None else shape.tp_size) for each in parts]
+    return [*views[0].split(shares, dim=1), *views[1:]]
 
 
 def geometry(tensor: Tensor) -> str:

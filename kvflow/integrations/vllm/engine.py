@@ -3,11 +3,13 @@
 import os
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvflow import models
+from kvflow import Mamba, models
 from kvflow.errors import ConfigInvalid, SpecInvalid
 from kvflow.integrations.vllm.blocks import TransferGroup
 from kvflow.integrations.vllm.caches import EngineShape, arranged_by_kernel_block, byte_format, dtype_name
@@ -186,6 +188,7 @@ def engine_shape(vllm_config: "VllmConfig", layers: Iterable[str]) -> EngineShap
     return EngineShape(
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
         num_kv_heads=head_counts(vllm_config, layers),
+        states=states(vllm_config, layers),
         conv_channels_first=is_conv_state_dim_first(),
         element_types=element_types(vllm_config, layers),
         arrangements=arrangements(vllm_config, layers),
@@ -218,26 +221,38 @@ def head_counts(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, i
     """
     target = vllm_config.model_config
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    described = _described_heads(target.hf_config)
+    described = _described(target.hf_config)
     num_layers = getattr(target.hf_text_config, "num_hidden_layers", 0)
     found = {}
     for name in layers:
-        indices = [int(part) for part in name.split(".") if part.isdecimal()]
-        index = indices[0] if len(indices) == 1 else -1
+        index = _index(name)
         drafts = draft is not None and index >= num_layers
-        found[name] = 0 if drafts else described.get(index, 0)
+        heads = [getattr(spec, "num_kv_heads", 0) for spec in described.get(index, ())]
+        found[name] = 0 if drafts else max(heads, default=0)
         found[name] = found[name] or _common_heads(draft if drafts else target)
     return found
 
 
-def _described_heads(config: Any) -> dict[int, int]:
-    """Return the KV heads of each layer of a model that kvflow knows: index -> heads."""
-    try:
-        specs = models.from_hf_config(config.to_dict())
-    except SpecInvalid:
-        return {}
-    heads = {name: getattr(spec, "num_kv_heads", 0) for name, spec in specs.items()}
-    return {int(part): heads[name] for name in heads for part in name.split(".") if part.isdecimal()}
+def states(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, Mamba]:
+    """Return the states of the whole model that each of those layers keeps: layer name -> spec, where it is known."""
+    described = _described(vllm_config.model_config.hf_config)
+    found = {name: [each for each in described.get(_index(name), ()) if isinstance(each, Mamba)] for name in layers}
+    return {name: specs[0] for name, specs in found.items() if specs}
+
+
+def _index(name: str) -> int:
+    """Return the number of a layer in its model; -1 if its name has none, or several."""
+    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    return numbers[0] if len(numbers) == 1 else -1
+
+
+def _described(config: Any) -> dict[int, list[Any]]:
+    """Return the specs of each layer of a model that kvflow knows, by its number."""
+    found: defaultdict[int, list[Any]] = defaultdict(list)
+    with suppress(SpecInvalid):
+        for name, spec in models.from_hf_config(config.to_dict()).items():
+            found[_index(name)].append(spec)
+    return found
 
 
 def _common_heads(model: Any) -> int:

@@ -7,6 +7,7 @@ import pytest
 from kvflow import MLA, ChunkedLocal, FullAttention, Mamba, SlidingWindow, State, allocate, plan_transfer
 from kvflow.errors import LayoutMismatch, SpecInvalid
 from kvflow.integrations.vllm.caches import EngineShape, byte_format, read_groups, read_spec, state_block
+from kvflow.models import load
 
 from .vllm_like import (
     BFLOAT16,
@@ -22,7 +23,7 @@ from .vllm_like import (
 )
 
 ATTENTION = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"}
-STATES = (State("conv", (640, 3), "bfloat16"), State("ssm", (8, 64, 64), "float32"))
+STATES = (State("state_0", (640, 3), "bfloat16"), State("state_1", (8, 64, 64), "float32"))
 
 
 def quantized(mode):
@@ -101,11 +102,46 @@ def test_channels_are_outermost_in_a_convolution_state_however_it_lies():
     assert turned.states == STATES
 
 
-def test_states_have_other_names_in_engines_with_other_numbers_of_ranks():
-    whole = read_spec("layer", MambaSpec(), EngineShape(tp_size=1))
-    half = read_spec("layer", MambaSpec(shapes=((320, 3), (4, 64, 64))), EngineShape(tp_size=2))
-    assert [state.shape for state in half.states] == [state.shape for state in whole.states]
-    assert {state.name for state in half.states}.isdisjoint(state.name for state in whole.states)
+def states(name, tp_size, shapes, **named):
+    """Return how the states of a bundled model are read, by one of so many ranks that hold these shapes."""
+    model = {} if name is None else {"layer": next(each for each in load(name).values() if isinstance(each, Mamba))}
+    return read_spec("layer", MambaSpec(shapes=shapes, **named), EngineShape(tp_size=tp_size, states=model)).states
+
+
+GRANITE = [((8448, 3), (128, 64, 128)), ((4352, 3), (64, 64, 128)), ((2304, 3), (32, 64, 128))]  # of 1, 2 and 4 ranks
+QWEN3_NEXT = [((8192, 3), (32, 128, 128)), ((4096, 3), (16, 128, 128)), ((2048, 3), (8, 128, 128))]
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "parts"),
+    [
+        ("granite-4-hybrid", GRANITE, {"conv_x": (8192, 0), "conv_B": (128, None), "conv_C": (128, None)}),
+        ("qwen3-next", QWEN3_NEXT, {"conv_q": (2048, 0), "conv_k": (2048, 0), "conv_v": (4096, 0)}),
+    ],
+)
+def test_engines_of_any_number_of_ranks_describe_the_same_parts_of_a_state(name, held, parts):
+    described = [states(name, tp_size, shapes) for tp_size, shapes in zip((1, 2, 4), held, strict=True)]
+    assert described[0] == described[1] == described[2]
+    assert {each.name: (each.shape[0], each.shard_axis) for each in described[0][:-1]} == parts
+    assert described[0][-1] == State("ssm", held[0][1], "float32")
+
+
+def test_the_history_of_a_convolution_state_is_that_of_the_engine():
+    (channels, _), ssm = GRANITE[1]
+    assert {each.shape[1] for each in states("granite-4-hybrid", 2, ((channels, 5), ssm))[:-1]} == {5}
+
+
+def test_the_convolution_state_of_mamba_1_is_one_part():
+    whole, half = (states(None, size, ((64 // size, 3), (64 // size, 16)), mamba_type="MAMBA1") for size in (1, 2))
+    assert whole == half == (State("conv", (64, 3), "bfloat16"), State("ssm", (64, 16), "float32"))
+
+
+@pytest.mark.parametrize("name", [None, "qwen3-next"])
+def test_states_of_unknown_parts_have_an_axis_of_ranks(name):
+    whole, half, quarter = (states(name, size, ((640 // size, 3), (8 // size, 64, 64))) for size in (1, 2, 4))
+    assert whole == STATES
+    assert [each.shape for each in half] == [(2, 320, 3), (2, 4, 64, 64)]
+    assert [each.shape for each in quarter] == [(4, 160, 3), (4, 2, 64, 64)]
 
 
 def test_a_replicated_state_is_whole_on_every_rank():

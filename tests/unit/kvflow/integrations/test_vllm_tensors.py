@@ -1,11 +1,13 @@
 """vLLM's tensors, as kvflow is given them."""
 
+import ctypes
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from kvflow import plan_transfer
+from kvflow import Mamba, State, plan_transfer
 from kvflow.errors import LayoutMismatch, SpecInvalid
 from kvflow.integrations.vllm.caches import (
     CELLS_MAX,
@@ -13,9 +15,12 @@ from kvflow.integrations.vllm.caches import (
     adopt_caches,
     keys_and_values,
     marker,
+    read_spec,
     states_of,
     strided,
 )
+from kvflow.planning.bind import Binding
+from kvflow.planning.pairs import pair_units
 
 from .vllm_like import (
     ChunkedLocalAttentionSpec,
@@ -56,11 +61,75 @@ def test_kernel_blocks_are_read_from_the_tensor():
 def test_states_are_views_of_their_page():
     page = torch.zeros(3, 1, 1, 200, dtype=torch.int8)
     spec = MambaSpec(shapes=((4, 3), (2, 5)), dtypes=(torch.bfloat16, torch.float32))
-    conv, ssm = states_of(page, spec)
+    conv, ssm = states_of(page, spec, read_spec("a", spec, EngineShape()), EngineShape())
     assert (conv.shape, ssm.shape) == ((3, 4, 3), (3, 2, 5))
     ssm[1] = 1.0
     assert page[1, 0, 0, 24:64].view(torch.float32).tolist() == [1.0] * 10
     assert not page[1, 0, 0, :24].any()
+
+
+MODEL = Mamba(
+    block_size=1024,
+    states=(
+        State("conv_x", (8, 3), "float32"),
+        State("conv_B", (2, 3), "float32", None),
+        State("ssm", (4, 2), "float32"),
+    ),
+)
+
+
+def rank_of(rank, tp_size, *, channels_first=True, model=MODEL):
+    """Return what one rank holds of a state, adopted, and its page: each number is that of a channel, or of a head."""
+    x, ssm = torch.arange(8.0).chunk(tp_size)[rank], torch.arange(100.0, 104.0).chunk(tp_size)[rank]
+    conv = torch.cat([x, torch.arange(50.0, 52.0)]).unsqueeze(1).expand(-1, 3)
+    conv = conv if channels_first else conv.T
+    spec = MambaSpec(shapes=(tuple(conv.shape), (len(ssm), 2)), dtypes=(torch.float32, torch.float32))
+    page = torch.cat([conv.flatten(), ssm.unsqueeze(1).expand(-1, 2).flatten()]).repeat(2, 1)
+    shape = EngineShape(tp_size=tp_size, states={"a": model} if model else {}, conv_channels_first=channels_first)
+    return adopt_caches({"a": page.view(torch.int8)}, [group(spec, "a")], shape, tp_rank=rank), page
+
+
+def move(source, target, block):
+    """Carry out what a plan has for one block, one ``memmove`` per descriptor."""
+    theirs, ours = source.manifest(), target.manifest()
+    (group_plan,) = plan_transfer(theirs, ours).groups
+    pairs = pair_units(group_plan, np.array([block]), np.array([block]), num_tokens=1)
+    binding = Binding(group_plan, theirs, ours)
+    bound = binding.bind(pairs, chunk_bytes=1 << 20, chunk_descriptors=1 << 10)
+    there, here = (
+        [(row[0] + number * row[3], row[1]) for row in rows.table.tolist() for number in range(row[4])]
+        for rows in (binding.source, binding.target)
+    )
+    for source_index, target_index in zip(bound.source_index, bound.target_index, strict=True):
+        (at, nbytes), (to, _) = there[source_index], here[target_index]
+        ctypes.memmove(to, at, nbytes)
+
+
+@pytest.mark.parametrize("source_first", [True, False])
+@pytest.mark.parametrize("target_first", [True, False])
+@pytest.mark.parametrize(("sources", "targets"), [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)])
+def test_states_of_any_number_of_ranks_fill_those_of_any_other(sources, targets, source_first, target_first):
+    held = [rank_of(rank, sources, channels_first=source_first) for rank in range(sources)]
+    for rank in range(targets):
+        target, page = rank_of(rank, targets, channels_first=target_first)
+        expected = page[1].clone()
+        page.zero_()
+        for source, _ in held:
+            move(source, target, block=1)
+        assert page[1].tolist() == expected.tolist()
+        assert not page[0].any()
+
+
+def test_states_of_unknown_parts_move_between_equal_ranks_only():
+    source, _ = rank_of(0, 2, model=None)
+    target, page = rank_of(0, 2, model=None)
+    expected = page[1].clone()
+    page.zero_()
+    move(source, target, block=1)
+    assert page[1].tolist() == expected.tolist()
+    for rank, tp_size in ((0, 1), (0, 4)):
+        with pytest.raises(LayoutMismatch, match=r"state_0"):
+            plan_transfer(source.manifest(), rank_of(rank, tp_size, model=None)[0].manifest())
 
 
 def test_on_cpus_keys_have_their_tokens_innermost():

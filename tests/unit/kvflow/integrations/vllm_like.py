@@ -66,6 +66,7 @@ class MambaSpec:
     page_size_padded: int | None = None
     num_speculative_blocks: int = 0
     tp_replicated: bool = False
+    mamba_type: str = "MAMBA2"
 
 
 def group(spec, *layers):
