@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 
 import msgspec
 from msgspec import Struct
@@ -129,8 +130,7 @@ def _check_kernel_blocks(specs: Mapping[str, CacheSpec], groups: Sequence[Group]
     """Refuse groups whose layers have different kernel blocks: a block is cut into units once, for all its layers."""
     for index, group in enumerate(groups):
         tokens = {name: specs[name].kernel_tokens if has_tokens(specs[name]) else 0 for name in group.layers}
-        first = group.layers[0]
-        for name in group.layers:
+        for first, name in pairwise(group.layers):
             if tokens[name] != tokens[first]:
                 raise SpecInvalid(
                     f"group {index}: kernel blocks of {first!r} have {tokens[first]} tokens, "

@@ -172,8 +172,6 @@ def check_groups(specs: Mapping[str, CacheSpec], groups: Sequence[Group], shard:
     Raises:
         SpecInvalid: names the group, the layer and the field that is wrong.
     """
-    if not all(group.layers for group in groups):
-        raise SpecInvalid("a group has no layers", remedy="Leave it out.")
     listed = [name for group in groups for name in group.layers]
     if sorted(listed) != sorted(specs):
         odd = sorted(set(listed) ^ set(specs)) or sorted({name for name in listed if listed.count(name) > 1})

@@ -71,13 +71,13 @@ class ManifestGroup(Struct, frozen=True):
     Attributes:
         kind: kind of its layers, or ``mixed``.
         block_size: tokens in one block that this rank holds.
-        layers: layers in the order of their positions.
+        layers: layers in the order of their positions; none if other pipeline stages have them.
         stripe: which tokens of a request this rank holds.
     """
 
     kind: Annotated[str, Meta(min_length=1, max_length=32)]
     block_size: Annotated[int, Meta(ge=1, le=1 << 24)]
-    layers: Annotated[tuple[Layer, ...], Meta(min_length=1, max_length=LAYERS_MAX)]
+    layers: Annotated[tuple[Layer, ...], Meta(max_length=LAYERS_MAX)]
     stripe: Stripe = ALL_TOKENS
 
     @property
@@ -93,12 +93,12 @@ class ManifestGroup(Struct, frozen=True):
     @property
     def opaque(self) -> bool:
         """Whether its pages are opaque, so that they cannot be cut."""
-        return self.layers[0].kind == "opaque"
+        return any(layer.kind == "opaque" for layer in self.layers)
 
     @property
     def kernel_tokens(self) -> int:
-        """Tokens of one kernel block; 0 if the group keeps states."""
-        return self.layers[0].components[0].num_tokens
+        """Tokens of one kernel block; 0 if the group keeps states, or has no layers."""
+        return self.layers[0].components[0].num_tokens if self.layers else 0
 
     @property
     def kernel_blocks(self) -> int:
@@ -186,6 +186,8 @@ class Manifest(Struct, frozen=True, dict=True):
         if sum(len(layer.components) for group in self.groups for layer in group.layers) > COMPONENTS_MAX:
             raise SpecInvalid(f"the layers have more than {COMPONENTS_MAX} components together")
         names = [layer.name for group in self.groups for layer in group.layers]
+        if not names:
+            raise SpecInvalid("the manifest names no layer")
         if len(set(names)) != len(names):
             raise SpecInvalid(f"layer {_first_duplicate(names)!r} is named twice")
         for index, group in enumerate(self.groups):

@@ -6,6 +6,7 @@ The address ranges that the tensors span are found, and joined to regions. A wor
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from msgspec import Struct
@@ -193,10 +194,8 @@ def _path(name: str, index: int, found: Sequence[object]) -> str:
 def _check_memory_kinds(given: Mapping[str, Sequence[torch.Tensor]], groups: Sequence[Group]) -> None:
     """Check that each group is in one kind of memory, because one transfer reads one kind."""
     for group in groups:
-        first, *others = group.layers
-        kind = given[first][0].device.type
-        for name in others:
-            found = given[name][0].device.type
+        for first, name in pairwise(group.layers):
+            kind, found = (given[each][0].device.type for each in (first, name))
             if found != kind:
                 raise SpecInvalid(
                     f"{name}: device is {found}; expected {kind}, where {first} of the same group is",

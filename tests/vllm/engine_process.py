@@ -72,6 +72,25 @@ def fork_workers() -> None:
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
+def receive_unwarmed() -> None:
+    """Let a later pipeline stage work without a warm-up, in which vLLM makes what receives the stage before it.
+
+    On CPUs vLLM has no warm-up if it does not compile the model.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    gather = GPUModelRunner.sync_and_gather_intermediate_tensors
+
+    def gathered(runner: Any, *args: Any) -> Any:
+        if runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+        return gather(runner, *args)
+
+    GPUModelRunner.sync_and_gather_intermediate_tensors = gathered
+
+
 def send(answers: TextIO, **fields: Any) -> None:
     answers.write(json.dumps(fields) + "\n")
     answers.flush()
@@ -90,8 +109,9 @@ class Served:
         rank_process.watch()
         if settings["cpu_layouts"] is not None:
             declare_layouts(settings["cpu_layouts"])
-        if settings["llm"]["tensor_parallel_size"] > 1:
+        if settings["llm"]["tensor_parallel_size"] > 1 or settings["llm"]["pipeline_parallel_size"] > 1:
             fork_workers()
+            receive_unwarmed()
         import vllm
 
         self.answers = answers

@@ -75,6 +75,7 @@ class Options:
         prefix_caching: whether blocks of one request serve the next.
         failure_policy: ``kv_load_failure_policy``.
         ranks: that divide the heads, a process each if there are several: ``tensor_parallel_size``.
+        stages: that divide the layers: ``pipeline_parallel_size``; each has ``ranks``.
         dtype: that the model computes in; empty for the usual one.
         extra: ``kv_connector_extra_config`` beside what the connector needs.
         llm: arguments of ``vllm.LLM`` beside the usual ones.
@@ -92,6 +93,7 @@ class Options:
     prefix_caching: bool = False
     failure_policy: str = "fail"
     ranks: int = 1
+    stages: int = 1
     dtype: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     llm: Mapping[str, Any] = field(default_factory=dict)
@@ -102,6 +104,11 @@ class Options:
     module_path: str = ""
 
     @property
+    def num_ranks(self) -> int:
+        """Processes of all stages."""
+        return self.ranks * self.stages
+
+    @property
     def speaks_kvflow(self) -> bool:
         """Whether the connector is kvflow's, by whatever name."""
         return self.connector == "KVFlowConnector" or self.module_path.startswith("kvflow.")
@@ -109,6 +116,7 @@ class Options:
     def __str__(self) -> str:
         block_size = str(self.block_size) if self.block_size else "usual"
         ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""
+        ranks += f", {self.stages} stages" if self.stages > 1 else ""
         dtype = f", {self.dtype}" if self.dtype else ""
         beside = f", beside {' '.join(self.beside)}" if self.beside else ""
         cached = ", cached" if self.prefix_caching else ""
@@ -180,6 +188,7 @@ class Engine:
             "model": str(folder),
             "dtype": options.dtype or DTYPES.get(options.model, "bfloat16"),
             "tensor_parallel_size": options.ranks,
+            "pipeline_parallel_size": options.stages,
             "max_model_len": CONTEXT,
             "max_num_seqs": 16,
             "max_num_batched_tokens": CONTEXT,

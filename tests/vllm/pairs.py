@@ -101,7 +101,16 @@ def _parallel() -> dict[str, tuple[Options, Options]]:
         "qwen3next-ranks-1-to-2": _ranks(QWEN3_NEXT, 1, 2),
         "qwen3next-ranks-2-to-1-turned": (turned(_ranks(QWEN3_NEXT, 2, 1)[0]), _ranks(QWEN3_NEXT, 2, 1)[1]),
         "qwen3next-ranks-2-to-4": _ranks(QWEN3_NEXT, 2, 4),
+        "llama-stages-2-to-1": _stages(_ranks(LLAMA, 1, 1), 2, 1),
+        "gemma3-stages-1-to-2": _stages(_ranks(Options("gemma3"), 1, 1), 1, 2),
+        "gptoss-stages-2-to-2": _stages(_ranks(replace(GPTOSS, failure_policy="fail"), 1, 1), 2, 2),
+        "llama-stages-2-ranks-2-to-1": _stages(_ranks(LLAMA, 2, 1), 2, 2),
     }
+
+
+def _stages(sides: tuple[Options, Options], prefill: int, decode: int) -> tuple[Options, Options]:
+    """Return a pair whose sides divide the layers among so many stages."""
+    return replace(sides[0], stages=prefill), replace(sides[1], stages=decode)
 
 
 def turned(options: Options) -> Options:

@@ -71,9 +71,15 @@ def read_groups(groups: Iterable[Any]) -> tuple[Group, ...]:
 
 def layer_specs(group: Any) -> Iterator[tuple[str, Any]]:
     """Yield name and vLLM's spec of each layer of a group; a group may have one for all, or one for each."""
-    own: Mapping[str, Any] | None = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    own = _own_specs(group)
     for name in group.layer_names:
-        yield name, group.kv_cache_spec if own is None else own[name]
+        yield name, own.get(name, group.kv_cache_spec)
+
+
+def _own_specs(group: Any) -> Mapping[str, Any]:
+    """Return the specs of a group's layers by name, also of other pipeline stages'; one without a name if all share."""
+    own: Mapping[str, Any] = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec})
+    return own
 
 
 def read_spec(name: str, spec: Any, shape: EngineShape) -> CacheSpec:
@@ -101,7 +107,7 @@ def arranged_by_kernel_block(module: Any) -> bool:
 
 def retained_tokens(group: Any) -> int:
     """Return how many tokens before its window vLLM keeps in a group: its draft layers look at them."""
-    return max(getattr(spec, "extra_retained_tokens", 0) for _, spec in layer_specs(group))
+    return max(getattr(spec, "extra_retained_tokens", 0) for spec in _own_specs(group).values())
 
 
 def byte_format(cache_dtype: str, *, platform_fp8: str, backend: str = "") -> str:
@@ -125,10 +131,9 @@ def dtype_name(dtype: Any) -> Any:
 
 
 def _read_group(group: Any) -> Group:
-    named = dict(layer_specs(group))
-    kinds = {_kind(name, spec) for name, spec in named.items()}
+    kinds = {_kind(name or str(group.layer_names[:1]), spec) for name, spec in _own_specs(group).items()}
     kind, window = kinds.pop() if len(kinds) == 1 else ("mixed", 0)
-    return Group(layers=tuple(named), kind=kind, block_size=group.kv_cache_spec.block_size, window=window)
+    return Group(layers=tuple(group.layer_names), kind=kind, block_size=group.kv_cache_spec.block_size, window=window)
 
 
 def _kind(name: str, spec: Any) -> tuple[str, int]:

@@ -180,6 +180,12 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
                 "MultiConnector. Put KVFlowConnector first."
             )
 
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Take the introductions of the ranks of all pipeline stages."""
+        self.set_xfer_handshake_metadata(dict(enumerate(each for _, each in sorted(metadata.items()))))
+
     def reset_before(self, scheduler: Any, *, forced: bool) -> None:
         """End all kept leases, and if ``forced`` offers and loads, before vLLM's scheduler resets its own cache."""
         if forced:  # it needs their blocks
@@ -252,7 +258,8 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         layers = [name for group in self._groups for name in group.layer_names]
         shape = engine_shape(self._vllm_config, layers)
         kernels = cpu_kernels(self._vllm_config, layers)
-        cache = adopt_caches(kv_caches, self._groups, shape, tp_rank=config.rank, kernels=kernels)
+        tp_rank = config.rank % shape.tp_size
+        cache = adopt_caches(kv_caches, self._groups, shape, tp_rank=tp_rank, kernels=kernels)
         set_scales(kv_caches, self._vllm_config.compilation_config.static_forward_context)
         # Peers compare model_dtype. The marker separates caches that their specs cannot tell apart.
         config = config.replaced(model_dtype=config.tuning.model_dtype + marker(kernels, kv_caches))

@@ -68,14 +68,18 @@ def engine_facts(vllm_config: "VllmConfig", *, ranked: bool, told_of_sleep: bool
     require_parallelism(parallel)
     if not told_of_sleep:
         require_awake(vllm_config.model_config)
+    tp_size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     rank = _tp_rank() if ranked else 0
+    if ranked and num_stages > 1:
+        rank += _pp_rank() * tp_size
+    num_ranks = tp_size * num_stages
     model = vllm_config.model_config
     return EngineFacts(
         engine_id=vllm_config.kv_transfer_config.engine_id,
         kv_role=vllm_config.kv_transfer_config.kv_role,
         rank=rank,
-        num_ranks=parallel.tensor_parallel_size,
-        port_offset=parallel.data_parallel_index * parallel.tensor_parallel_size + rank,
+        num_ranks=num_ranks,
+        port_offset=parallel.data_parallel_index * num_ranks + rank,
         copied_by_ray="ray" in (parallel.data_parallel_backend, ranked and parallel.distributed_executor_backend),
         model=model_name(str(model.model)),
         model_revision=str(model.revision or ""),
@@ -95,11 +99,12 @@ def own_host() -> str:
 
 def require_parallelism(parallel: Any) -> None:
     """Refuse ways to divide a model that the connector does not describe: ConfigInvalid names the setting."""
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size != 1:
             raise ConfigInvalid(
-                f"{name} is {size}, but KVFlowConnector supports 1 only", remedy="Divide the model by tensors alone."
+                f"{name} is {size}, but KVFlowConnector supports 1 only",
+                remedy="Divide the model by tensors and by layers alone.",
             )
 
 
@@ -315,3 +320,9 @@ def _tp_rank() -> int:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: PLC0415 - after its start only
 
     return int(get_tensor_model_parallel_rank())
+
+
+def _pp_rank() -> int:
+    from vllm.distributed.parallel_state import get_pp_group  # noqa: PLC0415 - likewise
+
+    return int(get_pp_group().rank_in_group)

@@ -229,11 +229,9 @@ def test_a_model_in_a_folder_has_the_name_of_the_folder(model, name):
     assert model_name(model) == name
 
 
-@pytest.mark.parametrize(
-    "name", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
-)
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_parallelism_that_is_not_described_is_refused(name):
-    require_parallelism(SimpleNamespace(tensor_parallel_size=8))
+    require_parallelism(SimpleNamespace(tensor_parallel_size=8, pipeline_parallel_size=2))
     with pytest.raises(ConfigInvalid, match=name):
         require_parallelism(SimpleNamespace(**{name: 2}))
 

@@ -19,6 +19,7 @@ from kvflow.integrations.vllm.caches import (
     states_of,
     strided,
 )
+from kvflow.planning.assignment import assign_sources
 from kvflow.planning.bind import Binding
 from kvflow.planning.pairs import pair_units
 
@@ -269,3 +270,33 @@ def test_equal_kernel_blocks_of_the_indexer_move_to_any_block_size():
 def test_the_sparse_indexers_kernel_blocks_are_never_cut(theirs):
     with pytest.raises(LayoutMismatch, match="indexer_by_64"):
         plan_transfer(indexer(*theirs), indexer(64, 64, "rocm_indexer"))
+
+
+def stage(*layers):
+    """Return what a pipeline stage holds of a model with a group of each of the layers ``a`` and ``b``."""
+    sizes = {"a": 16, "b": 32}
+    groups = [group(spec_of(size), name) for name, size in sizes.items()]
+    for each in groups:
+        each.layer_names = [name for name in each.layer_names if name in layers]
+    return adopt_caches({name: attention(sizes[name]) for name in layers}, groups, EngineShape(), tp_rank=0)
+
+
+def test_a_stage_keeps_the_groups_whose_layers_others_have():
+    first, second = stage("a"), stage("b")
+    assert [each.layers for each in second.groups] == [(), ("b",)]
+    assert [(each.kind, each.block_size) for each in second.manifest().groups] == [("full", 16), ("full", 32)]
+    assert [len(each.layers) for each in first.manifest().groups] == [1, 0]
+
+
+@pytest.mark.parametrize("layers", ["a", "b", "ab"])
+def test_stages_fill_what_others_have_of_the_same_layers(layers):
+    target = stage(*layers).manifest()
+    for name, index in (("a", 0), ("b", 1)):
+        source = stage(name).manifest()
+        if name in layers:
+            (found,) = plan_transfer(source, target).groups
+            assert (found.source_group, found.target_group) == (index, index)
+            assert assign_sources(target, [stage("a").manifest(), stage("b").manifest()], rotation=0)
+        else:
+            with pytest.raises(LayoutMismatch, match="layers"):
+                plan_transfer(source, target)
