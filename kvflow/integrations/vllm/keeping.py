@@ -109,8 +109,9 @@ class Keeping:
             self._forget(entry)
 
     def end_all(self) -> list[str]:
-        """Forget all kept leases, and return their names: the caller ends them on the ranks."""
+        """Forget all kept leases, and return their names: the caller ends them now on the ranks that it reaches."""
         names = list(self._entries)
+        self._revoked += names  # the others end them before the next step writes
         self._entries.clear()
         self._of_block.clear()
         for name in names:

@@ -308,6 +308,7 @@ def test_a_reset_ends_all_leases_at_once(pool):
     end(found, pool, filled(pool, 2))
     assert kept(found) == ["kept:r"]
     assert not found.end_kept(), "the rank learns of it with the next step"
+    assert found.keeping.take_revoked() == ("kept:r",), "before that step writes: a GPU executes commands after that"
     assert pool.reset_prefix_cache()
     assert [(type(each), each.void) for each in found.take_commands()] == [(Reset, ("kept:r",))]
     assert found.end_kept()
