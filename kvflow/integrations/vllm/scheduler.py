@@ -304,7 +304,7 @@ class SchedulerSide:
     @guarded(None)
     def on_scheduled(self, output: Any, step: int) -> None:
         """Take what a step computes, and its number."""
-        self._step = step
+        self._step = step if output.num_scheduled_tokens else self._step  # others write into no block
         self.offering.scheduled(output, step)
 
     @guarded(False)

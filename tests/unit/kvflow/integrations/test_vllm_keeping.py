@@ -138,7 +138,7 @@ def kept(found):
 def test_the_whole_blocks_of_an_ended_request_are_kept(pool):
     found = keeper(pool)
     blocks = filled(pool, 3)
-    found.on_scheduled(SimpleNamespace(**step()), 7)
+    found.on_scheduled(SimpleNamespace(**step() | {"num_scheduled_tokens": {"r": 1}}), 7)
     request = end(found, pool, blocks, tokens=47)
     assert found.keeping.is_signing
     (command,) = commands(found)
@@ -149,6 +149,14 @@ def test_the_whole_blocks_of_an_ended_request_are_kept(pool):
     assert (grant.block_ids, grant.num_tokens, command.step) == ((ids,), (32,), 7)
     assert command.digests == new_contents().digests(request, (ids,), (16,), 32)
     assert [content.digests for content in grant.contents] == [command.digests[0][-1:]]
+
+
+def test_no_step_without_tokens_is_waited_for(pool):
+    found = keeper(pool)
+    found.on_scheduled(SimpleNamespace(**step() | {"num_scheduled_tokens": {"r": 1}}), 7)
+    found.on_scheduled(SimpleNamespace(**step()), 8)  # while the device computes; vLLM 0.30 marks no end of it
+    end(found, pool, filled(pool, 2))
+    assert [command.step for command in commands(found)] == [7]
 
 
 def step():
