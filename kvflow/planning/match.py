@@ -142,12 +142,14 @@ def require_common_layer(sources: Sequence[Manifest], target: Manifest) -> None:
 
 
 def require_equal_layer(name: str, sources: Sequence[Manifest], target: Manifest) -> None:
-    """Check that sources describe a layer as the target does; LayoutMismatch names the first field that differs."""
+    """Check that some source has a layer, as the target describes it; LayoutMismatch names the first difference."""
     (ours,) = (layer for _, layer in _layers(target) if layer.name == name)
-    for source in sources:
-        for _, layer in _layers(source):
-            if layer.name == name:
-                _require_equal(layer, ours)
+    theirs = [layer for source in sources for _, layer in _layers(source) if layer.name == name]
+    if not theirs:
+        remedy = "Serve the same model on both sides, with the same draft model, and pass the tickets of all stages."
+        raise LayoutMismatch("layers", _names(*sources), [name], remedy=remedy)
+    for layer in theirs:
+        _require_equal(layer, ours)
 
 
 def _require_equal(source: Layer, target: Layer) -> None:
@@ -178,6 +180,6 @@ def _match_components(source: Layer, target: Layer, head_ranges: HeadRanges | No
     return pairs
 
 
-def _names(manifest: Manifest) -> list[str]:
-    names = [layer.name for _, layer in _layers(manifest)]
+def _names(*manifests: Manifest) -> list[str]:
+    names = list(dict.fromkeys(layer.name for each in manifests for _, layer in _layers(each)))
     return names if len(names) <= NAMES_SHOWN else [*names[:NAMES_SHOWN], f"... {len(names)} in all"]

@@ -70,7 +70,6 @@ def test_caches_of_two_formats_are_told_apart_and_no_rank_is_missed(source, targ
         ([(1, 2), (1, 2)], "heads 2-3 of 4"),
         ([(0, 4), (2, 4)], "heads 0, 2 of 4"),
         ([(3, 4)], "head 3 of 4"),
-        ([], "no head of 4"),
     ],
 )
 def test_heads_that_no_rank_holds_are_named(sources, held):
