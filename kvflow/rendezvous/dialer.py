@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct, UnsetType
 
-from handshake import ClockOffset, ClusterSecurity, HandshakeClient, Identity, Limits, open_client
+from handshake import ClockOffset, HandshakeClient, Identity, Limits, open_client
 from handshake.errors import Closed, HandshakeError, LocalProtocolError
 from handshake.limits import LEASES_MAX, QUESTIONS_MAX
 from handshake.messages import (
@@ -39,7 +39,7 @@ from kvflow.errors import (
     StaleLease,
     TicketInvalid,
 )
-from kvflow.ids import Credentials, LeaseKey, PeerId, agent_name
+from kvflow.ids import LeaseKey, PeerId, agent_name
 from kvflow.leases.tickets import Grant, Ticket
 from kvflow.rendezvous import questions
 from kvflow.rendezvous.endpoint import (
@@ -82,8 +82,9 @@ _ENDINGS = {
 class Awaited:
     """Who waits for which answer: about a lease, or to the question with a nonce. Thread: the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_ended: Callable[[str, str], None]) -> None:
         self._waiting: dict[LeaseKey | int, list[asyncio.Future[Any]]] = {}
+        self._on_ended = on_ended
         self._lost = ""  # why the connection has ended
 
     async def wait(self, key: LeaseKey | int, within_s: float) -> Any:
@@ -97,7 +98,7 @@ class Awaited:
         waiting = self._waiting.setdefault(key, [])
         waiting.append(future)
         if self._lost:
-            self.resolve(key, None)
+            self._resolve(key, None)
         try:
             async with asyncio.timeout(within_s):
                 answer = await future
@@ -109,21 +110,155 @@ class Awaited:
             raise Closed(f"the connection has ended: {self._lost}")
         return answer
 
-    def resolve(self, key: LeaseKey | int, answer: LeaseAnswer | bytes | None) -> None:
-        """Give an answer to all who wait for it; most renewals have none. None: there will be no answer."""
+    def on_event(self, event: Event) -> None:
+        """Give an answer to all who wait for it, and the end of the connection to everyone."""
+        match event:
+            case RenewAnswered(leases=answers):
+                for each in answers:
+                    self._resolve((each.slot, each.epoch), each)
+            case Answered(nonce=nonce, answer=answer):
+                self._resolve(nonce, answer)
+            case ConnectionClosed(reason=reason):
+                self._lose(FailureCode.PEER_CLOSED, reason)
+            case ConnectionFailed(code=code, reason=reason):
+                self._lose(FailureCode.PEER_LOST, f"{code}: {reason}")
+            case _:
+                pass
+
+    def _resolve(self, key: LeaseKey | int, answer: LeaseAnswer | bytes | None) -> None:
         for future in self._waiting.pop(key, ()):
             if not future.done():
                 future.set_result(answer)
 
-    def lose(self, reason: str) -> None:
-        """End every wait, now and later: the connection has ended."""
+    def _lose(self, code: str, reason: str) -> None:
         self._lost = reason or "no reason was given"
         for key in list(self._waiting):
-            self.resolve(key, None)
+            self._resolve(key, None)
+        self._on_ended(code, reason)
 
 
-class Link:
-    """A connection that is ready. Thread: the event loop.
+PACE = 0.9
+"""Share of the questions that a worker takes in a second: it would refuse an asker that exceeds them."""
+
+PAUSE_S = 0.01  # of an asker that is faster
+
+
+class Asker:
+    """A connection to a worker that is ready. Thread: the event loop."""
+
+    def __init__(self, client: HandshakeClient, awaited: Awaited, *, endpoint: str, local: LocalEndpoint) -> None:
+        self._client = client
+        self._awaited = awaited
+        self._local = local
+        self._nonces = count(1)
+        self._now = local.network.now
+        self._pace = Bucket(PACE * local.limits.questions_per_s_max, self._now())
+        self.endpoint = endpoint
+        self.identity: Identity = client.identity
+        self.wire_version = client.version
+        self.manifest_schema = client.publication.schema
+
+    @property
+    def clock_offset(self) -> ClockOffset | None:
+        """How far the worker's wall clock is ahead of ours; None if it is unknown."""
+        return self._client.clock_offset
+
+    async def ask(self, question: bytes, within_s: float) -> bytes:
+        """Ask a question, no faster than a worker takes them, and return its answer. Cancellation: safe.
+
+        Raises:
+            ArgumentInvalid: it has more than 48 KiB.
+            CapacityExceeded: 1,024 questions to this worker have no answer.
+            DeadlineExceeded: the answer does not come in time.
+            PeerLost: the connection has ended.
+            ReleaseMismatch: the worker's release knows no questions.
+        """
+        if self.wire_version < QUESTIONS_SINCE:
+            whose = f"{self.endpoint}, which is {self.identity.software!r},"
+            raise ReleaseMismatch(whose, "wire version", str(self.wire_version), f"{QUESTIONS_SINCE} for questions")
+        if len(question) > QUESTION_BYTES_MAX:
+            expected = f"at most {QUESTION_BYTES_MAX} bytes"
+            raise ArgumentInvalid("question", expected, f"{len(question)} bytes", remedy="Ask for fewer blocks.")
+        nonce = next(self._nonces)
+        with self._explained(within_s):
+            async with asyncio.timeout(within_s):
+                while not self._pace.take(1, self._now()):  # noqa: ASYNC110 - only time makes room
+                    await asyncio.sleep(PAUSE_S)
+            try:
+                self._client.send(Ask(nonce=nonce, question=question))
+            except LocalProtocolError as error:
+                raise CapacityExceeded(f"questions to {self.endpoint}", QUESTIONS_MAX) from error
+            answer: bytes = await self._awaited.wait(nonce, within_s)
+        return answer
+
+    async def read_manifest(self) -> Advertisement:
+        """Return what the worker publishes, checked. Raises as ``decode``."""
+        software = self.identity.software
+        return await asyncio.to_thread(decode, self._client.publication, peer=self.endpoint, software=software)
+
+    async def held(self, digests: Sequence[Sequence[bytes]], within_s: float) -> tuple[Ticket | None, int]:
+        """Ask which lease that the worker keeps holds the longest prefix of this content. Cancellation: safe.
+
+        Args:
+            digests: of consecutive blocks from the first token on, chained: one list per group, or that of the first
+                group alone. Each has 1 to 64 bytes.
+            within_s: seconds to wait for the answer.
+
+        Returns:
+            The ticket, verified, and how many digests of the first list its lease holds; ``(None, 0)`` if none does.
+
+        Raises:
+            KvflowError: of ``ask``; 48 KiB are some 2,700 digests of 16 bytes.
+            ProtocolViolation: the answer is malformed, or has the ticket of another engine, or of no kept lease.
+            ReleaseMismatch: its ticket is of a newer kind.
+        """
+        answer = await self.ask(questions.encode(AskHeld(digests=tuple(map(tuple, digests)))), within_s)
+        held = questions.decode_answer(answer, peer=self.endpoint)
+        if not held.ticket:
+            return None, 0
+        try:
+            ticket = TicketKey(self._local.security).read({"kvflow": held.ticket})
+        except TicketInvalid as error:
+            raise ProtocolViolation(
+                f"the peer answered with a bad ticket: {error.message}", peer=self.endpoint
+            ) from error
+        said = {(grant.engine_id, grant.kind) for grant in ticket.grants}
+        if said != {(self.identity.engine_id, "kept")} or not 0 < held.count <= len(digests[0]):
+            detail = f"{ticket!r}, of which {held.count} digests were asked for"
+            raise ProtocolViolation(f"the peer answered another question: {detail}", peer=self.endpoint)
+        return ticket, held.count
+
+    async def ping(self) -> float:
+        """Return the seconds of one round trip. Raises ``DeadlineExceeded`` or ``PeerLost``."""
+        return (await self._ping(report=False))[0]
+
+    async def ask_report(self) -> bytes:
+        """Return what the worker reports about itself; empty if its release reports nothing. Raises as ``ping``."""
+        return (await self._ping(report=True))[1]
+
+    async def wait_ended(self) -> None:
+        """Wait until the connection has ended. Cancellation: safe."""
+        await self._client.wait_closed()
+
+    async def _ping(self, *, report: bool) -> tuple[float, bytes]:
+        with self._explained(self._local.limits.handshake_s):
+            async with asyncio.timeout(self._local.limits.handshake_s):
+                answer = await self._client.ask(report=report)
+        return answer.rtt_s, b"" if isinstance(answer.report, UnsetType) else answer.report
+
+    @contextmanager
+    def _explained(self, within_s: float) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            message = f"{self.endpoint} did not answer within {within_s:g} s"
+            raise DeadlineExceeded(message, phase="handshake", peer=self.endpoint) from None
+        except Closed as error:
+            raise PeerLost(f"{self.endpoint}: {error.message}", peer=self.endpoint) from error
+
+
+class Link(Asker):
+    """A connection to a producer rank, to read from it. Thread: the event loop.
 
     Attributes:
         agent: the name that its transport must have. It is derived from the peer's key.
@@ -134,32 +269,18 @@ class Link:
     def __init__(
         self,
         client: HandshakeClient,
-        peer: PeerId,
-        agent: str,
+        awaited: Awaited,
         advertisement: Advertisement,
         *,
-        awaited: Awaited,
-        credentials: Credentials,
-        network: Network = ZEROMQ,
+        peer: PeerId,
+        local: LocalEndpoint,
     ) -> None:
-        self._client = client
-        self._awaited = awaited
-        self._network = network
+        super().__init__(client, awaited, endpoint=peer.endpoint, local=local)
         self._to_ask: list[LeaseKey] = []
         self.peer = peer
-        self.agent = agent
+        self.agent = agent_name(str(peer), local.key_of(peer))
         self.advertisement = advertisement
-        self.credentials = credentials
-
-    @property
-    def software(self) -> str:
-        """The release that the producer runs."""
-        return self._client.identity.software
-
-    @property
-    def clock_offset(self) -> ClockOffset | None:
-        """How far the producer's wall clock is ahead of ours; None if it is unknown."""
-        return self._client.clock_offset
+        self.credentials = local.credentials(peer, client.identity, client.pass_)
 
     def may_be_over(self, grant: Grant) -> bool:
         """Return whether a ticket seems to have expired, so that its lease is checked before anything is read.
@@ -167,7 +288,7 @@ class Link:
         Only the check decides: another clock may have signed the ticket, and another reader may have renewed the lease.
         """
         offset = self.clock_offset
-        return offset is not None and grant.seems_over(self._network.wall() + offset.ahead_s, offset.error_s)
+        return offset is not None and grant.seems_over(self._local.network.wall() + offset.ahead_s, offset.error_s)
 
     async def ask_end(self, lease: LeaseKey, *, within_s: float) -> LeaseEnd:
         """Ask the producer how a lease has ended, by renewing it. Without an answer in time, the reason is unknown.
@@ -226,42 +347,22 @@ class Restarted(StaleLease):
 @asynccontextmanager
 async def _dialed(
     endpoint: str,
-    identity: Identity,
-    security: ClusterSecurity,
-    limits: Limits,
-    network: Network,
+    local: LocalEndpoint,
     *,
     server_key: str,
     on_ended: Callable[[str, str], None] = lambda code, detail: None,
 ) -> AsyncIterator[tuple[HandshakeClient, Awaited]]:
     """Dial a worker as a reader, and leave with a goodbye; handshake's errors become ours."""
-    awaited = Awaited()
-
-    def on_event(event: Event) -> None:
-        match event:
-            case RenewAnswered(leases=answers):
-                for each in answers:
-                    awaited.resolve((each.slot, each.epoch), each)
-            case Answered(nonce=nonce, answer=answer):
-                awaited.resolve(nonce, answer)
-            case ConnectionClosed(reason=reason):
-                awaited.lose(reason)
-                on_ended(FailureCode.PEER_CLOSED, reason)
-            case ConnectionFailed(code=code, reason=reason):
-                awaited.lose(f"{code}: {reason}")
-                on_ended(FailureCode.PEER_LOST, f"{code}: {reason}")
-            case _:
-                pass
-
+    awaited = Awaited(on_ended)
     try:
         async with open_client(
             endpoint,
-            identity=identity,
+            identity=local.identity,
             publication=READER,
-            security=security,
-            limits=limits,
-            network=network,
-            on_event=on_event,
+            security=local.security,
+            limits=local.limits,
+            network=local.network,
+            on_event=awaited.on_event,
             server_key=server_key,
         ) as client:
             yield client, awaited
@@ -286,8 +387,7 @@ async def open_link(
         ReleaseMismatch: it writes another version of the manifest. We send it this reason.
         DeadlineExceeded: it is silent.
     """
-    ours = (local.identity, local.security, local.limits, local.network)
-    async with _dialed(peer.endpoint, *ours, server_key=peer.public_key, on_ended=on_ended) as (client, awaited):
+    async with _dialed(peer.endpoint, local, server_key=peer.public_key, on_ended=on_ended) as (client, awaited):
         _require_peer(client.identity, peer)
         software = client.identity.software
         try:
@@ -295,9 +395,7 @@ async def open_link(
         except ReleaseMismatch as error:
             client.refuse(error.code, error.message, error.remedy)
             raise
-        agent = agent_name(str(peer), local.key_of(peer))
-        credentials = local.credentials(peer, client.identity, client.pass_)
-        yield Link(client, peer, agent, advertisement, awaited=awaited, credentials=credentials, network=local.network)
+        yield Link(client, awaited, advertisement, peer=peer, local=local)
 
 
 def _require_peer(identity: Identity, peer: PeerId) -> None:
@@ -313,134 +411,6 @@ def _require_peer(identity: Identity, peer: PeerId) -> None:
             ended_by="gone",
             peer=peer.endpoint,
         )
-
-
-# --- a member that asks, and reads nothing: ``find``, ``kvflow inspect`` and the doctor ---
-
-
-PACE = 0.9
-"""Share of the questions that a worker takes in a second: it would refuse an asker that exceeds them."""
-
-PAUSE_S = 0.01  # of an asker that is faster
-
-
-class Asker:
-    """A connection to a worker that is ready. Thread: the event loop."""
-
-    def __init__(
-        self,
-        client: HandshakeClient,
-        awaited: Awaited,
-        key: TicketKey,
-        *,
-        endpoint: str,
-        answer_s: float,
-        network: Network,
-    ) -> None:
-        self._client = client
-        self._awaited = awaited
-        self._key = key
-        self._answer_s = answer_s
-        self._nonces = count(1)
-        self._now = network.now
-        self._pace = Bucket(PACE * Limits().questions_per_s_max, network.now())
-        self.endpoint = endpoint
-        self.identity: Identity = client.identity
-        self.wire_version = client.version
-        self.manifest_schema = client.publication.schema
-
-    @property
-    def clock_ahead_s(self) -> float | None:
-        """Seconds by which the worker's wall clock is ahead of ours; None if it is unknown."""
-        offset = self._client.clock_offset
-        return None if offset is None else offset.ahead_s
-
-    async def read_manifest(self) -> Advertisement:
-        """Return what the worker publishes, checked. Raises as ``decode``."""
-        software = self.identity.software
-        return await asyncio.to_thread(decode, self._client.publication, peer=self.endpoint, software=software)
-
-    async def held(self, digests: Sequence[Sequence[bytes]], within_s: float) -> tuple[Ticket | None, int]:
-        """Ask which lease that the worker keeps holds the longest prefix of this content. Cancellation: safe.
-
-        Args:
-            digests: of consecutive blocks from the first token on, chained: one list per group, or that of the first
-                group alone. Each has 1 to 64 bytes.
-            within_s: seconds to wait for the answer.
-
-        Returns:
-            The ticket, verified, and how many digests of the first list its lease holds; ``(None, 0)`` if none does.
-
-        Raises:
-            ArgumentInvalid: the digests have more than 48 KiB: some 2,700 of 16 bytes.
-            CapacityExceeded: 1,024 questions to this worker have no answer.
-            DeadlineExceeded: the answer does not come in time.
-            PeerLost: the connection has ended.
-            ProtocolViolation: the answer is malformed, or has the ticket of another engine, or of no kept lease.
-            ReleaseMismatch: the worker's release knows no questions. Or its ticket is of a newer kind.
-        """
-        answer = await self._put(questions.encode(AskHeld(digests=tuple(map(tuple, digests)))), within_s)
-        held = questions.decode_answer(answer, peer=self.endpoint)
-        if not held.ticket:
-            return None, 0
-        try:
-            ticket = self._key.read({"kvflow": held.ticket})
-        except TicketInvalid as error:
-            raise ProtocolViolation(
-                f"the peer answered with a bad ticket: {error.message}", peer=self.endpoint
-            ) from error
-        said = {(grant.engine_id, grant.kind) for grant in ticket.grants}
-        if said != {(self.identity.engine_id, "kept")} or not 0 < held.count <= len(digests[0]):
-            detail = f"{ticket!r}, of which {held.count} digests were asked for"
-            raise ProtocolViolation(f"the peer answered another question: {detail}", peer=self.endpoint)
-        return ticket, held.count
-
-    async def _put(self, question: bytes, within_s: float) -> bytes:
-        if self.wire_version < QUESTIONS_SINCE:
-            whose = f"{self.endpoint}, which is {self.identity.software!r},"
-            raise ReleaseMismatch(whose, "wire version", str(self.wire_version), f"{QUESTIONS_SINCE} for questions")
-        if len(question) > QUESTION_BYTES_MAX:
-            expected = f"at most {QUESTION_BYTES_MAX} bytes together"
-            raise ArgumentInvalid("digests", expected, f"{len(question)} bytes", remedy="Ask for fewer blocks.")
-        nonce = next(self._nonces)
-        with self._explained(within_s):
-            async with asyncio.timeout(within_s):
-                while not self._pace.take(1, self._now()):  # noqa: ASYNC110 - only time makes room
-                    await asyncio.sleep(PAUSE_S)
-            try:
-                self._client.send(Ask(nonce=nonce, question=question))
-            except LocalProtocolError as error:
-                raise CapacityExceeded(f"questions to {self.endpoint}", QUESTIONS_MAX) from error
-            answer: bytes = await self._awaited.wait(nonce, within_s)
-        return answer
-
-    async def ping(self) -> float:
-        """Return the seconds of one round trip. Raises ``DeadlineExceeded`` or ``PeerLost``."""
-        return (await self._ping(report=False))[0]
-
-    async def ask_report(self) -> bytes:
-        """Return what the worker reports about itself; empty if its release reports nothing. Raises as ``ping``."""
-        return (await self._ping(report=True))[1]
-
-    async def wait_ended(self) -> None:
-        """Wait until the connection has ended. Cancellation: safe."""
-        await self._client.wait_closed()
-
-    async def _ping(self, *, report: bool) -> tuple[float, bytes]:
-        with self._explained(self._answer_s):
-            async with asyncio.timeout(self._answer_s):
-                answer = await self._client.ask(report=report)
-        return answer.rtt_s, b"" if isinstance(answer.report, UnsetType) else answer.report
-
-    @contextmanager
-    def _explained(self, within_s: float) -> Iterator[None]:
-        try:
-            yield
-        except TimeoutError:
-            message = f"{self.endpoint} did not answer within {within_s:g} s"
-            raise DeadlineExceeded(message, phase="handshake", peer=self.endpoint) from None
-        except Closed as error:
-            raise PeerLost(f"{self.endpoint}: {error.message}", peer=self.endpoint) from error
 
 
 @asynccontextmanager
@@ -463,9 +433,7 @@ async def open_asker(
         role="decode",
         software=f"kvflow {__version__}",
     )
-    security, budgets = security_of(config), config.tuning
-    limits = Limits(connect_s=budgets.connect_s, handshake_s=budgets.handshake_s)
-    async with _dialed(endpoint, identity, security, limits, network, server_key=server_key) as (client, awaited):
-        yield Asker(
-            client, awaited, TicketKey(security), endpoint=endpoint, answer_s=budgets.handshake_s, network=network
-        )
+    limits = Limits(connect_s=config.tuning.connect_s, handshake_s=config.tuning.handshake_s)
+    local = LocalEndpoint(identity, READER, security_of(config), limits, network)
+    async with _dialed(endpoint, local, server_key=server_key) as (client, awaited):
+        yield Asker(client, awaited, endpoint=endpoint, local=local)

@@ -189,7 +189,7 @@ class PeerPool:
             PeerState(
                 name=str(peer),
                 state=each.state,
-                software="" if each.link is None else each.link.software,
+                software="" if each.link is None else each.link.identity.software,
                 transport="" if each.carrier is None else each.carrier.name,
             )
             for peer, each in islice(self._connections.items(), limit)

@@ -197,7 +197,7 @@ def _worker_figures(visit: "Asker") -> WorkerFigures:
         software=identity.software,
         wire_version=visit.wire_version,
         manifest_schema=visit.manifest_schema,
-        clock_ahead_s=visit.clock_ahead_s,
+        clock_ahead_s=None if visit.clock_offset is None else visit.clock_offset.ahead_s,
     )
 
 

@@ -29,7 +29,7 @@ from kvflow.rendezvous.listener import Listener
 from kvflow.rendezvous.questions import AnswerHeld, AskHeld
 from kvflow.worker.producer import LeaseManager
 
-from .helpers import INCARNATION, OURS, PATIENCE_S, SECRET, SECURITY, config, producing
+from .helpers import INCARNATION, OURS, PATIENCE_S, SECRET, SECURITY, config, linked, producing
 
 DIGESTS = tuple(bytes([number]) * 16 for number in range(1, 4))
 
@@ -114,6 +114,14 @@ async def test_many_ask_at_once_and_each_has_its_own_answer(answers):
     async with producing() as producer, asking(producer) as asker:
         found = await asyncio.gather(*[asker.held([DIGESTS], PATIENCE_S) for _ in range(9)])
         assert [count for _, count in found] == 3 * [1, 2, 3]
+
+
+async def test_a_connection_to_read_from_asks_too(answers):
+    held = AnswerHeld(ticket=minted(), count=3)
+    answers[0].append(held)
+    async with producing() as producer, linked(producer) as link:
+        answer = await link.ask(questions.encode(AskHeld(digests=(DIGESTS,))), PATIENCE_S)
+        assert questions.decode_answer(answer, peer="somebody") == held
 
 
 async def test_a_late_answer_is_nobodys(mute):
