@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct, UnsetType
 
-from handshake import ClockOffset, HandshakeClient, Identity, Limits, open_client
+from handshake import ClockOffset, ClusterSecurity, HandshakeClient, Identity, Limits, open_client
 from handshake.errors import Closed, HandshakeError, LocalProtocolError
 from handshake.limits import LEASES_MAX, QUESTIONS_MAX
 from handshake.messages import (
@@ -142,6 +142,11 @@ PACE = 0.9
 
 PAUSE_S = 0.01  # of an asker that is faster
 
+WAIT_S_MAX = 86_400.0  # that a question may wait at the worker
+
+DIGEST_EXTRA_BYTES = 2  # of each, in msgpack
+QUESTION_DIGESTS_BYTES = QUESTION_BYTES_MAX - 1024  # the rest of a question is small
+
 
 class Asker:
     """A connection to a worker that is ready. Thread: the event loop."""
@@ -196,24 +201,33 @@ class Asker:
         software = self.identity.software
         return await asyncio.to_thread(decode, self._client.publication, peer=self.endpoint, software=software)
 
-    async def held(self, digests: Sequence[Sequence[bytes]], within_s: float) -> tuple[Ticket | None, int]:
-        """Ask which lease that the worker keeps holds the longest prefix of this content. Cancellation: safe.
+    async def held(
+        self, digests: Sequence[bytes], within_s: float, *, wait_s: float = 0.0, at_least: int = 0
+    ) -> tuple[Ticket | None, int]:
+        """Ask which lease of the worker holds the longest prefix of this content. Cancellation: safe.
 
         Args:
-            digests: of consecutive blocks from the first token on, chained: one list per group, or that of the first
-                group alone. Each has 1 to 64 bytes.
-            within_s: seconds to wait for the answer.
+            digests: of consecutive blocks of the first group, from the first token on, chained. Each has 1 to 64 bytes.
+                Of more than a question can have, the last is asked for, and every second before it, or every third, ...
+            within_s: seconds to wait for an answer that is given at once.
+            wait_s: seconds that the worker may wait for such a lease, which may then be of any kind, not only kept.
+            at_least: fewer digests are of no use.
 
         Returns:
-            The ticket, verified, and how many digests of the first list its lease holds; ``(None, 0)`` if none does.
+            The ticket, verified, and how many digests its lease holds; ``(None, 0)`` if none does.
 
         Raises:
-            KvflowError: of ``ask``; 48 KiB are some 2,700 digests of 16 bytes.
-            ProtocolViolation: the answer is malformed, or has the ticket of another engine, or of no kept lease.
+            KvflowError: of ``ask``.
+            ProtocolViolation: the answer is malformed, or has the ticket of another engine, or of another kind.
             ReleaseMismatch: its ticket is of a newer kind.
         """
-        answer = await self.ask(questions.encode(AskHeld(digests=tuple(map(tuple, digests)))), within_s)
-        held = questions.decode_answer(answer, peer=self.endpoint)
+        step = sum(map(len, digests), DIGEST_EXTRA_BYTES * len(digests)) // QUESTION_DIGESTS_BYTES + 1
+        asked = tuple(digests[(len(digests) - 1) % step :: step])
+        enough = max(0, len(asked) - (len(digests) - at_least) // step)
+        question = AskHeld(digests=(asked,), wait_ms=round(1e3 * min(wait_s, WAIT_S_MAX)), at_least=enough)
+        held = questions.decode_answer(
+            await self.ask(questions.encode(question), within_s + wait_s), peer=self.endpoint
+        )
         if not held.ticket:
             return None, 0
         try:
@@ -222,11 +236,12 @@ class Asker:
             raise ProtocolViolation(
                 f"the peer answered with a bad ticket: {error.message}", peer=self.endpoint
             ) from error
-        said = {(grant.engine_id, grant.kind) for grant in ticket.grants}
-        if said != {(self.identity.engine_id, "kept")} or not 0 < held.count <= len(digests[0]):
+        engines, kinds = ({getattr(grant, name) for grant in ticket.grants} for name in ("engine_id", "kind"))
+        is_ours = engines == {self.identity.engine_id} and (wait_s > 0 or kinds == {"kept"})
+        if not is_ours or not 0 < held.count <= len(asked):
             detail = f"{ticket!r}, of which {held.count} digests were asked for"
             raise ProtocolViolation(f"the peer answered another question: {detail}", peer=self.endpoint)
-        return ticket, held.count
+        return ticket, len(digests) - (len(asked) - held.count) * step
 
     async def ping(self) -> float:
         """Return the seconds of one round trip. Raises ``DeadlineExceeded`` or ``PeerLost``."""
@@ -415,11 +430,16 @@ def _require_peer(identity: Identity, peer: PeerId) -> None:
 
 @asynccontextmanager
 async def open_asker(
-    endpoint: str, config: WorkerConfig, *, server_key: str = "", network: Network = ZEROMQ
+    endpoint: str,
+    config: WorkerConfig,
+    *,
+    server_key: str = "",
+    network: Network = ZEROMQ,
+    security: ClusterSecurity | None = None,
 ) -> AsyncIterator[Asker]:
     """Dial a worker as a reader does, and leave with a goodbye. Cancellation: safe.
 
-    ``server_key`` is the public key of a worker that has its own.
+    ``server_key`` is the public key of a worker that has its own; ``security`` replaces what the settings say.
 
     Raises:
         ConfigInvalid: there is no usable secret, or the endpoint is malformed.
@@ -434,6 +454,6 @@ async def open_asker(
         software=f"kvflow {__version__}",
     )
     limits = Limits(connect_s=config.tuning.connect_s, handshake_s=config.tuning.handshake_s)
-    local = LocalEndpoint(identity, READER, security_of(config), limits, network)
+    local = LocalEndpoint(identity, READER, security or security_of(config), limits, network)
     async with _dialed(endpoint, local, server_key=server_key) as (client, awaited):
         yield Asker(client, awaited, endpoint=endpoint, local=local)

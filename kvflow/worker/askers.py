@@ -1,18 +1,13 @@
-"""Connections to the workers that this one asks what they keep."""
+"""Connections to the workers that this process asks what they hold: dialed when they are needed, and kept."""
 
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from kvflow.errors import KvflowError, PeerLost, WorkerClosed
-from kvflow.leases.tickets import Ticket
 from kvflow.rendezvous.dialer import Asker, open_asker
-from kvflow.worker.environment import Shared
-
-DIGEST_EXTRA_BYTES = 2  # of each, in msgpack
-QUESTION_DIGESTS_BYTES = 47 << 10  # a question has at most 48 KiB
 
 ASKERS_MAX = 64  # connections that are kept open. Beyond it, that which was used longest ago ends.
 
@@ -20,42 +15,47 @@ logger = logging.getLogger("kvflow")
 
 
 class Askers:
-    """The connections of one worker, one for each endpoint that was asked. Thread: the event loop."""
+    """One connection for each endpoint that is asked, opened with ``how`` of ``open_asker``. Thread: the event loop."""
 
-    def __init__(self, shared: Shared, tasks: asyncio.TaskGroup) -> None:
-        self._config, self._network = shared.config, shared.environment.network
+    def __init__(
+        self, tasks: asyncio.TaskGroup | asyncio.AbstractEventLoop, limit: int = ASKERS_MAX, **how: Any
+    ) -> None:
+        self._how = how
         self._tasks = tasks
-        self._lifecycle = shared.lifecycle
+        self._limit = limit
         self._dialed: OrderedDict[str, tuple[asyncio.Task[None], asyncio.Future[Asker]]] = OrderedDict()
 
-    async def find(self, endpoint: str, digests: Sequence[bytes], wait_s: float) -> tuple[Ticket | None, int]:
-        """Ask a worker what it keeps; dial it if it is not connected, once for all callers.
+    async def connect(self, endpoint: str) -> Asker:
+        """Return the connection to a worker; dial it if it is not connected, once for all callers.
 
-        Of more digests than a question can have, every second is asked for, or every third, and so on.
+        Args:
+            endpoint: ``tcp://HOST:PORT``, or ``tcp://HOST:PORT#KEY`` of a worker that has a key of its own.
+
+        Raises:
+            KvflowError: of ``open_asker``. ``WorkerClosed`` if the connection was closed here meanwhile.
+
+        Cancellation: safe; dialing goes on for other callers.
         """
-        self._lifecycle.require_open("finds nothing")
         if endpoint not in self._dialed:
             opened: asyncio.Future[Asker] = asyncio.get_running_loop().create_future()
             task = self._tasks.create_task(self._serve(endpoint, opened), name=f"asking {endpoint}")
             task.add_done_callback(partial(self._forget, endpoint, opened))
             self._dialed[endpoint] = task, opened
-            if len(self._dialed) > ASKERS_MAX:
-                next(iter(self._dialed.values()))[0].cancel()
+            if len(self._dialed) > self._limit:
+                self._dialed.popitem(last=False)[1][0].cancel()
         self._dialed.move_to_end(endpoint)
-        asker = await asyncio.shield(self._dialed[endpoint][1])
-        step = sum(map(len, digests), DIGEST_EXTRA_BYTES * len(digests)) // QUESTION_DIGESTS_BYTES + 1
-        ticket, count = await asker.held([digests[step - 1 :: step]], wait_s + self._config.tuning.handshake_s)
-        return ticket, count * step
+        return await asyncio.shield(self._dialed[endpoint][1])
 
     def close(self) -> None:
-        """End every connection."""
-        for task, _ in self._dialed.values():
-            task.cancel()
+        """End every connection; the next call of ``connect`` dials again."""
+        while self._dialed:
+            self._dialed.popitem()[1][0].cancel()
 
     async def _serve(self, endpoint: str, opened: "asyncio.Future[Asker]") -> None:
         """Open a connection, and leave it when it has ended."""
+        address, _, key = endpoint.partition("#")
         try:
-            async with open_asker(endpoint, self._config, network=self._network) as asker:
+            async with open_asker(address, server_key=key, **self._how) as asker:
                 opened.set_result(asker)
                 await asker.wait_ended()
         except Exception as error:
@@ -66,8 +66,9 @@ class Askers:
                 opened.set_exception(error)
                 opened.exception()  # if its caller has gone, nobody takes it
 
-    def _forget(self, endpoint: str, opened: "asyncio.Future[Asker]", _task: "asyncio.Task[None]") -> None:
+    def _forget(self, endpoint: str, opened: "asyncio.Future[Asker]", task: "asyncio.Task[None]") -> None:
         if not opened.done():
             opened.set_exception(WorkerClosed("the worker is closing"))
             opened.exception()
-        del self._dialed[endpoint]
+        if self._dialed.get(endpoint) == (task, opened):
+            del self._dialed[endpoint]

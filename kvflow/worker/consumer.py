@@ -63,7 +63,8 @@ class Consumer:
     def __init__(self, shared: Shared, tasks: asyncio.TaskGroup, key: TicketKey) -> None:
         environment, tuning = shared.environment, shared.config.tuning
         self.peers = PeerPool(shared, tasks, self.on_peer_dropped)
-        self.askers = Askers(shared, tasks)
+        security = shared.local.security
+        self.askers = Askers(tasks, config=shared.config, network=environment.network, security=security)
         self._destinations = DestinationTable(shared.account)
         self._reset_policy = ReaderResetPolicy(tuning, shared.bytes_per_block)
         self._transport = shared.transport

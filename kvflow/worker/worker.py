@@ -239,7 +239,8 @@ class Worker:
         end at any time, and the pull then raises ``StaleLease``. The connection stays open for later calls.
 
         Args:
-            endpoint: control endpoint of the worker, such as ``tcp://host:5600``.
+            endpoint: control endpoint of the worker, such as ``tcp://host:5600``. Of a worker that has its own key,
+                ``tcp://host:5600#KEY`` with its public key, which must be among our allowed keys.
             digests: chained digests, as its engine has passed them to ``keep``: those of the blocks of the first group,
                 or one list per group. Each has 1 to 64 bytes.
             wait_s: how long the worker may wait for something to be kept. This release answers at once.
@@ -250,7 +251,7 @@ class Worker:
         Raises:
             ArgumentInvalid: ``digests`` has something else than bytes, or ``wait_s`` is no duration.
             ConfigInvalid: the endpoint is malformed.
-            AuthenticationFailed: it does not prove the cluster's secret; a worker that has its own key does not.
+            AuthenticationFailed: it does not prove the cluster's secret, or has another key.
             PeerRefused, PeerLost, DeadlineExceeded, ProtocolViolation: it cannot be reached, or answers wrongly.
             ReleaseMismatch: it runs a release that cannot be asked.
             WorkerDraining, WorkerClosed: this worker starts no new pulls.
@@ -259,7 +260,10 @@ class Worker:
         """
         self._require_loop()
         require_seconds("wait_s", wait_s)
-        return await self._consumer.askers.find(endpoint, _first_digests(digests), wait_s)
+        asked = _first_digests(digests)
+        self._shared.lifecycle.require_open("finds nothing")
+        asker = await self._consumer.askers.connect(endpoint)
+        return await asker.held(asked, self._shared.config.tuning.handshake_s, wait_s=wait_s)
 
     def read_ticket(self, params: object) -> Ticket:
         """Verify and read a ticket, so that ``pull``, ``hold`` and ``release`` need not verify this object again.
@@ -515,6 +519,7 @@ class Worker:
         self._shared.local.allow_keys(keys)
         self._listener.recheck_keys()
         self._consumer.peers.drop_distrusted()
+        self._consumer.askers.close()  # who is still allowed is dialed again
 
     def snapshot(self, *, limit: int = LISTED_MAX) -> Snapshot:
         """Return what the worker holds now, and what it has counted since the start.

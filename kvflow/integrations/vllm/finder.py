@@ -28,9 +28,6 @@ OpenAsker = Callable[[str, WorkerConfig], AbstractAsyncContextManager[Asker]]
 
 SEARCHES_MAX = 1024  # requests that are asked for at a time: further ones are computed
 
-DIGESTS_MAX = 2000
-"""Digests in a question. For a prompt of more blocks, only every second, third, ... digest is asked for."""
-
 ADDRESSES_MAX = 64  # of one source that are dialed
 RESOLVE_S = 10.0  # time between two look-ups of the addresses of a source
 RETRY_S, RETRY_S_MAX = 0.5, 30.0  # first pause after a failed connection, which doubles each time, and the longest
@@ -231,17 +228,15 @@ class Finder:
             self._contents.grow(request, chains, request.num_prompt_tokens - 1)  # the last token has to be computed
             search.chains |= chains
         digests = search.chains[size][0]
-        every = -(-len(digests) // DIGESTS_MAX)
-        asked = digests[every - 1 :: every] if every else []
         within_s = search.until - time.monotonic()
-        if not asked or within_s <= 0:
+        if not digests or within_s <= 0:
             return
         try:
-            ticket, count = await source.asker.held((tuple(asked),), within_s)
+            ticket, count = await source.asker.held(digests, within_s)
             source.misses = 0
             search.is_answered = True
             if ticket is not None:
-                self._note(source, request, search, ticket, count * every * size)
+                self._note(source, request, search, ticket, count * size)
         except DeadlineExceeded:
             source.misses += 1
             if source.misses >= MISSES_MAX:

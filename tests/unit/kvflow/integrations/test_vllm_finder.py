@@ -57,8 +57,7 @@ class Source:
         self.connected.set()
         await self.end.wait()
 
-    async def held(self, digests, within_s):
-        (asked,) = digests
+    async def held(self, asked, within_s):
         self.questions.append(asked)
         if self.before is not None:
             await asyncio.to_thread(self.before.wait, WITHIN_S)
@@ -161,15 +160,6 @@ def test_each_source_is_asked_in_its_own_block_size(finders):
     finder = finders({FIRST: coarse, SECOND: fine})
     assert sought(finder, new_request(None, 200)).num_tokens == 128
     assert [len(each.questions[0]) for each in (coarse, fine)] == [3, 24]
-
-
-def test_a_long_prompt_is_asked_for_in_larger_steps(finders, monkeypatch):
-    monkeypatch.setattr(finder_module, "DIGESTS_MAX", 4)
-    source = Source(16 * 7)
-    finder = finders({FIRST: source})
-    found = sought(finder, new_request(None, 16 * 10))
-    assert len(source.questions[0]) == 3  # every third of nine
-    assert found.num_tokens == 16 * 6
 
 
 def test_what_the_cache_has_need_not_be_fetched(finders):

@@ -74,17 +74,17 @@ async def test_a_worker_that_keeps_nothing_says_so():
     async with producing() as producer, asking(producer) as asker:
         assert (asker.identity.engine_id, asker.wire_version) == ("prefill-0", 2)
         for _ in range(3):
-            assert await asker.held([DIGESTS], PATIENCE_S) == (None, 0)
+            assert await asker.held(DIGESTS, PATIENCE_S) == (None, 0)
 
 
 async def test_the_ticket_of_a_kept_lease_is_verified_and_read(answers):
     said, asked = answers
     said.append(AnswerHeld(ticket=minted(), count=2))
     async with producing() as producer, asking(producer) as asker:
-        ticket, count = await asker.held([list(DIGESTS), [b"of another group"]], PATIENCE_S)
+        ticket, count = await asker.held(list(DIGESTS), PATIENCE_S)
         assert (ticket.request_id, ticket.grants[0].kind, count) == ("r", "kept", 2)
         ((question, reader),) = asked
-        assert question == AskHeld(digests=(DIGESTS, (b"of another group",)))
+        assert question == AskHeld(digests=(DIGESTS,))
         assert (reader.engine_id, reader.public_key) == ("decode-0", SECURITY.client.public_key)
 
 
@@ -104,15 +104,15 @@ async def test_an_answer_that_cannot_be_one_is_a_violation(answers, held, about)
     answers[0].append(held)
     async with producing() as producer, asking(producer) as asker:
         with pytest.raises(ProtocolViolation, match=about) as caught:
-            await asker.held([DIGESTS], PATIENCE_S)
+            await asker.held(DIGESTS, PATIENCE_S)
         assert caught.value.peer == producer.endpoint
-        assert await asker.held([DIGESTS], PATIENCE_S) == (None, 0), "the connection goes on"
+        assert await asker.held(DIGESTS, PATIENCE_S) == (None, 0), "the connection goes on"
 
 
 async def test_many_ask_at_once_and_each_has_its_own_answer(answers):
     answers[0].extend(AnswerHeld(ticket=minted(), count=1 + number % 3) for number in range(9))
     async with producing() as producer, asking(producer) as asker:
-        found = await asyncio.gather(*[asker.held([DIGESTS], PATIENCE_S) for _ in range(9)])
+        found = await asyncio.gather(*[asker.held(DIGESTS, PATIENCE_S) for _ in range(9)])
         assert [count for _, count in found] == 3 * [1, 2, 3]
 
 
@@ -127,9 +127,9 @@ async def test_a_connection_to_read_from_asks_too(answers):
 async def test_a_late_answer_is_nobodys(mute):
     async with producing() as producer, asking(producer) as asker:
         with pytest.raises(DeadlineExceeded) as caught:
-            await asker.held([DIGESTS], 0.01)
+            await asker.held(DIGESTS, 0.01)
         assert caught.value.peer == producer.endpoint
-        patient = asyncio.ensure_future(asker.held([DIGESTS], PATIENCE_S))
+        patient = asyncio.ensure_future(asker.held(DIGESTS, PATIENCE_S))
         async with asyncio.timeout(PATIENCE_S):
             (listener, *late), (_, *current) = [await mute.get() for _ in range(2)]
         for asked, count in ((late, 1), (current, 2)):
@@ -157,10 +157,10 @@ async def test_a_question_ends_with_its_connection(mute):
 
 async def test_only_so_many_questions_wait_and_the_next_is_refused_here(mute):
     async with producing() as producer, asking(producer) as asker:
-        waiting = [asyncio.ensure_future(asker.held([DIGESTS], PATIENCE_S)) for _ in range(QUESTIONS_MAX)]
+        waiting = [asyncio.ensure_future(asker.held(DIGESTS, PATIENCE_S)) for _ in range(QUESTIONS_MAX)]
         await asyncio.sleep(0)
         with pytest.raises(CapacityExceeded):
-            await asker.held([DIGESTS], PATIENCE_S)
+            await asker.held(DIGESTS, PATIENCE_S)
         for each in waiting:
             each.cancel()
         await asyncio.wait(waiting)
@@ -174,7 +174,7 @@ async def test_who_asks_faster_than_a_worker_takes_waits_and_is_not_refused(monk
     monkeypatch.setattr(Allowance, "__init__", lambda self, _limits, now: begin(self, slow, now))
     async with producing() as producer, asking(producer) as asker:
         for _ in range(130):
-            assert await asker.held([DIGESTS], PATIENCE_S) == (None, 0)
+            assert await asker.held(DIGESTS, PATIENCE_S) == (None, 0)
 
 
 async def test_a_worker_of_version_1_is_asked_nothing(monkeypatch):
@@ -186,17 +186,43 @@ async def test_a_worker_of_version_1_is_asked_nothing(monkeypatch):
     monkeypatch.setattr(Conversation, "__init__", begin_of_before)
     async with producing() as producer, asking(producer) as asker:
         with pytest.raises(ReleaseMismatch, match="wire version 1"):
-            await asker.held([DIGESTS], PATIENCE_S)
+            await asker.held(DIGESTS, PATIENCE_S)
         assert await asker.ping() >= 0.0
 
 
-async def test_more_digests_than_a_question_takes_are_refused_here(answers):
+async def test_a_question_that_is_too_long_is_refused_here(answers):
     async with producing() as producer, asking(producer) as asker:
         with pytest.raises(ArgumentInvalid):
-            await asker.held([DIGESTS[:1] * (QUESTION_BYTES_MAX // 18 + 1)], PATIENCE_S)
-        assert await asker.held([DIGESTS[:1] * 2000], PATIENCE_S) == (None, 0)
+            await asker.ask(bytes(QUESTION_BYTES_MAX + 1), PATIENCE_S)
+        assert await asker.held(DIGESTS[:1] * 2000, PATIENCE_S) == (None, 0)
         ((question, _),) = answers[1]
         assert len(question.digests[0]) == 2000
+
+
+@pytest.mark.parametrize(("total", "step"), [(2674, 2), (5000, 2), (6001, 3), (20_000, 8)])
+async def test_of_many_digests_the_last_and_some_before_it_are_asked_for(answers, total, step):
+    said, asked = answers
+    digests = [number.to_bytes(16) for number in range(total)]
+    said += [AnswerHeld(ticket=minted(), count=count) for count in (len(digests[(total - 1) % step :: step]), 1)]
+    async with producing() as producer, asking(producer) as asker:
+        assert (await asker.held(digests, PATIENCE_S, at_least=total))[1] == total
+        assert (await asker.held(digests, PATIENCE_S, at_least=1))[1] == (total - 1) % step + 1
+    (first, _), (second, _) = asked
+    assert first.digests == (tuple(digests[(total - 1) % step :: step]),)
+    assert (first.at_least, second.at_least) == (len(first.digests[0]), 1)
+
+
+async def test_a_question_that_waits_is_answered_with_any_lease(answers):
+    said, asked = answers
+    said += [AnswerHeld(ticket=minted("offer"), count=3)] * 2
+    async with producing() as producer, asking(producer) as asker:
+        ticket, count = await asker.held(DIGESTS, PATIENCE_S, wait_s=2.5, at_least=2)
+        assert (ticket.grants[0].kind, count) == ("offer", 3)
+        await asker.held(DIGESTS, PATIENCE_S, wait_s=1e9)
+    assert [question for question, _ in asked] == [
+        AskHeld(digests=(DIGESTS,), wait_ms=2500, at_least=2),
+        AskHeld(digests=(DIGESTS,), wait_ms=86_400_000),
+    ]
 
 
 async def test_who_does_not_have_the_secret_asks_nobody():
@@ -264,4 +290,4 @@ def test_a_worker_that_does_not_know_the_question_holds_nothing():
 async def test_a_ticket_too_long_to_be_sent_is_as_good_as_none(answers):
     answers[0].append(AnswerHeld(ticket="x" * ANSWER_BYTES_MAX, count=1))
     async with producing() as producer, asking(producer) as asker:
-        assert await asker.held([DIGESTS], PATIENCE_S) == (None, 0)
+        assert await asker.held(DIGESTS, PATIENCE_S) == (None, 0)

@@ -19,8 +19,7 @@ from kvflow.errors import (
 )
 from kvflow.events import LeaseEnded, OfferAdmitted
 from kvflow.leases.table import Reader
-from kvflow.rendezvous.issuer import TicketMint
-from kvflow.worker import askers
+from kvflow.rendezvous.issuer import TicketMint, draw_pair
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.threaded import run_worker
 from tests.ports import free_port
@@ -255,15 +254,32 @@ async def test_one_connection_is_kept_and_dialed_again_when_it_has_ended():
         assert network.dialed == [endpoint] * 2
 
 
-async def test_the_connection_that_was_used_longest_ago_is_closed(monkeypatch):
-    monkeypatch.setattr(askers, "ASKERS_MAX", 1)
+async def test_the_connection_that_was_used_longest_ago_is_closed():
     async with opened(ranks=2, network=(network := FaultyNetwork())) as world:
+        world.consumer._consumer.askers._limit = 1
         first, second = (worker.endpoint for worker in world.producers)
         for endpoint in (first, second, second, first):
             assert await find(world, chain(3), endpoint) == (None, 0)
-            while len(world.consumer._consumer.askers._dialed) > 1:  # noqa: ASYNC110 - nothing tells
-                await asyncio.sleep(0)
         assert network.dialed == [first, second, first]
+
+
+async def test_a_worker_with_a_key_of_its_own_is_found_by_that_key():
+    (private, public), (ours, our_public), (_, other) = draw_pair(), draw_pair(), draw_pair()
+    theirs = config(private_key=private, allowed_keys=(our_public,))
+    async with (
+        open_worker(theirs, cache_of(10)) as producer,
+        open_worker(config("decode-0", private_key=ours, allowed_keys=(public,)), cache_of(10)) as consumer,
+    ):
+        kept = keep(producer, "kept", 3)
+        endpoint = f"{producer.endpoint}#{public}"
+        assert await consumer.find(endpoint, chain(3)) == (kept, 1)
+        await consumer.pull(kept, [[5]])
+        for wrong in ("", f"#{other}", "#", "#nonsense"):
+            assert isinstance(await failure(consumer.find(producer.endpoint + wrong, chain(3))), AuthenticationFailed)
+        consumer.allow_keys([other])
+        assert isinstance(await failure(consumer.find(endpoint, chain(3))), AuthenticationFailed)
+        consumer.allow_keys([public])
+        assert await consumer.find(endpoint, chain(3)) == (kept, 1)
 
 
 async def test_a_caller_that_gives_up_costs_the_others_nothing():
