@@ -22,6 +22,8 @@ CHAT_CONTEXT = 4 * CONTEXT
 """Likewise, of models for chats of several turns."""
 WINDOW = 64
 """Tokens of a sliding window: less than a block of 128, so that blocks fall out of it."""
+CHAT_WINDOW = 128
+"""Likewise, of models for chats: as gpt-oss has it."""
 GAIN = 1.5
 """Weights have this standard deviation, divided by the root of the number of inputs."""
 
@@ -36,6 +38,27 @@ COMMON = {
     "pad_token_id": None,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def _gptoss(context: int, window: int) -> dict[str, Any]:
+    return EXPERTS | {
+        "num_hidden_layers": 4,
+        "head_dim": 64,
+        "intermediate_size": 256,
+        "max_position_embeddings": context,
+        "sliding_window": window,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": context // 2,
+        },
+    }
+
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"num_hidden_layers": 4, "head_dim": 64, "intermediate_size": 512}),
@@ -74,26 +97,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 64,
         },
     ),
-    "gptoss": (
-        "gpt_oss",
-        {
-            "num_hidden_layers": 4,
-            "head_dim": 64,
-            "intermediate_size": 256,
-            "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 2.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": CONTEXT // 2,
-            },
-        }
-        | EXPERTS,
-    ),
+    "gptoss": ("gpt_oss", _gptoss(CONTEXT, WINDOW)),
+    "gptoss-chat": ("gpt_oss", _gptoss(CHAT_CONTEXT, CHAT_WINDOW)),
     "granite": (
         "granitemoehybrid",
         {
