@@ -17,9 +17,7 @@ logger = logging.getLogger("kvflow")
 class Askers:
     """One connection for each endpoint that is asked, opened with ``how`` of ``open_asker``. Thread: the event loop."""
 
-    def __init__(
-        self, tasks: asyncio.TaskGroup | asyncio.AbstractEventLoop, limit: int = ASKERS_MAX, **how: Any
-    ) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup, limit: int = ASKERS_MAX, **how: Any) -> None:
         self._how = how
         self._tasks = tasks
         self._limit = limit

@@ -176,8 +176,8 @@ class Contents:
     def require(self, request: Request, ticket: Ticket, first: int = 0) -> None:
         """Check that all blocks of a ticket, whose signature was checked, hold the beginning of a request.
 
-        If only the ``first`` tokens of more are to be read, the source, which signs, has compared their digests: the
-        ticket has those of its last blocks alone.
+        If only the ``first`` tokens of more are to be read, the source has compared their digests: the ticket has those
+        of its last blocks alone. A source that lies about them could as well sign other digests, or serve other bytes.
 
         Raises:
             ContentMismatch: the blocks hold something else, or the ticket has no digests.

@@ -1,36 +1,34 @@
 """Asks other engines for the beginnings of prompts, while vLLM's scheduler goes on.
 
-A thread of the scheduler's process stays connected to every address of every source. When a request arrives, it asks
-all of them at once, with the digests of the prompt in each source's block size. The longest answer wins.
+A thread of the scheduler's process connects every address of every source. When a request arrives, it asks all of them
+at once, with the digests of the prompt in each source's block size. The longest answer wins.
 """
 
 import asyncio
 import logging
+import math
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import Struct
 
-from kvflow import Manifest, Ticket, WorkerConfig
+from kvflow import Manifest, Ticket
 from kvflow.addresses import host_and_port
 from kvflow.errors import DeadlineExceeded, KvflowError
 from kvflow.integrations.vllm.blocks import NO_CHAIN, Chain, Contents, Request
 from kvflow.integrations.vllm.settings import Settings, logger
-from kvflow.rendezvous.dialer import Asker, open_asker
-
-OpenAsker = Callable[[str, WorkerConfig], AbstractAsyncContextManager[Asker]]
+from kvflow.rendezvous.dialer import Asker
+from kvflow.worker.askers import Askers
 
 SEARCHES_MAX = 1024  # requests that are asked for at a time: further ones are computed
 
 ADDRESSES_MAX = 64  # of one source that are dialed
-RESOLVE_S = 10.0  # time between two look-ups of the addresses of a source
-RETRY_S, RETRY_S_MAX = 0.5, 30.0  # first pause after a failed connection, which doubles each time, and the longest
+LOOK_S = 10.0  # time between two look-ups of the addresses of a source; those without a connection are dialed then
 MISSES_MAX = 3  # answers in a row that have not come in time, after which a source is not asked
 SKIP_S = 10.0  # for this time
 CLOSE_S = 2.0  # longest time to wait for the end of the thread, which may be looking up a name
@@ -47,14 +45,14 @@ class Found(Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class _Source:
-    """One address that is connected."""
+    """One address that has been connected."""
 
     names: frozenset[str]  # its endpoint, and how the settings name it
     endpoint: str
     asker: Asker
     block_size: int  # of its first group
+    skip_until: float  # it is asked from then on
     misses: int = 0
-    skip_until: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -75,27 +73,27 @@ class Finder:
     ``whole``: a part of what a source holds is of no use, because no window of a sliding layer was kept for it.
     """
 
-    def __init__(
-        self, settings: Settings, contents: Contents, *, whole: bool, open_asker: OpenAsker = open_asker
-    ) -> None:
+    def __init__(self, settings: Settings, contents: Contents, *, whole: bool) -> None:
         self._settings = settings
         self._contents = contents
         self._whole = whole
-        self._open_asker = open_asker
         self._searches: dict[str, _Search] = {}
-        self._addresses: dict[str, frozenset[str]] = {}  # endpoints by source
-        self._sources: dict[str, _Source] = {}  # by endpoint
+        self._addresses: dict[str, frozenset[str]] = {each: frozenset() for each in settings.sources}  # of each source
+        self._sources: dict[str, _Source | None] = {}  # by address and key; None if it could not be reached
         self._counts: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
         self._loop = asyncio.new_event_loop()
+        self._connections = asyncio.TaskGroup()
+        self._askers = Askers(self._connections, ADDRESSES_MAX * len(self._addresses), config=settings.worker)
         self._thread = threading.Thread(target=self._run, name="kvflow-finder", daemon=True)
         self._thread.start()
 
     def seek(self, request: Request, hints: Iterable[str] = ()) -> None:
         """Start to ask who holds the beginning of a prompt, first the sources that hints name."""
         hinted = frozenset(hints)
-        known = hinted & frozenset(self._settings.sources).union(*tuple(self._addresses.values()))
+        names = {each.partition("#")[0] for each in self._addresses}
+        known = hinted & frozenset(names.union(*tuple(self._addresses.values())))
         self._counts["hint_ignored"] += len(hinted - known)
         if request.num_prompt_tokens > self._settings.fetch_tokens_min and len(self._searches) < SEARCHES_MAX:
             search = _Search(time.monotonic() + self._settings.find_s, known)
@@ -142,12 +140,19 @@ class Finder:
     # On the other thread.
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # at its end, it cancels all tasks
-            for source in dict.fromkeys(self._settings.sources):
-                self._spawn(self._watch, source)
-            runner.run(self._closing.wait())
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
 
-    def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> asyncio.Task[None]:
+    async def _serve(self) -> None:
+        async with self._connections:
+            for source in self._addresses:
+                self._spawn(self._watch, source)
+            await self._closing.wait()
+            for task in self._tasks:
+                task.cancel()
+            self._askers.close()
+
+    def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         async def guarded() -> None:
             try:
                 await work(*args)
@@ -157,46 +162,40 @@ class Finder:
         task = self._loop.create_task(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _watch(self, source: str) -> None:
-        """Stay connected to every address of a source."""
-        host, port = host_and_port(source)
-        connections: dict[str, asyncio.Task[None]] = {}
+        """Look up the addresses of a source now and then, and connect those that are not connected."""
+        name, mark, key = source.partition("#")
+        host, port = host_and_port(name)
         while True:
+            endpoints = self._addresses[source]
             try:
                 found = await self._loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
             except (OSError, UnicodeError) as error:  # the latter for a part of a name that is too long
                 logger.debug("kvflow: the name of source %s has no address: %s", source, error)
             else:
                 hosts = sorted({str(address[0]) for *_, address in found})[:ADDRESSES_MAX]
-                endpoints = [f"tcp://[{each}]:{port}" if ":" in each else f"tcp://{each}:{port}" for each in hosts]
-                self._addresses[source] = frozenset(endpoints)
-                for endpoint in connections.keys() - endpoints:
-                    connections.pop(endpoint).cancel()
-                for endpoint in endpoints:
-                    if endpoint not in connections:
-                        connections[endpoint] = self._spawn(self._stay_connected, source, endpoint)
-            await asyncio.sleep(RESOLVE_S)
+                endpoints = frozenset(f"tcp://{f'[{each}]' if ':' in each else each}:{port}" for each in hosts)
+                for gone in self._addresses[source] - endpoints:
+                    self._sources.pop(gone + mark + key, None)
+                self._addresses[source] = endpoints
+            await asyncio.gather(*[self._connect(name, each, each + mark + key) for each in endpoints])
+            await asyncio.sleep(LOOK_S)
 
-    async def _stay_connected(self, source: str, endpoint: str) -> None:
-        pause_s = RETRY_S
-        while True:
-            try:
-                async with self._open_asker(endpoint, self._settings.worker) as asker:
-                    manifest = (await asker.read_manifest()).manifest
-                    if self._is_of_use(endpoint, manifest):
-                        names, size = frozenset((source, endpoint)), manifest.groups[0].tokens_per_id
-                        self._sources[endpoint] = _Source(names, endpoint, asker, size)
-                    pause_s = RETRY_S
-                    await asker.wait_ended()
-            except KvflowError as error:
-                level = logging.INFO if pause_s == RETRY_S else logging.DEBUG
-                logger.log(level, "kvflow: no prefixes come from %s: %s", endpoint, error)
-            finally:
-                self._sources.pop(endpoint, None)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RETRY_S_MAX)
+    async def _connect(self, name: str, endpoint: str, address: str) -> None:
+        """Connect an address, unless it is connected, and learn what it has."""
+        known = self._sources.get(address)
+        try:
+            asker = await self._askers.connect(address)
+            if known is None or known.asker is not asker:
+                manifest = (await asker.read_manifest()).manifest
+                skip_until = 0.0 if self._is_of_use(endpoint, manifest) else math.inf
+                size = manifest.groups[0].tokens_per_id
+                self._sources[address] = _Source(frozenset((name, endpoint)), endpoint, asker, size, skip_until)
+        except KvflowError as error:
+            level = logging.INFO if known or address not in self._sources else logging.DEBUG
+            logger.log(level, "kvflow: no prefixes come from %s: %s", endpoint, error)
+            self._sources[address] = None
 
     def _is_of_use(self, endpoint: str, manifest: Manifest) -> bool:
         """Return whether a source may hold what this engine can read; it may be this engine itself."""
@@ -212,7 +211,7 @@ class Finder:
     async def _search(self, request: Request, search: _Search) -> None:
         try:
             now = time.monotonic()
-            ready = [each for each in self._sources.values() if each.skip_until <= now]
+            ready = [each for each in self._sources.values() if each is not None and each.skip_until <= now]
             hinted = [each for each in ready if each.names & search.hinted]
             for sources in (hinted, [each for each in ready if each not in hinted]):
                 if search.best is None or search.best.num_tokens < self._settings.fetch_tokens_min:

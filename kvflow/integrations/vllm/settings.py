@@ -36,7 +36,7 @@ def warn(text: str, *args: object, error: Exception) -> None:
     logger.log(level, "kvflow: %s: %s%s", text % args, error, more)
 
 
-Source = Annotated[str, Meta(pattern=r"\Atcp://[^\s/]+:[0-9]{1,5}\Z", max_length=256)]
+Source = Annotated[str, Meta(pattern=r"\Atcp://[^\s/#]+:[0-9]{1,5}(#[0-9a-f]{64})?\Z", max_length=256)]
 
 
 class Sharing(Struct, frozen=True, kw_only=True):
@@ -239,13 +239,13 @@ def _sharing(extra: Mapping[str, Any], load_failure_policy: str) -> Sharing:
     try:
         sharing = msgspec.convert(given, Sharing, strict=False)
         for source in sharing.sources:
-            if not 0 < host_and_port(source)[1] <= PORT_MAX:
+            if not 0 < host_and_port(source.partition("#")[0])[1] <= PORT_MAX:
                 raise msgspec.ValidationError(f"{source} has no port from 1 to {PORT_MAX} - at `$.sources`")
     except msgspec.ValidationError as error:
         raise ConfigInvalid(
             f"kv_connector_extra_config: {error}",
-            remedy="sources is a list of tcp://HOST:PORT with the ports of bind of engines that keep; keep is true or "
-            "false; find_s is in seconds, at most 1; fetch_tokens_min is a number of tokens.",
+            remedy="sources is a list of tcp://HOST:PORT or tcp://HOST:PORT#KEY with the ports of bind of engines that "
+            "keep; keep is true or false; find_s is in seconds, at most 1; fetch_tokens_min is a number of tokens.",
         ) from error
     if sharing.sources and load_failure_policy not in ("", "recompute"):
         raise ConfigInvalid(

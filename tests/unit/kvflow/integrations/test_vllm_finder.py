@@ -1,11 +1,16 @@
-"""Prompts that sources are asked for: the longest answer in time is loaded, and no fault of a source fails a prompt."""
+"""Prompts that sources are asked for: the longest answer in time is loaded, and no fault of a source fails a prompt.
+
+The sources are real workers. Only what they would not do, such as to be silent or to lie, is done for them.
+"""
 
 import asyncio
+import socket
 import threading
-from contextlib import asynccontextmanager
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 from kvflow.errors import DeadlineExceeded, PeerLost, ProtocolViolation
 from kvflow.integrations.vllm import finder as finder_module
@@ -13,6 +18,13 @@ from kvflow.integrations.vllm import scheduler
 from kvflow.integrations.vllm.finder import Finder
 from kvflow.integrations.vllm.messages import Admit, Cancel, GiveBack, Load
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
+from kvflow.layout.specs import FullAttention, Mamba, State
+from kvflow.rendezvous.dialer import Asker
+from kvflow.rendezvous.issuer import draw_pair
+from kvflow.worker.threaded import run_worker
+from tests.helpers.settings import flat_config
+from tests.ports import free_port
+from tests.unit.kvflow.worker.helpers import cache_of
 
 from .vllm_like import (
     SECRET,
@@ -28,88 +40,109 @@ from .vllm_like import (
 )
 
 WITHIN_S = 30.0
-FIRST, SECOND, THIRD = (f"tcp://127.0.0.{number}:5600" for number in (1, 2, 3))
+PORT = free_port()
+FIRST, SECOND, THIRD = (f"tcp://127.0.0.{number}:{PORT}" for number in (1, 2, 3))
+NAME = f"tcp://decode.example:{PORT}"
+STATES = {"layers.0": Mamba(block_size=16, states=(State("ssm", (2, 4, 4), "float32", shard_axis=0),))}
 
 
 class Source:
-    """A source as ``open_asker`` shows it: it holds the first tokens of ``new_request``'s prompt."""
+    """A worker that keeps the first tokens of ``new_request``'s prompt."""
 
-    def __init__(self, num_tokens=0, engine_id="decode-0", *, block_size=16, model="m", error=None, before=None):
+    def __init__(self, num_tokens=0, engine_id="decode-0", *, block_size=16, error=None, before=None, **settings):
         self.num_tokens = num_tokens
-        self.error = error
-        self.before = before  # what it waits for before it answers
+        self.block_size = block_size  # 0: it has only states
+        self.error = error  # instead of its answers
+        self.before = before  # what its answers wait for
+        self.ticket = None  # what it answers with, though it does not keep it
+        self.settings = {
+            "engine_id": engine_id,
+            "cluster_secret": SECRET,
+            "transport": "loopback",
+            "model": "m",
+        } | settings
         self.questions = []
-        self.dialed = 0
-        self.refuses = None
-        group = SimpleNamespace(tokens_per_id=block_size)
-        identity = SimpleNamespace(engine_id=engine_id, model=model, revision="")
-        self.advertisement = SimpleNamespace(manifest=SimpleNamespace(groups=(group,), identity=identity))
-        self.block_size = block_size
-        self.tickets = {}
-        self.connected = threading.Event()
-        self.end = None
+        self.worker = None
+        self._stack = ExitStack()
 
-    async def read_manifest(self):
-        return self.advertisement
+    def open(self, endpoint):
+        size = self.block_size
+        layer = FullAttention(block_size=size or 16, num_kv_heads=1, head_size=8, dtype="float16")
+        cache = cache_of(64, {"layers.0": layer} if size else STATES)
+        self.worker = self._stack.enter_context(run_worker(flat_config(bind=endpoint, **self.settings), cache))
+        if self.num_tokens and size:
+            blocks, digests = range(1, 1 + self.num_tokens // size), chain_of(self.num_tokens, size)
+            self.worker.keep("kept:1", [blocks], self.num_tokens, [digests])
 
-    async def wait_ended(self):
-        self.end = asyncio.Event()
-        self.connected.set()
-        await self.end.wait()
-
-    async def held(self, asked, within_s):
-        self.questions.append(asked)
-        if self.before is not None:
-            await asyncio.to_thread(self.before.wait, WITHIN_S)
-        if self.error is not None:
-            raise self.error
-        mine = chain_of(self.num_tokens, self.block_size)
-        held = [at for at, digest in enumerate(asked, 1) if digest in mine]
-        if not held:
-            return None, 0
-        if self.num_tokens not in self.tickets:
-            blocks = (tuple(range(1, 1 + self.num_tokens // self.block_size)),)
-            self.tickets[self.num_tokens] = new_ticket(
-                self.num_tokens, blocks, "kept:1", block_sizes=(self.block_size,)
-            )
-        return self.tickets[self.num_tokens], held[-1]
+    def close(self):
+        self._stack.close()
 
 
 def chain_of(num_tokens, block_size):
     chains = {block_size: ([], 0)}
-    new_contents().grow(new_request(None, max(1, num_tokens)), chains, num_tokens)
-    return set(chains[block_size][0])
+    new_contents().grow(new_request(None, num_tokens), chains, num_tokens)
+    return chains[block_size][0]
 
 
 class Finders:
-    """Makes finders over fake sources, and waits for them."""
+    """Makes finders, opens the sources that they ask, and waits until they are connected."""
 
     def __init__(self):
         self.sources = {}
 
-    def __call__(self, sources, *, whole=False, listed=None, **extra):
-        self.sources = sources
-        extra = {"sources": list(listed or sources), "find_s": 1.0, "fetch_tokens_min": 32, "model": "m", **extra}
+    def __call__(self, sources, *, whole=False, listed=None, find_s=WITHIN_S, **extra):
+        for endpoint, source in sources.items():
+            self.sources[endpoint] = source
+            if source.worker is None:
+                source.open(endpoint)
+        extra = {"sources": list(listed or sources), "fetch_tokens_min": 32, "model": "m", **extra}
         settings = read_settings({"cluster_secret": SECRET, **extra}, EngineFacts(engine_id="e", kv_role="kv_both"))
-        finder = Finder(settings, new_contents(), whole=whole, open_asker=self.open)
+        finder = Finder(structs.replace(settings, find_s=find_s), new_contents(), whole=whole)
         SIDES.append(finder)
-        for source in sources.values():
-            if source.refuses is None:
-                assert source.connected.wait(WITHIN_S)
+        wait_until(lambda: len(connected(finder)) == len(sources))
         return finder
 
-    @asynccontextmanager
-    async def open(self, endpoint, config):
-        source = self.sources[endpoint]
-        source.dialed += 1
-        if source.refuses is not None:
-            raise source.refuses
-        yield source
+
+def connected(finder):
+    return {each.endpoint for each in list(finder._sources.values()) if each is not None}
 
 
 @pytest.fixture
-def finders():
-    return Finders()
+def finders(monkeypatch):
+    finders, held = Finders(), Asker.held
+
+    async def ask(asker, digests, within_s):
+        source = finders.sources[asker.endpoint]
+        source.questions.append(digests)
+        if source.before is not None:
+            await asyncio.to_thread(source.before.wait, WITHIN_S)
+        if source.error is not None:
+            raise source.error
+        return (source.ticket, len(digests)) if source.ticket else await held(asker, digests, within_s)
+
+    monkeypatch.setattr(Asker, "held", ask)
+    yield finders
+    while SIDES:
+        SIDES.pop().close()
+    for source in finders.sources.values():
+        source.close()
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """Return the addresses of ``NAME``, or the errors of its next look-ups, which are often."""
+    monkeypatch.setattr(finder_module, "LOOK_S", 0.01)
+    addresses, real = [], socket.getaddrinfo
+
+    def resolve(host, port, *args, **named):
+        if host != "decode.example":
+            return real(host, port, *args, **named)
+        if addresses and isinstance(addresses[0], Exception):
+            raise addresses.pop(0)
+        return [(0, 0, 0, "", (each, port)) for each in addresses]
+
+    monkeypatch.setattr("socket.getaddrinfo", resolve)
+    return addresses
 
 
 def sought(finder, request, hints=(), computed=0):
@@ -129,7 +162,7 @@ def test_the_longest_answer_wins(finders):
     finder = finders({FIRST: Source(64), SECOND: Source(160, "decode-1"), THIRD: Source(96, "decode-2")})
     found = sought(finder, new_request(None, 400))
     assert (found.source, found.num_tokens, found.ticket.request_id) == (SECOND, 160, "kept:1")
-    assert 0 <= found.asked_s <= 1.0
+    assert 0 <= found.asked_s <= WITHIN_S
     assert finder.take_counts() == {"held": 1}
     assert finder.take("r", 0) is None
 
@@ -183,57 +216,54 @@ def test_the_source_of_a_hint_is_asked_first(finders):
     assert sought(finder, new_request(None, 400), [FIRST]).source == FIRST
     assert second.questions == []
     assert sought(finder, new_request(None, 400, "s"), [FIRST, SECOND]).source == SECOND
-    first.num_tokens = 0  # then all others are asked
+    first.worker.revoke("kept:1")  # then all others are asked
     assert sought(finder, new_request(None, 400, "t"), [FIRST]).source == SECOND
     assert finder.take_counts() == {"held": 3}
 
 
 def test_a_hint_that_names_no_source_is_ignored_and_counted(finders):
-    source = Source(160)
-    finder = finders({FIRST: source})
+    finder = finders({FIRST: Source(160)})
     assert sought(finder, new_request(None, 400), ["tcp://10.0.0.9:1", "tcp://10.0.0.9:1"]).source == FIRST
     assert finder.take_counts() == {"held": 1, "hint_ignored": 1}
-    assert source.dialed == 1
 
 
-def test_every_address_of_a_name_is_asked(finders, monkeypatch):
-    def resolve(host, port, *_):
-        assert (host, port) == ("decode.example", 5600)
-        return [(None, None, None, "", (f"127.0.0.{last}", port)) for last in (1, 2, 3)]
-
-    monkeypatch.setattr("socket.getaddrinfo", resolve)
+def test_every_address_of_a_name_is_asked(finders, names):
+    names += ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
     sources = {FIRST: Source(64), SECOND: Source(160, "decode-1"), THIRD: Source(96, "decode-2")}
-    finder = finders(sources, listed=["tcp://decode.example:5600"])
+    finder = finders(sources, listed=[NAME])
     assert sought(finder, new_request(None, 400)).source == SECOND
     assert [len(each.questions) for each in sources.values()] == [1, 1, 1]
-    assert sought(finder, new_request(None, 400), ["tcp://decode.example:5600", THIRD]).source == SECOND
+    assert sought(finder, new_request(None, 400), [NAME, THIRD]).source == SECOND
     assert finder.take_counts() == {"held": 2}
 
 
-def test_an_address_that_has_gone_is_no_longer_asked(finders, monkeypatch):
-    left = [1, 2]
-    monkeypatch.setattr(finder_module, "RESOLVE_S", 0.001)
-    monkeypatch.setattr(
-        "socket.getaddrinfo", lambda host, port, *_: [(0, 0, 0, "", (f"127.0.0.{last}", port)) for last in left]
-    )
-    finder = finders({FIRST: Source(64), SECOND: Source(160, "decode-1")}, listed=["tcp://decode.example:5600"])
-    left.pop()
-    wait_until(lambda: list(finder._sources) == [FIRST])
+def test_an_address_that_has_gone_is_no_longer_asked(finders, names):
+    names += ["127.0.0.1", "127.0.0.2"]
+    finder = finders({FIRST: Source(64), SECOND: Source(160, "decode-1")}, listed=[NAME])
+    names.pop()
+    wait_until(lambda: connected(finder) == {FIRST})
     assert sought(finder, new_request(None, 400)).num_tokens == 64
+    assert sought(finder, new_request(None, 400), [SECOND]).num_tokens == 64
+    assert finder.take_counts() == {"held": 2, "hint_ignored": 1}
 
 
-def test_a_name_without_an_address_is_looked_up_again(finders, monkeypatch):
-    monkeypatch.setattr(finder_module, "RESOLVE_S", 0.001)
-    answers = iter([OSError("unknown"), UnicodeError("label too long")])
-
-    def resolve(host, port, *_):
-        for error in answers:
-            raise error
-        return [(0, 0, 0, "", ("127.0.0.1", port))]
-
-    monkeypatch.setattr("socket.getaddrinfo", resolve)
-    finder = finders({FIRST: Source(64)}, listed=["tcp://decode.example:5600"])
+def test_a_name_without_an_address_is_looked_up_again(finders, names):
+    names += [OSError("unknown"), UnicodeError("label too long"), "127.0.0.1"]
+    finder = finders({FIRST: Source(64)}, listed=[NAME])
     assert sought(finder, new_request(None, 400)).source == FIRST
+
+
+def test_a_source_with_a_key_of_its_own_is_asked_by_that_key(finders, monkeypatch):
+    (private, public), (ours, our_public), (_, other) = draw_pair(), draw_pair(), draw_pair()
+    theirs = {"private_key": private, "allowed_keys": (our_public,)}
+    mine = {"private_key": ours, "allowed_keys": [public, other]}
+    finder = finders({FIRST: Source(160, **theirs)}, listed=[f"{FIRST}#{public}"], **mine)
+    assert sought(finder, new_request(None, 400), [FIRST]).source == FIRST
+    assert finder.take_counts() == {"held": 1}
+    listed = [f"{SECOND}#{other}", SECOND]
+    finder = finders({SECOND: Source(160, "decode-1", **theirs)}, listed=[f"{SECOND}#{public}", *listed], **mine)
+    wait_until(lambda: len(finder._sources) == 3)
+    assert sought(finder, new_request(None, 400)).source == SECOND
 
 
 @pytest.mark.parametrize(
@@ -259,10 +289,14 @@ def test_a_request_waits_no_longer_than_it_may(finders):
 
 def test_what_has_come_in_time_is_used(finders):
     gate = threading.Event()
-    finder = finders({FIRST: Source(320, before=gate), SECOND: Source(160, "decode-1")}, find_s=0.2)
+    finder = finders({FIRST: Source(320, before=gate), SECOND: Source(160, "decode-1")})
     request = new_request(None, 400)
     finder.seek(request)
-    wait_until(lambda: not finder.is_asking(request.request_id))
+    search = finder._searches[request.request_id]
+    wait_until(lambda: search.best is not None)
+    assert finder.is_asking(request.request_id)
+    search.until = 0.0
+    assert not finder.is_asking(request.request_id)
     assert finder.take(request.request_id, 0).source == SECOND
     gate.set()
 
@@ -298,40 +332,48 @@ def test_a_late_answer_now_and_then_is_forgiven(finders):
 
 
 def test_a_ticket_of_other_content_is_not_used(finders):
-    source = Source(160)
-    source.tickets[160] = new_ticket(160, (tuple(range(1, 11)),), prompt=range(7, 400))
+    source = Source()
+    source.ticket = new_ticket(160, (tuple(range(1, 11)),), prompt=range(7, 400))
     finder = finders({FIRST: source})
     assert sought(finder, new_request(None, 400)) is None
     assert sought(finder, new_request(None, 400, "s")) is None
     assert len(source.questions) == 1
 
 
-def test_a_source_that_was_restarted_is_dialed_again(finders, monkeypatch):
-    monkeypatch.setattr(finder_module, "RETRY_S", 0.001)
+def test_a_source_that_was_restarted_is_asked_again(finders, monkeypatch):
+    monkeypatch.setattr(finder_module, "LOOK_S", 0.01)
     source = Source(160)
-    finder = finders({FIRST: source})
-    source.connected.clear()
-    finder._loop.call_soon_threadsafe(source.end.set)
-    assert source.connected.wait(WITHIN_S)
+    finder = finders({FIRST: source}, connect_s=0.05)
+    before = finder._sources[FIRST].asker
+    source.close()
+    wait_until(lambda: finder._sources[FIRST] is None)
+    assert sought(finder, new_request(None, 400)) is None
+    source.open(FIRST)
+    wait_until(lambda: finder._sources[FIRST] is not None)
     assert sought(finder, new_request(None, 400)).source == FIRST
-    assert source.dialed == 2
+    assert finder._sources[FIRST].asker is not before
 
 
-def test_a_source_that_cannot_be_reached_is_dialed_less_and_less_often(finders, monkeypatch):
-    pauses = []
+def test_a_source_that_dies_costs_a_search_nothing(finders):
+    source = Source(320)
+    finder = finders({FIRST: source, SECOND: Source(160, "decode-1")})
+    source.close()
+    assert sought(finder, new_request(None, 400)).source == SECOND
+    assert finder._sources[FIRST].skip_until > 0.0
 
-    async def pause(seconds):
-        pauses.append(seconds)
-        await asyncio.Event().wait() if seconds == finder_module.RESOLVE_S else await real(0)
 
-    real = asyncio.sleep
-    monkeypatch.setattr(asyncio, "sleep", pause)
-    source = Source(160)
-    source.refuses = PeerLost("nobody listens", peer=FIRST)
-    finders({FIRST: source})
-    wait_until(lambda: source.dialed > 9)
-    tried = [each for each in pauses if each != finder_module.RESOLVE_S][:9]
-    assert tried == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+def test_a_source_that_comes_later_is_asked_from_then_on(finders, monkeypatch, caplog):
+    monkeypatch.setattr(finder_module, "LOOK_S", 0.01)
+    caplog.set_level("INFO", "vllm.kvflow")
+    late = Source(160, "decode-1")
+    finder = finders({FIRST: Source(64)}, listed=[FIRST, SECOND], connect_s=0.05)
+    wait_until(lambda: SECOND in finder._sources)
+    assert sought(finder, new_request(None, 400)).source == FIRST
+    late.open(SECOND)
+    finders.sources[SECOND] = late
+    wait_until(lambda: connected(finder) == {FIRST, SECOND})
+    assert sought(finder, new_request(None, 400)).source == SECOND
+    assert caplog.text.count(f"no prefixes come from {SECOND}") == 1
 
 
 def test_searches_are_bounded_and_end_with_their_requests(finders, monkeypatch):
@@ -362,7 +404,7 @@ def test_the_thread_ends_with_its_connections(finders):
     finder = finders({FIRST: Source(160)})
     finder.close()
     assert not finder._thread.is_alive()
-    assert not finder._sources
+    assert not finder._askers._dialed
     finder.close()
 
 
