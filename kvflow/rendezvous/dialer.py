@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from itertools import count
@@ -144,6 +145,7 @@ PAUSE_S = 0.01  # of an asker that is faster
 
 WAIT_S_MAX = 86_400.0  # that a question may wait at the worker
 
+DIGESTS_MAX = 2000  # of a question, if they have at most 21 bytes
 DIGEST_EXTRA_BYTES = 2  # of each, in msgpack
 QUESTION_DIGESTS_BYTES = QUESTION_BYTES_MAX - 1024  # the rest of a question is small
 
@@ -202,13 +204,13 @@ class Asker:
         return await asyncio.to_thread(decode, self._client.publication, peer=self.endpoint, software=software)
 
     async def held(
-        self, digests: Sequence[bytes], within_s: float, *, wait_s: float = 0.0, at_least: int = 0
+        self, digests: Sequence[bytes], within_s: float, *, wait_s: float = 0.0, at_least: int = 1
     ) -> tuple[Ticket | None, int]:
         """Ask which lease of the worker holds the longest prefix of this content. Cancellation: safe.
 
         Args:
             digests: of consecutive blocks of the first group, from the first token on, chained. Each has 1 to 64 bytes.
-                Of more than a question can have, the last is asked for, and every second before it, or every third, ...
+                Of more than 2,000, the last thousand are asked for, and every second before them, or every third, ...
             within_s: seconds to wait for an answer that is given at once.
             wait_s: seconds that the worker may wait for such a lease, which may then be of any kind, not only kept.
             at_least: fewer digests are of no use.
@@ -221,9 +223,9 @@ class Asker:
             ProtocolViolation: the answer is malformed, or has the ticket of another engine, or of another kind.
             ReleaseMismatch: its ticket is of a newer kind.
         """
-        step = sum(map(len, digests), DIGEST_EXTRA_BYTES * len(digests)) // QUESTION_DIGESTS_BYTES + 1
-        asked = tuple(digests[(len(digests) - 1) % step :: step])
-        enough = max(0, len(asked) - (len(digests) - at_least) // step)
+        places = _asked(digests)
+        asked = tuple([digests[place] for place in places])
+        enough = bisect_left(places, at_least - 1) + 1
         question = AskHeld(digests=(asked,), wait_ms=round(1e3 * min(wait_s, WAIT_S_MAX)), at_least=enough)
         held = questions.decode_answer(
             await self.ask(questions.encode(question), within_s + wait_s), peer=self.endpoint
@@ -241,7 +243,7 @@ class Asker:
         if not is_ours or not 0 < held.count <= len(asked):
             detail = f"{ticket!r}, of which {held.count} digests were asked for"
             raise ProtocolViolation(f"the peer answered another question: {detail}", peer=self.endpoint)
-        return ticket, len(digests) - (len(asked) - held.count) * step
+        return ticket, places[held.count - 1] + 1
 
     async def ping(self) -> float:
         """Return the seconds of one round trip. Raises ``DeadlineExceeded`` or ``PeerLost``."""
@@ -270,6 +272,16 @@ class Asker:
             raise DeadlineExceeded(message, phase="handshake", peer=self.endpoint) from None
         except Closed as error:
             raise PeerLost(f"{self.endpoint}: {error.message}", peer=self.endpoint) from error
+
+
+def _asked(digests: Sequence[bytes]) -> Sequence[int]:
+    """Return the places of the digests that are asked for: a lease that must be found whole ends close to the end."""
+    room = min(DIGESTS_MAX, QUESTION_DIGESTS_BYTES // (DIGEST_EXTRA_BYTES + max(map(len, digests), default=0)))
+    if len(digests) <= room:
+        return range(len(digests))
+    last = len(digests) - room // 2
+    step = -(-last // (room - room // 2))
+    return [*range(step - 1, last, step), *range(last, len(digests))]
 
 
 class Link(Asker):

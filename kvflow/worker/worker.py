@@ -253,6 +253,7 @@ class Worker:
             ConfigInvalid: the endpoint is malformed.
             AuthenticationFailed: it does not prove the cluster's secret, or has another key.
             PeerRefused, PeerLost, DeadlineExceeded, ProtocolViolation: it cannot be reached, or answers wrongly.
+            CapacityExceeded: 1,024 questions to it have no answer.
             ReleaseMismatch: it runs a release that cannot be asked.
             WorkerDraining, WorkerClosed: this worker starts no new pulls.
 

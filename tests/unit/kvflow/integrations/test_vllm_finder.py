@@ -19,6 +19,7 @@ from kvflow.integrations.vllm.finder import Finder
 from kvflow.integrations.vllm.messages import Admit, Cancel, GiveBack, Load
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
 from kvflow.layout.specs import FullAttention, Mamba, State
+from kvflow.rendezvous import dialer
 from kvflow.rendezvous.dialer import Asker
 from kvflow.rendezvous.issuer import draw_pair
 from kvflow.worker.threaded import run_worker
@@ -179,6 +180,13 @@ def test_with_windows_a_part_is_of_no_use(finders):
     assert sought(finder, new_request(None, 100)) is None
     assert sought(finder, new_request(None, 161)).num_tokens == 160
     assert finder.take_counts() == {"not_held": 1, "held": 1}
+
+
+def test_with_windows_the_whole_of_a_long_entry_is_found(finders, monkeypatch):
+    monkeypatch.setattr(dialer, "DIGESTS_MAX", 4)
+    finder = finders({FIRST: Source(16 * 7)}, whole=True)
+    assert sought(finder, new_request(None, 16 * 8 + 1)).num_tokens == 16 * 7
+    assert sought(finder, new_request(None, 16 * 12 + 1)) is None  # every fifth of the first ten is asked for
 
 
 def test_another_prompt_is_not_held(finders):

@@ -204,6 +204,7 @@ def test_sources_need_an_engine_that_computes_what_it_cannot_load():
         {"sources": ["tcp://decode-0:0"]},
         {"sources": ["tcp://decode-0:65536"]},
         {"sources": ["tcp://decode-0:5600/x"]},
+        {"sources": ["tcp://decode-0:5600#key"]},
         {"sources": ["tcp://a b:5600"]},
         {"sources": [7]},
         {"sources": ["tcp://decode-0:5600"] * 257},

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -84,7 +85,7 @@ async def test_the_ticket_of_a_kept_lease_is_verified_and_read(answers):
         ticket, count = await asker.held(list(DIGESTS), PATIENCE_S)
         assert (ticket.request_id, ticket.grants[0].kind, count) == ("r", "kept", 2)
         ((question, reader),) = asked
-        assert question == AskHeld(digests=(DIGESTS,))
+        assert question == AskHeld(digests=(DIGESTS,), at_least=1)
         assert (reader.engine_id, reader.public_key) == ("decode-0", SECURITY.client.public_key)
 
 
@@ -199,17 +200,27 @@ async def test_a_question_that_is_too_long_is_refused_here(answers):
         assert len(question.digests[0]) == 2000
 
 
-@pytest.mark.parametrize(("total", "step"), [(2674, 2), (5000, 2), (6001, 3), (20_000, 8)])
-async def test_of_many_digests_the_last_and_some_before_it_are_asked_for(answers, total, step):
+@pytest.mark.parametrize(
+    ("total", "size", "room"), [(2001, 16, 2000), (5000, 21, 2000), (901, 64, 729), (40_000, 9, 2000)]
+)
+async def test_of_many_digests_all_at_the_end_and_some_before_are_asked_for(answers, total, size, room):
     said, asked = answers
-    digests = [number.to_bytes(16) for number in range(total)]
-    said += [AnswerHeld(ticket=minted(), count=count) for count in (len(digests[(total - 1) % step :: step]), 1)]
+    digests = [number.to_bytes(size) for number in range(total)]
+    half = room // 2
     async with producing() as producer, asking(producer) as asker:
-        assert (await asker.held(digests, PATIENCE_S, at_least=total))[1] == total
-        assert (await asker.held(digests, PATIENCE_S, at_least=1))[1] == (total - 1) % step + 1
-    (first, _), (second, _) = asked
-    assert first.digests == (tuple(digests[(total - 1) % step :: step]),)
-    assert (first.at_least, second.at_least) == (len(first.digests[0]), 1)
+        assert await asker.held(digests, PATIENCE_S) == (None, 0)
+        ((first, _),) = asked
+        (sent,) = first.digests
+        places = [int.from_bytes(each) for each in sent]
+        assert half < len(sent) <= room
+        assert places[-half:] == list(range(total - half, total))
+        (step,) = {after - before for before, after in pairwise([-1, *places[:-half]])}
+        assert (total - half) % step == total - half - 1 - places[-half - 1]
+        for count in (1, len(sent) - half, len(sent)):
+            said.append(AnswerHeld(ticket=minted(), count=count))
+            wanted = places[count - 1] + 1
+            assert (await asker.held(digests, PATIENCE_S, at_least=wanted))[1] == wanted
+            assert asked[-1][0].at_least == count
 
 
 async def test_a_question_that_waits_is_answered_with_any_lease(answers):
@@ -221,7 +232,7 @@ async def test_a_question_that_waits_is_answered_with_any_lease(answers):
         await asker.held(DIGESTS, PATIENCE_S, wait_s=1e9)
     assert [question for question, _ in asked] == [
         AskHeld(digests=(DIGESTS,), wait_ms=2500, at_least=2),
-        AskHeld(digests=(DIGESTS,), wait_ms=86_400_000),
+        AskHeld(digests=(DIGESTS,), wait_ms=86_400_000, at_least=1),
     ]
 
 
