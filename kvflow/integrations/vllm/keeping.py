@@ -98,8 +98,8 @@ class Keeping:
         for block in ids:
             self._of_block.setdefault(block, set()).add(entry)
         self._entries[entry.name] = entry
-        self._num_signing += 1
         self._offering.submit(partial(self._sign, entry, digests, end, step))
+        self._num_signing += 1  # behind what may fail: vLLM takes steps until all are signed
 
     def on_reuse(self, block: Any) -> None:
         """End the leases of a block that vLLM hands out."""

@@ -310,6 +310,18 @@ def test_a_lease_that_cannot_be_signed_is_forgotten(pool):
     assert kept(found) == ["kept:r"]
 
 
+def test_a_lease_that_nobody_signs_is_not_waited_for(pool, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("can't start new thread")
+
+    found = keeper(pool)
+    with monkeypatch.context() as patch:
+        patch.setattr(found.offering, "submit", fails)
+        end(found, pool, filled(pool, 2))
+    assert not found.keeping.is_signing, "vLLM would take steps without end"
+    assert found.guard.take() == {"_keep": 1}
+
+
 def test_a_reset_ends_all_leases_at_once(pool):
     found = keeper(pool)
     found.meet_ranks([rank_address()], [Contact("on another host", "", bytes(32))])
