@@ -114,7 +114,7 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
         copy_threads: threads that copy a large read which NIXL makes within a host; 0: two where this process may use
             at least four cores, otherwise the read thread alone. The others start with the first read of 2 MiB or more,
             and each keeps off the read thread's core.
-        lease_slots: leases that may be held at once; what is kept leaves its slot to offers. A kept lease takes 130
+        lease_slots: leases that may be held at once; what is kept leaves its slot to offers. A kept lease takes 170
             bytes of memory for each of its blocks, and in vLLM's scheduler 500.
         connect_s: budget for reaching a peer's endpoint.
         handshake_s: budget from there until the peer's manifest has arrived.
