@@ -203,7 +203,7 @@ class ClusterSecurity(Struct, frozen=True):
             if server_key not in self.allowed:
                 raise Unauthenticated(
                     f"the server's key {server_key or '(none)'} is not among our allowed keys",
-                    remedy="Add the server's public key to allowed_keys, if it is a worker of this cluster.",
+                    remedy="Name the server's public key, and have it in allowed_keys, if it is of this cluster.",
                     local=True,
                 )
             theirs = CurveKeys(public=z85.encode(bytes.fromhex(server_key)), private=b"")

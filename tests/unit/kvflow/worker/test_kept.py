@@ -275,7 +275,9 @@ async def test_a_worker_with_a_key_of_its_own_is_found_by_that_key():
         assert await consumer.find(endpoint, chain(3)) == (kept, 1)
         await consumer.pull(kept, [[5]])
         for wrong in ("", f"#{other}", "#", "#nonsense"):
-            assert isinstance(await failure(consumer.find(producer.endpoint + wrong, chain(3))), AuthenticationFailed)
+            error = await failure(consumer.find(producer.endpoint + wrong, chain(3)))
+            assert isinstance(error, AuthenticationFailed)
+            assert "Name the server's public key" in error.remedy
         consumer.allow_keys([other])
         assert isinstance(await failure(consumer.find(endpoint, chain(3))), AuthenticationFailed)
         consumer.allow_keys([public])
