@@ -3,8 +3,8 @@
 import asyncio
 import secrets
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
@@ -187,10 +187,9 @@ class Asker:
             expected = f"at most {QUESTION_BYTES_MAX} bytes"
             raise ArgumentInvalid("question", expected, f"{len(question)} bytes", remedy="Ask for fewer blocks.")
         nonce = next(self._nonces)
-        with self._explained(within_s):
-            async with asyncio.timeout(within_s):
-                while not self._pace.take(1, self._now()):  # noqa: ASYNC110 - only time makes room
-                    await asyncio.sleep(PAUSE_S)
+        async with self._within(within_s):
+            while not self._pace.take(1, self._now()):  # noqa: ASYNC110 - only time makes room
+                await asyncio.sleep(PAUSE_S)
             try:
                 self._client.send(Ask(nonce=nonce, question=question))
             except LocalProtocolError as error:
@@ -258,15 +257,16 @@ class Asker:
         await self._client.wait_closed()
 
     async def _ping(self, *, report: bool) -> tuple[float, bytes]:
-        with self._explained(self._local.limits.handshake_s):
-            async with asyncio.timeout(self._local.limits.handshake_s):
-                answer = await self._client.ask(report=report)
+        async with self._within(self._local.limits.handshake_s):
+            answer = await self._client.ask(report=report)
         return answer.rtt_s, b"" if isinstance(answer.report, UnsetType) else answer.report
 
-    @contextmanager
-    def _explained(self, within_s: float) -> Iterator[None]:
+    @asynccontextmanager
+    async def _within(self, within_s: float) -> AsyncIterator[None]:
+        """Wait no longer than that, and say whose answer is missing."""
         try:
-            yield
+            async with asyncio.timeout(within_s):
+                yield
         except TimeoutError:
             message = f"{self.endpoint} did not answer within {within_s:g} s"
             raise DeadlineExceeded(message, phase="handshake", peer=self.endpoint) from None

@@ -11,7 +11,7 @@ from handshake import Answer, open_client
 from handshake.connection import Conversation
 from handshake.limits import QUESTIONS_MAX, Limits
 from handshake.messages import ANSWER_BYTES_MAX, QUESTION_BYTES_MAX, Answered, Ask, VersionRange
-from handshake.rates import Allowance
+from handshake.rates import Allowance, Bucket
 from kvflow.errors import (
     ArgumentInvalid,
     AuthenticationFailed,
@@ -176,6 +176,14 @@ async def test_who_asks_faster_than_a_worker_takes_waits_and_is_not_refused(monk
     async with producing() as producer, asking(producer) as asker:
         for _ in range(130):
             assert await asker.held(DIGESTS, PATIENCE_S) == (None, 0)
+
+
+async def test_who_waits_for_the_pace_waits_no_longer_than_said(mute):
+    async with producing() as producer, asking(producer) as asker:
+        asker._pace = Bucket(1e-9, asker._now())
+        with pytest.raises(DeadlineExceeded):
+            await asker.held(DIGESTS, 0.01)
+        assert mute.empty()
 
 
 async def test_a_worker_of_version_1_is_asked_nothing(monkeypatch):
