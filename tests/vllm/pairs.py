@@ -132,7 +132,7 @@ PAIRS |= {
 VARIANTS = _variants("llama", LLAMA) | _variants("gptoss", GPTOSS)
 PAIRS |= VARIANTS
 PARALLEL = _parallel()
-USUAL_PARALLEL = ("llama-ranks-2-to-1", "gptoss-ranks-1-to-2")
+USUAL_PARALLEL = ("llama-ranks-2-to-1", "gptoss-ranks-1-to-2", "granite-ranks-2-to-1", "gemma3-stages-1-to-2")
 E4M3 = replace(LLAMA, dtype="float32", llm={"kv_cache_dtype": "fp8_e4m3"})
 E5M2 = replace(LLAMA, dtype="float32", llm={"kv_cache_dtype": "fp8_e5m2"})
 # On CPUs only AVX-512 and AMX have fp8 caches. In float32 both have the same kernel.

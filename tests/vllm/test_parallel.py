@@ -92,7 +92,8 @@ def test_each_reading_rank_writes_one_record(pair):
     records = await_all(lambda: records_of(pair.decode, answer["id"]), pair.decode.options.num_ranks)
     assert sorted(record["rank"] for record in records) == list(range(pair.decode.options.num_ranks))
     assert {record["event"] for record in records} == {"transfer.completed"}
-    assert len({record["nbytes"] for record in records}) == 1, "the ranks have equal shares"
+    if pair.decode.options.stages == 1:
+        assert len({record["nbytes"] for record in records}) == 1, "the ranks have equal shares"
 
 
 def records_of(engine, request_id):
