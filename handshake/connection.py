@@ -48,7 +48,7 @@ from handshake.messages import (
     Welcome,
     choose,
 )
-from handshake.rates import Allowance, ClockOffset, OffsetFilter
+from handshake.rates import Allowance, ClockOffset, OffsetFilter, Unread
 from handshake.states import Occurrence, Progress, Received, Role, Sent, Trigger, advance, budget_s
 
 TEXT_MAX = 1024  # characters of a reason or a remedy on the wire, as ``Text`` bounds them
@@ -146,7 +146,7 @@ class Conversation:
         self._offsets = OffsetFilter(wall_ahead_s)
         self._partner: Hello | Welcome | None = None
         self._version = 0  # not agreed yet
-        self._ping_nonce = 0
+        self._unread = Unread(limits.outgoing_bytes_max)
         self._open: set[int] = set()  # nonces of the questions that wait for an answer
         self._since_s = now  # start of the handshake; later, when the last word was said
         self._heard_s = now
@@ -192,10 +192,12 @@ class Conversation:
         """
         if self._ending is not None:
             raise Closed(f"the connection has ended: {self._ending.reason}")
-        if isinstance(message, (Release, Released, Renew, Renewed)):
+        if isinstance(message, (Release, Renew)):
             self._say(message)
         elif isinstance(message, (Ask, Answer)):
             self._say_in_turn(message)
+        elif isinstance(message, (Released, Renewed)):
+            self._give(message)
         else:
             raise LocalProtocolError(f"{type(message).__name__} is not said by the program above")
 
@@ -238,6 +240,8 @@ class Conversation:
             self._advance(Received(type(message)))
             if self.state is not Progress.CLOSING:
                 self._handle(message, now)
+            if self._unread.wants_ping and self._ending is None:
+                self._ping(now)
         except RemoteProtocolError as error:
             self.refuse(CloseCode.PROTOCOL_VIOLATION, error.message, now, remedy=error.remedy)
 
@@ -301,7 +305,7 @@ class Conversation:
                 self._events.append(RenewAnswered(leases=leases, lease_s=lease_s))
             case Ping():
                 self._answer_ping(message, now)
-            case Pong(nonce=nonce, clock_s=clock_s, report=report) if nonce == self._ping_nonce:
+            case Pong(nonce=nonce, clock_s=clock_s, report=report) if self._unread.on_pong(nonce):
                 self._measure(clock_s, now)
                 if self.role is Role.CLIENT:
                     self._events.append(PingAnswered(rtt_s=now - self._asked_s, report=report))
@@ -349,9 +353,8 @@ class Conversation:
         )
 
     def _ping(self, now: float, report: bool | UnsetType = UNSET) -> None:
-        self._ping_nonce += 1
         self._asked_s = now
-        self._say(Ping(nonce=self._ping_nonce, report=report))
+        self._say(Ping(nonce=self._unread.on_ping(), report=report))
 
     def _answer_ping(self, ping: Ping, now: float) -> None:
         report: bytes | UnsetType = UNSET
@@ -360,7 +363,11 @@ class Conversation:
                 self._refuse_rate("questions for a report", self._limits.reports_per_s_max, now)
                 return
             report = self._giving.make_report()
-        self._say(Pong(nonce=ping.nonce, clock_s=self._offsets.wall(now), report=report))
+        pong = Pong(nonce=ping.nonce, clock_s=self._offsets.wall(now), report=report)
+        if report is UNSET:
+            self._say(pong)
+        else:
+            self._give(pong)
 
     def _take_question(self, message: AnyMessage, now: float) -> None:
         """Take a question or an answer; a late Pong, or a last word, changes state and time only."""
@@ -384,7 +391,10 @@ class Conversation:
         nonce, asks = message.nonce, isinstance(message, Ask)
         if not (self._may_open(nonce) if asks else nonce in self._open):
             raise LocalProtocolError(f"{type(message).__name__} {nonce} is out of turn, {len(self._open)} are open")
-        self._say(message)
+        if isinstance(message, Ask):
+            self._say(message)
+        else:
+            self._give(message)
         self._open ^= {nonce}
 
     def _may_open(self, nonce: int) -> bool:
@@ -420,6 +430,13 @@ class Conversation:
         state = advance(self.role, self.state, Sent(type(message)))
         self._outgoing.append(codec.encode(message, _said_bytes_max(self.role, self._limits)))
         self.state = state
+
+    def _give(self, message: Released | Renewed | Answer | Pong) -> None:
+        """Say what was asked for. Refuse a client that does not read."""
+        self._say(message)
+        if self._unread.add(len(self._outgoing[-1][0])):
+            reason = f"more than {self._limits.outgoing_bytes_max} bytes of answers are not read"
+            self.refuse(CloseCode.CONGESTED, reason, self._heard_s, remedy="Ask less at once, or read sooner.")
 
     def _advance(self, trigger: Trigger) -> None:
         """Follow the peer or the transport; what the table forbids is the peer's violation."""

@@ -53,7 +53,7 @@ class CloseCode(StrEnum):
     SILENT = "silent"
     """Nothing was received for ``Limits.silence_s_max``. Check that the other side runs."""
     CONGESTED = "congested"
-    """The peer does not read its messages, and its queue is full. This code is never sent."""
+    """This side has not read what it asked for: see ``Limits.outgoing_bytes_max``. Ask less at once."""
     OVERFLOWED = "overflowed"
     """The peer sent more bytes than messages may have. The connection was closed. This code is never sent."""
     CONNECTION_LOST = "connection_lost"

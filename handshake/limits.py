@@ -44,6 +44,8 @@ class Limits(Struct, frozen=True, kw_only=True):
         incoming_bytes_max: of those messages. Fewer of them wait where each may be a whole publication. A peer whose
             bytes are more than its messages can be is cut off.
         outgoing_max: messages that wait for one peer to read. A peer that has more is lost.
+        outgoing_bytes_max: of answers that a client has not read, as its last answer to a ping shows. A client that
+            has more is lost, and its TCP connection ends after ``silence_s_max`` without a byte read.
         connect_s: to reach a listening peer, all attempts together.
         handshake_s: from dialing, or from the first message received, to ready. A CURVE handshake takes about 1 ms and
             a publication some ms: seconds pass only when a process is stopped or a network is broken.
@@ -70,6 +72,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     incoming_max: int = 64
     incoming_bytes_max: int = 8 << 20
     outgoing_max: int = 1024
+    outgoing_bytes_max: int = 8 << 20
     connect_s: float = 2.0
     handshake_s: float = 5.0
     ping_interval_s: float = 9.0

@@ -1,4 +1,4 @@
-"""Arithmetic of time: what a peer may send per second, pauses after failures, and how far two clocks are apart."""
+"""Arithmetic: what a peer may send per second and leave unread, pauses after failures, how far two clocks are apart."""
 
 from collections import deque
 
@@ -8,6 +8,7 @@ from handshake.limits import Limits
 
 BURST_S = 1.0  # after a second of silence, a second's worth may come at once
 SAMPLES_MAX = 8  # round trips that count: clocks drift
+PINGS_MIN = 8  # in as many bytes as may be unread: a client that reads is a round trip behind
 
 
 class Bucket:
@@ -52,6 +53,39 @@ class Allowance:
     def takes_question(self, now: float) -> bool:
         """Count one other question; likewise."""
         return self._questions.take(1, now)
+
+
+class Unread:
+    """The bytes of answers that a client has not read: it reads in order, so its answer to a ping shows how far."""
+
+    def __init__(self, nbytes_max: int) -> None:
+        self._nbytes_max = nbytes_max
+        self._nbytes = self._at_ping = 0  # now, and at a ping that is not answered
+        self._nonce = 0
+
+    def add(self, nbytes: int) -> bool:
+        """Count an answer; return whether that is too much."""
+        self._nbytes += nbytes
+        return self._nbytes > self._nbytes_max
+
+    @property
+    def wants_ping(self) -> bool:
+        """Whether the client should show how far it has read."""
+        return not self._at_ping and self._nbytes * PINGS_MIN > self._nbytes_max
+
+    def on_ping(self) -> int:
+        """Return the nonce of the next ping."""
+        self._at_ping = self._nbytes
+        self._nonce += 1
+        return self._nonce
+
+    def on_pong(self, nonce: int) -> bool:
+        """Return whether this answers the last ping, and count what it shows."""
+        if nonce != self._nonce:
+            return False
+        self._nbytes -= self._at_ping
+        self._at_ping = 0
+        return True
 
 
 def pause_s(attempt: int, first_s: float, longest_s: float, draw: float = 1.0) -> float:

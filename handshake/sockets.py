@@ -446,6 +446,7 @@ def _configured(
     waiting_max = min(limits.incoming_max, max(1, limits.incoming_bytes_max // heard_bytes_max))
     made.set(zmq.LINGER, 0)  # the last messages are acknowledged; nothing else is worth waiting for
     made.set(zmq.SNDHWM, limits.outgoing_max)
+    made.set(zmq.TCP_MAXRT, round(limits.silence_s_max * 1000))  # a connection that takes no byte ends with its queue
     made.set(zmq.RCVHWM, waiting_max)
     made.set(zmq.MAXMSGSIZE, heard_bytes_max + CURVE_BYTES)
     # A little longer than the connection's own deadline, which comes first and says what happened.

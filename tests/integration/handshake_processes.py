@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import handshake
+from handshake.messages import ANSWER_BYTES_MAX
 
 
 class Child:
@@ -94,13 +95,21 @@ def say(words: str) -> None:
 
 
 async def serve(bind: str, secret: str) -> None:
+    """Answer each question with the longest answer, and say how connections fail."""
     ours = identity("prefill-0", "prefill")
+
+    def on_event(key: handshake.PeerKey, event: handshake.Event) -> None:
+        if isinstance(event, handshake.Asked):
+            server.send(key, handshake.Answer(nonce=event.nonce, answer=bytes(ANSWER_BYTES_MAX)))
+        if isinstance(event, handshake.ConnectionFailed):
+            say(event.code)
+
     async with handshake.open_server(
         bind=bind,
         identity=ours,
         publication=handshake.Publication.of(b"of a process"),
         security=handshake.ClusterSecurity.from_secret(secret) if secret else None,
-        on_event=lambda _key, _event: None,
+        on_event=on_event,
     ) as server:
         say(f"{server.endpoint} {ours.incarnation}")
         await asyncio.Event().wait()

@@ -6,11 +6,27 @@ from contextlib import asynccontextmanager, suppress
 
 import zmq
 import zmq.asyncio
+from msgspec import structs
 
 from handshake.codec import encode
-from handshake.messages import Welcome
+from handshake.limits import Limits
+from handshake.messages import WIRE_VERSION, Answered, Ask, Publish, Welcome
+from handshake.sockets import Delivery, open_listener, running
 from tests.integration.handshake_processes import client_process, server_process
-from tests.unit.handshake.helpers import LIMITS, PRODUCER, SECRET, SECURITY, connected, patiently, raw_dealer
+from tests.unit.handshake.helpers import (
+    CONSUMED,
+    EXAMPLES,
+    LIMITS,
+    PATIENCE_S,
+    PRODUCER,
+    SECRET,
+    SECURITY,
+    Recorder,
+    connected,
+    frames_of,
+    patiently,
+    raw_dealer,
+)
 
 ANY_PORT = "tcp://127.0.0.1:0"
 STRANGERS = 100
@@ -22,6 +38,10 @@ FRAMES_MIB_MAX = 100
 """Of one message of a million frames: 32 to 54 MiB were seen, and 2,430 when Python had them all."""
 ENDLESS_MIB = 400
 """As much of one message as is sent at most. It would take twice that in ZeroMQ."""
+QUESTIONS = 500
+"""Each is answered with 1 MiB."""
+ANSWERS_MIB_MAX = 60
+"""Of these questions: 12 MiB were seen, and 506 when all answers waited."""
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 MORE = b"\x01\x20" + bytes(32)
@@ -128,6 +148,48 @@ async def test_a_message_without_an_end_is_cut_before_it_is_one():
             pass
         grown = server.peak_mib() - before
         assert grown < holding(taken)
+
+
+async def test_a_client_that_reads_no_answers_is_refused_and_others_are_answered():
+    async with server_process(ANY_PORT, SECRET) as server:
+        before = server.peak_mib()
+        async with raw_dealer(server.endpoint, held_max=1) as member:
+            hello = structs.replace(EXAMPLES["hello"], version_max=WIRE_VERSION)
+            for message in (hello, Publish(publication=CONSUMED)):
+                await member.send_multipart(frames_of(message))
+            for nonce in range(QUESTIONS):
+                await member.send_multipart(frames_of(Ask(nonce=nonce, question=b"?")))
+            assert await patiently(server.line()) == "congested\n"
+            heard = Recorder()
+            async with connected(server.endpoint, on_event=heard) as honest:
+                for nonce in range(2 * LIMITS.outgoing_bytes_max >> 20):
+                    honest.send(Ask(nonce=nonce, question=b"?"))
+                    await heard.wait_for(lambda recorder, count=nonce + 1: len(recorder.of(Answered)) == count)
+        grown = server.peak_mib() - before
+        assert grown < ANSWERS_MIB_MAX
+
+
+async def test_what_a_peer_never_takes_is_dropped_with_its_connection():
+    limits = Limits(ping_interval_s=0.5, silence_s_max=1.0)
+    met = asyncio.get_running_loop().create_future()
+
+    def on_frames(frames, _key):
+        met.set_result(frames[0])
+        return True
+
+    async with (
+        open_listener(ANY_PORT, SECURITY, limits) as listener,
+        running(listener.read(on_frames)),
+        raw_dealer(listener.endpoint, held_max=1) as member,
+    ):
+        await member.send(b"hello")
+        name = await patiently(met)
+        for _ in range(40):
+            assert listener.send([name, bytes(1 << 20)]) is Delivery.QUEUED
+        async with asyncio.timeout(PATIENCE_S):
+            while listener.send([name, b""]) is Delivery.QUEUED:  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0.01)
+        assert listener.send([name, b""]) is Delivery.GONE
 
 
 @asynccontextmanager

@@ -260,11 +260,17 @@ async def connected(
 
 
 @asynccontextmanager
-async def raw_dealer(endpoint: str, security: ClusterSecurity | None = SECURITY) -> AsyncIterator[zmq.asyncio.Socket]:
-    """Connect a plain DEALER with the cluster's keys: a member of the cluster that may say anything."""
+async def raw_dealer(
+    endpoint: str, security: ClusterSecurity | None = SECURITY, *, held_max: int = 1000
+) -> AsyncIterator[zmq.asyncio.Socket]:
+    """Connect a plain DEALER with the cluster's keys: a member of the cluster that may say anything.
+
+    ``held_max``: messages that ZeroMQ takes for it before it reads any.
+    """
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.DEALER)
     try:
+        socket.set(zmq.RCVHWM, held_max)
         if security is not None:
             socket.set(zmq.CURVE_SERVERKEY, security.server.public)
             socket.set(zmq.CURVE_PUBLICKEY, security.client.public)

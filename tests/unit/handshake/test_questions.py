@@ -2,6 +2,8 @@
 
 import pytest
 
+from handshake.codec import decode
+from handshake.connection import Giving
 from handshake.errors import Closed, LocalProtocolError
 from handshake.limits import QUESTIONS_MAX, Limits
 from handshake.messages import (
@@ -12,11 +14,16 @@ from handshake.messages import (
     Ask,
     Asked,
     ConnectionFailed,
+    LeaseAnswer,
+    Ping,
+    Pong,
+    Released,
+    Renewed,
     VersionRange,
 )
 from handshake.states import Progress, Role
 
-from .helpers import LIMITS, Pair, Recorder, connected, connection_in, frames_of, serving
+from .helpers import EXAMPLES, LIMITS, Pair, Recorder, connected, connection_in, frames_of, serving
 
 NOW = 100.0
 OLD = VersionRange(1, 1)
@@ -158,6 +165,65 @@ def test_what_questions_take_comes_back_with_time():
         pair.settle()
         pair.now += 0.5
     assert sum(isinstance(event, Asked) for event in pair.server_events) == 6
+
+
+FEW = Limits(outgoing_bytes_max=4000)
+"""Bytes that a client may leave unread: of four answers."""
+
+
+def test_a_client_that_reads_is_answered_without_end():
+    pair = Pair(limits=FEW).make_ready()
+    for nonce in range(100):
+        pair.client.send(ask(nonce))
+        pair.settle()
+        pair.server.send(answer(nonce, bytes(900)))
+        pair.settle()
+    assert sum(isinstance(event, Answered) for event in pair.client_events) == 100
+    assert not any(isinstance(event, ConnectionFailed) for event in pair.client_events + pair.server_events)
+
+
+REPORTING = Giving(make_report=lambda: bytes(900))
+PING = Ping(nonce=1, report=True)
+MANY = tuple(LeaseAnswer(slot=slot, epoch=1, outcome="held") for slot in range(40))
+
+
+@pytest.mark.parametrize(
+    ("heard", "said"),
+    [
+        (ask(1), answer(1, bytes(900))),
+        (EXAMPLES["renew"], Renewed(leases=MANY, lease_s=1.0)),
+        (EXAMPLES["release"], Released(leases=MANY)),
+        (PING, None),
+    ],
+)
+def test_a_client_that_reads_no_answers_is_refused(heard, said):
+    server = Pair(limits=Limits(outgoing_bytes_max=4000, reports_per_s_max=1e6), giving=REPORTING).make_ready().server
+    nbytes = 0
+    while server.ending is None:
+        server.receive(frames_of(heard), NOW)
+        if said is not None and server.ending is None:
+            server.send(said)
+        nbytes += sum(len(frame) for frames in server.take_outgoing() for frame in frames)
+        assert nbytes < 6000
+    assert server.ending.code == "congested"
+    assert nbytes > 4000
+
+
+def test_an_answer_to_an_earlier_ping_shows_nothing_of_later_answers():
+    pair = Pair(limits=FEW).make_ready()
+    server, said = pair.server, []
+    for nonce in range(4):
+        server.receive(frames_of(ask(nonce)), NOW)
+        said += [decode(frames, LIMITS.frame_bytes_max) for frames in server.take_outgoing()]
+        server.send(answer(nonce, bytes(900)))
+    (ping,) = [each for each in said if isinstance(each, Ping)]  # one that is not answered is enough
+    server.receive(frames_of(Pong(nonce=ping.nonce)), NOW)
+    server.receive(frames_of(Pong(nonce=ping.nonce)), NOW)
+    for nonce in (4, 5):  # the first of the four answers is read
+        assert server.ending is None
+        server.receive(frames_of(ask(nonce)), NOW)
+        server.send(answer(nonce, bytes(900)))
+    assert server.ending.code == "congested"
 
 
 async def test_the_longest_question_and_answer_travel_between_real_sockets():
