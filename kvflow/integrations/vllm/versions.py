@@ -175,7 +175,7 @@ def prefill_lookahead(vllm_config: "VllmConfig") -> int:
     """Return how many tokens ahead a draft model reads during prefill; 1 without a draft model."""
     told: int | None = getattr(vllm_config, "num_prefill_lookahead_tokens", None)
     if told is not None:
-        return told
+        return max(1, told)
     draft = getattr(vllm_config, "speculative_config", None)  # as in the schedulers of releases without that property
     if draft is not None and draft.use_eagle() and draft.use_multi_module_mtp():
         return int(vllm_config.num_speculative_tokens)

@@ -81,6 +81,7 @@ def draft(eagle, several):
     ("config", "tokens"),
     [
         (SimpleNamespace(num_prefill_lookahead_tokens=3), 3),
+        (SimpleNamespace(num_prefill_lookahead_tokens=0), 1),  # what vLLM says without a draft model
         (SimpleNamespace(), 1),
         (SimpleNamespace(speculative_config=None), 1),
         (SimpleNamespace(speculative_config=draft(False, False), num_speculative_tokens=4), 1),
