@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal, TypeGuard, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -50,6 +50,8 @@ FINGERPRINT_BYTES = 8
 HEAD_BYTES = len(MARK) + FINGERPRINT_BYTES
 DIGEST_BYTES_MAX = 64
 
+Kind = Literal["offer", "kept", "open"]
+KINDS: tuple[str, ...] = get_args(Kind)
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
 Endpoint = Annotated[str, Meta(min_length=1, max_length=512, pattern="^[a-z]+://")]
@@ -151,13 +153,14 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """One signed promise: these ranks keep these blocks while the slot holds this epoch.
 
     Attributes:
-        kind: ``offer``, or ``kept``: only the producer ends it. A reader refuses others; kvflow 0.1 reads only offers.
+        kind: ``offer``; ``kept``: only the producer ends it; or ``open``: blocks are told and settle while it lasts. A
+            reader refuses others; kvflow 0.1 reads only offers.
         engine_id: the producer.
         request_id: the producer's name of the request.
         ranks: every rank that holds a share of the blocks.
         slot: index into each rank's epoch table.
         epoch: the value of the slot while the promise lasts, in decimal.
-        block_ids: one list per group, in the producer's order of groups.
+        block_ids: one list per group, in the producer's order of groups; if it is open, those that are told so far.
         num_tokens: tokens of the request, one number per group.
         lease_ms: how long the promise lasts after admission unless renewed. It is a hint; the fence decides.
         admitted: whether the lease was held before the ticket was handed out. If not, a reader checks the epoch before
@@ -167,7 +170,7 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
         traceparent: W3C trace context of the request; None if the offer had none.
     """
 
-    kind: Literal["offer", "kept"] = "offer"
+    kind: Kind = "offer"
     engine_id: Name
     request_id: Name
     ranks: Ranks
@@ -240,7 +243,7 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
             zip(self.contents, self.block_ids, self.num_tokens, strict=True)
         ):
             most = -(-tokens // content.block_size) if content.block_size else 1
-            if len(content.digests) > len(ids) or len(ids) > most:
+            if len(content.digests) > (most if self.kind == "open" else len(ids)) or len(ids) > most:
                 raise TicketInvalid(
                     f"group {group}: {len(content.digests)} digests and {len(ids)} blocks for {tokens} tokens, "
                     f"which {most} blocks hold"
@@ -283,8 +286,8 @@ def unseal(sealed: bytes, room: int = BLOCKS_MAX) -> Grant:
     except msgspec.ValidationError as error:
         with suppress(msgspec.DecodeError, ValueError, RecursionError):
             kind = _kind_decoder.decode(payload[HEAD_BYTES:]).kind if payload[:1] == MARK else "offer"
-            if kind not in ("offer", "kept"):
-                raise ReleaseMismatch("the ticket", "kind", kind, "offer or kept") from error
+            if kind not in KINDS:
+                raise ReleaseMismatch("the ticket", "kind", kind, " or ".join(KINDS)) from error
         remedy = SAME_LIMITS if "length" in str(error) else ""
         raise TicketInvalid(f"{MALFORMED}, or exceeds a limit of this release: {error}", remedy=remedy) from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -485,7 +488,7 @@ def _read_part(part: str) -> bytes:
 def _checked(grants: tuple[Grant, ...], sealed: tuple[bytes, ...]) -> Ticket:
     if len(grants) == len(grants[0].ranks) == 1:
         return Ticket(grants=grants, sealed=sealed)
-    names = {(grant.engine_id, grant.request_id) for grant in grants}
+    names = {(grant.engine_id, grant.request_id, grant.kind) for grant in grants}
     if len(names) != 1:
         raise TicketInvalid(f"the tickets are of different engines or requests: {sorted(names)[:4]}", remedy=JOIN)
     tokens = {grant.num_tokens for grant in grants}

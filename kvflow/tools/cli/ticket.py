@@ -194,7 +194,7 @@ def _figures(grant: Grant, now: float) -> GrantFigures:
         admitted=grant.admitted,
         lease_s=grant.lease_s,
         issued_at=issued_at,
-        expires_in_s=None if issued_at is None or grant.kind == "kept" else issued_at + grant.lease_s - now,
+        expires_in_s=None if issued_at is None or grant.kind != "offer" else issued_at + grant.lease_s - now,
         kind=grant.kind,
     )
 
@@ -239,6 +239,8 @@ def _facts(grant: GrantFigures) -> list[tuple[str, object]]:
 def _expiry(grant: GrantFigures) -> str:
     if grant.kind == "kept":
         return "when its engine ends it: the blocks are kept, not offered"
+    if grant.kind == "open":
+        return f"{grant.lease_s:g} s after its producer or a reader has renewed it: its blocks may not all be computed"
     if grant.expires_in_s is None:
         return f"{grant.lease_s:g} s after its admission; the ticket does not say when it was signed"
     if grant.expires_in_s < 0:

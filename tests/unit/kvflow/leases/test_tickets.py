@@ -3,6 +3,7 @@
 import json
 import string
 import tracemalloc
+from typing import Literal
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from kvflow.leases.tickets import (
     RUN_MAX,
     TICKET_CHARS_MAX,
     UNSIGNED_BLOCKS_MAX,
+    Content,
     Grant,
     RankAddress,
     Ticket,
@@ -504,12 +506,54 @@ def test_a_deep_nest_is_malformed(start):
         Ticket.from_params(forged)
 
 
-@pytest.mark.parametrize("kind", ["pinned", "open"])
+@pytest.mark.parametrize("kind", ["pinned", "closed"])
 @pytest.mark.parametrize("more", [{}, {"slot": "in another form", "settled": 3}])
 def test_a_ticket_of_a_kind_that_is_not_known_is_refused_by_name(kind, more):
     with pytest.raises(ReleaseMismatch) as caught:
         checked(forge(PARAMS, lambda fields: fields.update(kind=kind, **more), sign=sign))
-    assert (caught.value.what, caught.value.theirs, caught.value.ours) == ("kind", kind, "offer or kept")
+    assert (caught.value.what, caught.value.theirs, caught.value.ours) == ("kind", kind, "offer or kept or open")
+
+
+class GrantBefore(Grant, frozen=True, kw_only=True, array_like=True):
+    """A grant as the releases before open offers know it."""
+
+    kind: Literal["offer", "kept"] = "offer"
+    ranks: msgspec.Raw
+
+
+def open_ticket():
+    """A ticket with no block yet, whose contents are known."""
+    ticket = mint_of(block_sizes=[16, 0]).offer("r", block_ids=[[1], [2]], num_tokens=9, digests=[[b"a"], [b"b"]])[0]
+    open_grant = msgspec.structs.replace(ticket.grants[0], kind="open", block_ids=((), ()))
+    return Ticket(grants=(open_grant,), sealed=(open_grant.seal(sign, bytes(8)),))
+
+
+def test_an_open_ticket_is_read_back_and_never_seems_over():
+    ticket = open_ticket()
+    assert checked(params_of(ticket)) == ticket
+    assert not ticket.grants[0].seems_over(1e12, 0.0)
+    one = msgspec.structs.replace(ticket.grants[0], contents=(Content(16, (b"a", b"b")), Content(0, ())))
+    with pytest.raises(TicketInvalid, match="2 digests"):
+        one.seal(sign, bytes(8))
+
+
+def test_a_reader_of_the_release_before_refuses_an_open_ticket_by_its_kind(monkeypatch):
+    params = params_of(open_ticket())
+    monkeypatch.setattr(tickets, "KINDS", ("offer", "kept"))
+    monkeypatch.setattr(tickets, "_decoder", msgspec.msgpack.Decoder(GrantBefore))
+    monkeypatch.setattr(tickets, "_runs_decoder", msgspec.msgpack.Decoder(GrantBefore))
+    assert checked(PARAMS).grants[0].kind == "offer"
+    with pytest.raises(ReleaseMismatch) as caught:
+        checked(params)
+    assert (caught.value.what, caught.value.theirs) == ("kind", "open")
+
+
+def test_a_reader_of_the_first_release_refuses_an_open_ticket_by_its_format(monkeypatch):
+    params = params_of(open_ticket())
+    monkeypatch.setattr(tickets, "FORMAT", FORMAT_BEFORE)
+    with pytest.raises(ReleaseMismatch) as caught:
+        checked(params)
+    assert (caught.value.what, caught.value.theirs) == ("ticket format", "kvf3")
 
 
 BEFORE = (
