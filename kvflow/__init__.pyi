@@ -71,4 +71,5 @@ from kvflow.worker.threaded import Finished as Finished
 from kvflow.worker.threaded import ThreadedWorker as ThreadedWorker
 from kvflow.worker.threaded import run_worker as run_worker
 from kvflow.worker.worker import DrainReport as DrainReport
+from kvflow.worker.worker import OpenOffer as OpenOffer
 from kvflow.worker.worker import Worker as Worker

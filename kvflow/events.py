@@ -63,6 +63,7 @@ class OfferAdmitted(Struct, frozen=True):
     lease_s: float
     # W3C trace context of the request; empty if the ticket has none. The record has ``trace_id`` instead.
     traceparent: str = ""
+    kind: str = "offer"  # ``offer``; ``kept``: ``keep``; or ``open``: ``offer_progressive``
 
 
 class OfferRefused(Struct, frozen=True):
@@ -175,7 +176,10 @@ class LeaseEnded(Struct, frozen=True, gc=False):
     held_s: float  # seconds for which the producer held it
     # W3C trace context of the request; empty if the ticket has none. The record has ``trace_id`` instead.
     traceparent: str = ""
-    kept: bool = False  # whether its blocks were kept, not offered: ``keep``
+    kind: str = "offer"  # ``offer``; ``kept``: ``keep``; or ``open``: ``offer_progressive``
+    # of an open one: seconds since its admission, and the tokens that had settled then, at each advance and the seal.
+    # At most 256.
+    advances: tuple[tuple[float, int], ...] = ()
 
 
 class TransferStarted(Struct, frozen=True):

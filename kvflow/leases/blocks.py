@@ -237,6 +237,11 @@ def expand_runs(runs: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Return how many blocks hold so many tokens; ``block_size`` 0: of a state."""
+    return -(-num_tokens // block_size) if block_size else 1
+
+
 def block_ends(num_blocks: int, block_size: int, num_tokens: int) -> list[int]:
     """Return the ends (one past the last token) of the last blocks of a request; ``block_size`` 0: of a state."""
     if not num_blocks:

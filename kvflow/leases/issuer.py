@@ -18,8 +18,8 @@ from kvflow.errors import (
     counted,
     shown,
 )
-from kvflow.leases.blocks import block_lists
-from kvflow.leases.tickets import FINGERPRINT_BYTES, Content, Grant, RankAddress, Sign, Ticket, is_traceparent
+from kvflow.leases.blocks import block_lists, blocks_for
+from kvflow.leases.tickets import FINGERPRINT_BYTES, Content, Grant, Kind, RankAddress, Sign, Ticket, is_traceparent
 from kvflow.validation import find_fault
 
 EPOCH_STEP = 2  # one while the lease is held, and the next one when it has ended
@@ -123,7 +123,24 @@ class Issuer:
         The digests are chained. If no slot is free, the oldest of what is kept is forgotten, and the new grant has its
         slot: a rank that admits the grant ends that lease.
         """
-        return self.issue(request_id, block_ids, num_tokens, digests or (), kept=True, chained=True)
+        return self.issue(request_id, block_ids, num_tokens, digests or (), kind="kept", chained=True)
+
+    def offer_progressive(
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int | Sequence[int],
+        digests: Sequence[Sequence[bytes]] | None = None,
+        traceparent: str = "",
+    ) -> tuple[Ticket, Grant]:
+        """Sign the ticket of blocks that are still computed. The arguments are those of ``Worker.offer_progressive``.
+
+        The result and the errors are those of ``offer``. Each rank admits the grant, then calls ``Worker.advance`` and
+        ``Worker.seal``.
+        """
+        return self.issue(
+            request_id, block_ids, num_tokens, digests, kind="open", chained=True, traceparent=traceparent
+        )
 
     def seal(self, grant: Grant) -> Ticket:
         """Sign a grant of this engine, and return its ticket. Raises ``TicketInvalid`` if no reader could read it."""
@@ -136,11 +153,11 @@ class Issuer:
         num_tokens: int | Sequence[int],
         digests: Sequence[Sequence[bytes]] | None,
         *,
-        kept: bool = False,
+        kind: Kind = "offer",
         chained: bool = False,
         traceparent: str = "",
     ) -> tuple[Ticket, Grant]:
-        """Sign the ticket of an offer, or of what is kept, as those methods say."""
+        """Sign the ticket of a lease of this kind, as its method says."""
         # A ticket returns any other type, such as a UUID, as text, which would not find the slot again.
         if not isinstance(request_id, str):
             raise ArgumentInvalid("request_id", "text", request_id, remedy="Pass str(request_id).")
@@ -152,13 +169,15 @@ class Issuer:
             raise ArgumentInvalid("traceparent", "a W3C trace context of version 00", traceparent, remedy=remedy)
         lists = block_lists(block_ids)
         tokens = _as_tokens(num_tokens, len(lists))
-        contents = None if digests is None else self._contents(digests, lists, chained=chained)
+        contents = None
+        if digests is not None:
+            contents = self._contents(digests, lists, chained=chained, open_tokens=tokens if kind == "open" else None)
         if not self._free and not self._kept:
             raise CapacityExceeded("leases", self.slots, remedy="Wait for a lease to end, or raise lease_slots.")
         oldest = None if self._free else next(iter(self._kept))
         slot = self._free[-1] if oldest is None else self._kept[oldest]
         grant = Grant(
-            kind="kept" if kept else "offer",
+            kind=kind,
             engine_id=self.engine_id,
             request_id=request_id,
             ranks=self.ranks,
@@ -184,18 +203,26 @@ class Issuer:
             self._free.pop()
         else:
             del self._kept[oldest]
-        (self._kept if kept else self._slots)[request_id] = slot
+        (self._kept if kind == "kept" else self._slots)[request_id] = slot
         self._epoch += EPOCH_STEP
         return ticket, grant
 
     def _contents(
-        self, digests: Sequence[Sequence[bytes]], block_ids: tuple[tuple[int, ...], ...], *, chained: bool
-    ) -> tuple[Content, ...]:
+        self,
+        digests: Sequence[Sequence[bytes]],
+        block_ids: tuple[tuple[int, ...], ...],
+        *,
+        chained: bool,
+        open_tokens: tuple[int, ...] | None,
+    ) -> tuple[Content, ...] | None:
         if len(self._block_sizes) != len(block_ids):
             raise ConfigInvalid(
                 f"block_sizes of the mint has length {len(self._block_sizes)} for {counted(len(block_ids), 'group')}",
                 remedy="Create the mint with block_sizes, one for each group, to offer digests.",
             )
+        if open_tokens is not None:
+            complete = complete_digests(digests, self._block_sizes, open_tokens)
+            return tuple(map(Content, self._block_sizes, map(_from_last, complete))) if complete else None
         lists = as_digest_lists("digests", digests, block_ids)
         for group, (found, ids) in enumerate(zip(lists, block_ids, strict=True)):
             if all(found):
@@ -253,13 +280,35 @@ def _unfit(fault: str) -> BlockIdsInvalid:
     return BlockIdsInvalid(f"a ticket cannot hold the offer: {fault}", remedy=remedy)
 
 
-def as_digest_lists(name: str, digests: Any, block_ids: Sequence[Sized]) -> tuple[tuple[bytes, ...], ...]:
-    """Return a caller's digests as tuples; raise ``ArgumentInvalid`` unless they are lists of bytes, one per group."""
+def complete_digests(
+    digests: Any, block_sizes: Sequence[int], num_tokens: Sequence[int]
+) -> tuple[tuple[bytes, ...], ...] | None:
+    """Return the digests of an open lease as tuples; None while they do not reach its last token.
+
+    They do not depend on the ids of the blocks, so they may be there before. Raises as ``as_digest_lists``.
+    """
+    most = [range(blocks_for(tokens, size)) for tokens, size in zip(num_tokens, block_sizes, strict=True)]
+    lists = as_digest_lists("digests", digests, most, fewer=True)
+    reached = [len(found) == len(all_) for found, all_, size in zip(lists, most, block_sizes, strict=True) if size]
+    return lists if any(reached) or not reached else None
+
+
+def as_digest_lists(
+    name: str, digests: Any, block_ids: Sequence[Sized], *, fewer: bool = False
+) -> tuple[tuple[bytes, ...], ...]:
+    """Return a caller's digests as tuples; raise ``ArgumentInvalid`` unless they are lists of bytes, one per group.
+
+    ``fewer``: a list may have fewer digests than blocks.
+    """
     remedy = "Pass one list per group, with one digest (bytes) for each of its blocks."
     if not isinstance(digests, Collection) or len(digests) != len(block_ids):
         raise ArgumentInvalid(name, f"{counted(len(block_ids), 'list')}, one per group", digests, remedy=remedy)
     for group, (found, ids) in enumerate(zip(digests, block_ids, strict=True)):
-        if not isinstance(found, Collection) or isinstance(found, str | bytes) or len(found) != len(ids):
+        if (
+            not isinstance(found, Collection)
+            or isinstance(found, str | bytes)
+            or (len(found) > len(ids) if fewer else len(found) != len(ids))
+        ):
             raise ArgumentInvalid(
                 f"{name}[{group}]", f"{counted(len(ids), 'digest')}, one per block", found, remedy=remedy
             )

@@ -2,11 +2,13 @@
 
 A lease ends by release, expiry or revocation. Each end raises the epoch *before* the engine learns that the blocks are
 free. A lease is released when all ranks of one consumer engine have released it; each rank counts once. A *kept* lease
-ends only by revocation, or when another grant gets its slot. Peers find it by the digests of its blocks.
+ends only by revocation, or when another grant gets its slot. Peers find it by the digests of its blocks. The blocks of
+an *open* lease are told and settle while it is held; what has settled is not written again before its end.
 """
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Set as AbstractSet
 from hmac import compare_digest
 from itertools import islice, takewhile
 from math import inf
@@ -14,11 +16,12 @@ from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
-from kvflow.errors import BlockIdsInvalid, CapacityExceeded
+from kvflow.errors import BlockIdsInvalid, CapacityExceeded, RequestUnknown
 from kvflow.events import LeaseEnded, Outcome
 from kvflow.ids import LeaseKey
 from kvflow.leases.epochs import EpochTable
-from kvflow.leases.tickets import Grant
+from kvflow.leases.held import ADVANCES_MAX, Index, Lease, OfferIndex, first_place
+from kvflow.leases.tickets import Grant, Kind
 from kvflow.validation import Count, Name, Number
 
 PAST_MAX = 16384  # four per slot of a worker
@@ -69,10 +72,10 @@ class LeaseState(Struct, frozen=True, kw_only=True):
         request_id: this producer's name of the request.
         age_s: seconds since the lease was admitted.
         expires_in_s: seconds until the lease expires unless it is renewed; 0 if it is kept.
-        num_blocks: blocks that it keeps, of all groups together.
+        num_blocks: blocks that it keeps, of all groups together; if it is open, those told so far.
         readers: engines that have renewed it or released it in part, at most 16. A reader whose pull takes less than a
             third of the lease does neither. Over NIXL a producer does not see reads. Of a kept lease none is listed.
-        kept: whether only the producer ends it.
+        kind: ``offer``; ``kept``: only the producer ends it; or ``open``: its blocks are told while they are computed.
     """
 
     request_id: Name
@@ -80,49 +83,7 @@ class LeaseState(Struct, frozen=True, kw_only=True):
     expires_in_s: Number
     num_blocks: Count
     readers: Annotated[tuple[LeaseReader, ...], Meta(max_length=READERS_LISTED_MAX)]
-    kept: bool = False
-
-
-class Lease(Struct, eq=False):
-    """One lease that is held.
-
-    ``released_by``: by engine and number of its ranks, those that have released it; ``named_by``: the key that has
-    named this engine first. If it is kept, ``digests``: of the first group; ``first``: blocks of the request before;
-    ``text``: of its ticket, once a peer has found it.
-    """
-
-    grant: Grant
-    epoch: int
-    admitted_at: float
-    ends_at: float
-    read: bool = False
-    released_by: dict[tuple[str, int], set[int]] = {}
-    macs: Sequence[bytes] = ()
-    named_by: dict[tuple[str, int], str] = {}
-    digests: tuple[bytes, ...] = ()
-    first: int = 0
-    text: str = ""
-
-    @property
-    def kept(self) -> bool:
-        """Whether only the producer ends it."""
-        return self.grant.kind == "kept"
-
-    def digest_at(self, place: int) -> bytes:
-        """Return the digest of the block behind so many others of the request; empty if it is not listed."""
-        at = place - self.first
-        return self.digests[at] if 0 <= at < len(self.digests) else b""
-
-    @property
-    def released(self) -> bool:
-        """Whether all ranks of one consumer engine have released the lease."""
-        return any(len(ranks) == num_ranks for (_, num_ranks), ranks in self.released_by.items())
-
-
-def _first_place(grant: Grant, num_digests: int) -> int:
-    """Return how many blocks of a request, of its first group, are before those that have these digests."""
-    size = grant.contents[0].block_size if grant.contents else 0
-    return max(0, -(-grant.num_tokens[0] // size) - num_digests) if size else 0
+    kind: Kind = "offer"
 
 
 READERS_MAX = 1024  # engines that one lease counts: as many as a worker has peers
@@ -153,61 +114,6 @@ def _count(lease: Lease, reader: Reader) -> bool | None:
     return len(ranks) >= reader.num_ranks
 
 
-class _Index:
-    """Of each digest, the newest kept lease that has it, and how many others have it.
-
-    A digest covers all tokens up to the end of its block, so leases that share one share all before it, at the same
-    places behind the start of the request. Thread: as ``LeaseTable``.
-    """
-
-    def __init__(self) -> None:
-        self._newest: dict[bytes, Lease] = {}
-        self._others: dict[bytes, int] = {}
-
-    def find(self, digests: Sequence[bytes]) -> tuple[Lease, int] | None:
-        """Return the lease that has the last possible of these digests, and how many lead to it; None if none has."""
-        newest = self._newest
-        for at in range(len(digests) - 1, -1, -1):
-            if digests[at] in newest:
-                return newest[digests[at]], at + 1
-        return None
-
-    def add(self, lease: Lease) -> None:
-        newest, others = self._newest, self._others
-        for digest in lease.digests:
-            if digest in newest:
-                others[digest] = others.get(digest, 0) + 1
-            newest[digest] = lease
-        newest.pop(b"", None)  # of absent blocks
-        others.pop(b"", None)
-
-    def remove(self, lease: Lease, left: dict[int, Lease]) -> None:
-        """Remove a lease; of the digests that others have, the newest of those takes its place. ``left``: by slot."""
-        newest, others = self._newest, self._others
-        orphaned: list[tuple[int, bytes]] = []
-        for place, digest in enumerate(lease.digests, lease.first):
-            if newest.get(digest) is not lease:
-                self._count_less(digest)
-            elif digest in others:
-                self._count_less(digest)
-                orphaned.append((place, digest))
-            else:
-                del newest[digest]
-        while orphaned:
-            place, digest = orphaned[-1]
-            heir = next((each for each in reversed(left.values()) if each.digest_at(place) == digest), None)
-            if heir is None:  # the engine's digests are not chained: this one is found no more
-                newest.pop(digest, None)
-                orphaned.pop()
-            while heir is not None and orphaned and heir.digest_at(orphaned[-1][0]) == orphaned[-1][1]:
-                newest[orphaned.pop()[1]] = heir
-
-    def _count_less(self, digest: bytes) -> None:
-        count = self._others.pop(digest, 0)
-        if count > 1:
-            self._others[digest] = count - 1
-
-
 class _EarlyRelease(NamedTuple):
     slot: int
     epoch: int
@@ -215,18 +121,15 @@ class _EarlyRelease(NamedTuple):
 
 
 class LeaseTable:
-    """The leases of one worker, which holds a lock around every call but ``blocks_of`` and ``has_mac``.
-
-    ``found`` and ``not_held``: how often ``find`` has found something, and has not.
-    """
+    """The leases of one worker, which holds a lock around every call but ``blocks_of`` and ``has_mac``."""
 
     def __init__(self, epochs: EpochTable) -> None:
         self._epochs = epochs
         self._slots = len(epochs)
         self._by_slot: dict[int, Lease] = {}  # without those that are kept
         self._kept: dict[int, Lease] = {}  # likewise, the oldest first
-        self._index = _Index()
-        self.found = self.not_held = 0
+        self._index = Index()
+        self._offers = OfferIndex()
         self._by_request: dict[str, Lease] = {}
         # Releases before admission: by slot, with whether the reader has read; and by key, the oldest first.
         self._early: dict[int, dict[_EarlyRelease, bool]] = {}
@@ -247,10 +150,13 @@ class LeaseTable:
         """The highest epoch that any slot has held."""
         return self._epochs.highest
 
-    def admit(self, grant: Grant, now: float, digests: tuple[bytes, ...] = ()) -> list[LeaseEnded]:
+    def admit(
+        self, grant: Grant, now: float, digests: tuple[bytes, ...] = (), told: AbstractSet[int] = frozenset()
+    ) -> list[LeaseEnded]:
         """Admit a grant: from now on the slot holds its epoch.
 
-        ``digests``: those of its first group, by which peers find it if it is kept; empty bytes for absent blocks.
+        ``digests``: those of its first group, by which peers find it; empty bytes for absent blocks.
+        ``told``: see ``Lease``.
 
         Returns:
             The end of a kept lease that had the slot; and the end of the lease if its readers released it before.
@@ -273,12 +179,18 @@ class LeaseTable:
             )
         ended = self._end([self._kept[slot]], "revoked", now) if slot in self._kept else []
         if grant.kind == "kept":
-            lease = Lease(grant, epoch, now, inf, digests=digests, first=_first_place(grant, len(digests)))
+            lease = Lease(grant, epoch, now, inf, digests=digests, first=first_place(grant, len(digests)))
+            lease.blocks = grant.block_ids
             self._kept[slot] = self._by_request[request_id] = lease
             self._epochs.raise_all(((slot, epoch),))
             self._index.add(lease)
             return ended
         lease = Lease(grant, epoch, now, now + lease_ms / 1000)
+        lease.blocks = grant.block_ids
+        if grant.kind == "open":
+            lease.sealed, lease.told = False, set(told)
+        if digests:
+            self.name(lease, digests[-1])
         self._by_slot[slot] = self._ends[lease_ms][slot] = self._by_request[request_id] = lease
         self._epochs.raise_all(((slot, epoch),))
         if slot in self._early:
@@ -345,12 +257,12 @@ class LeaseTable:
                 request_id=lease.grant.request_id,
                 age_s=now - lease.admitted_at,
                 expires_in_s=0.0 if lease.kept else lease.ends_at - now,
-                num_blocks=sum(map(len, lease.grant.block_ids)),
+                num_blocks=sum(map(len, lease.blocks)),
                 readers=tuple(
                     LeaseReader(engine_id=engine_id, num_ranks=num_ranks, released=len(ranks))
                     for (engine_id, num_ranks), ranks in islice(lease.released_by.items(), READERS_LISTED_MAX)
                 ),
-                kept=lease.kept,
+                kind=lease.grant.kind,
             )
             for lease in islice(self._by_request.values(), limit)
         )
@@ -370,22 +282,58 @@ class LeaseTable:
     def blocks_of(self, slot: int, epoch: int) -> Sequence[Sequence[int]] | None:
         """Return the block ids of each group while the lease is held; otherwise None.
 
-        The epoch decides, and is raised before this method returns None. Thread: any, without a lock, because one dict
-        lookup is atomic and a grant does not change.
+        The epoch decides, and is raised before this method returns None. What an open lease is told makes new lists.
+        Thread: any, without a lock, because one dict lookup is atomic and no list changes.
         """
         lease = self._find(slot, epoch)
-        return None if lease is None else lease.grant.block_ids
+        return None if lease is None else lease.blocks
 
     def past(self, slot: int, epoch: int) -> PastLease | None:
         """Return how a lease ended; None if it is not remembered."""
         return self._past.get((slot, epoch))
 
-    def find(self, digests: Sequence[bytes]) -> tuple[Lease, int] | None:
-        """Return the kept lease with the longest prefix of chained digests, and its length; None if there is none."""
-        found = self._index.find(digests)
-        self.found += found is not None
-        self.not_held += found is None
-        return found
+    def find(self, digests: Sequence[bytes], at_least: int = 0, *, offers: bool = False) -> tuple[Lease, int] | None:
+        """Return the kept lease with the longest prefix of chained digests, and its length; None if there is none.
+
+        ``offers``: prefer an offer, open or not, all of which is among them. It is found once, for it has one reader.
+        """
+        found = self._offers.take(digests, at_least) if offers else None
+        found = found or self._index.find(digests)
+        return found if found is not None and found[1] >= at_least else None
+
+    def name(self, lease: Lease, digest: bytes) -> None:
+        """Let one peer find a lease that is not kept, by the digest of its last block."""
+        self._offers.forget(lease)
+        self._offers.add(lease, digest)
+
+    def unsealed(self, request_id: str) -> Lease:
+        """Return an open lease that is not sealed; raise ``RequestUnknown`` or ``BlockIdsInvalid``."""
+        lease = self._by_request.get(request_id)
+        if lease is None:
+            raise RequestUnknown(request_id)
+        if lease.sealed:
+            remedy = "Advance and seal what offer_progressive has offered, until it is sealed."
+            raise BlockIdsInvalid(f"request {request_id!r} is not open: all of it is on offer", remedy=remedy)
+        return lease
+
+    def advance(
+        self, lease: Lease, blocks: tuple[tuple[int, ...], ...], settled: int, now: float, *, sealed: bool
+    ) -> None:
+        """Publish what an open lease was told, and renew it. ``settled``: tokens whose blocks are written."""
+        lease.blocks = blocks  # first: a reader that learns of a block may read it
+        lease.settled, lease.sealed = settled, sealed
+        self.renew([(lease.grant.slot, lease.epoch)], now)
+        lease.advances.append((now - lease.admitted_at, settled))
+        if len(lease.advances) > ADVANCES_MAX:
+            del lease.advances[1:-1:2]
+
+    def held(self, slot: int, epoch: int) -> Lease | None:
+        """Return a lease that is held."""
+        return self._find(slot, epoch)
+
+    def may_come(self, slot: int, epoch: int) -> bool:
+        """Return whether a grant with this epoch can still be admitted."""
+        return slot < self._slots and epoch > self._epochs[slot]
 
     def revoke(self, request_id: str, now: float) -> LeaseEnded | None:
         """End a lease now; None if it is unknown or has ended."""
@@ -394,21 +342,24 @@ class LeaseTable:
 
     def revoke_kept(self, now: float) -> list[LeaseEnded]:
         """End every kept lease now."""
-        self._index = _Index()
+        self._index = Index()
         return self._end(list(self._kept.values()), "revoked", now)
 
     def revoke_all(self, now: float) -> list[LeaseEnded]:
         """End every lease now."""
         return self.revoke_kept(now) + self._end(list(self._by_slot.values()), "revoked", now)
 
-    def expire(self, now: float) -> list[LeaseEnded]:
-        """End the leases that have run out."""
+    def expire(self, now: float, awaited: Container[object] = ()) -> list[LeaseEnded]:
+        """End the leases that have run out, except those of ``awaited`` requests, which are renewed."""
         due = [
             lease
             for leases in self._ends.values()
             for lease in takewhile(lambda lease: lease.ends_at <= now, leases.values())
         ]
-        return self._end(due, "expired", now) if due else []
+        if not due:
+            return []
+        self.renew([(lease.grant.slot, lease.epoch) for lease in due if lease.grant.request_id in awaited], now)
+        return self._end([lease for lease in due if lease.ends_at <= now], "expired", now)
 
     def next_deadline(self) -> float | None:
         """Return when the next lease runs out."""
@@ -416,7 +367,7 @@ class LeaseTable:
 
     def _release_early(self, slot: int, epoch: int, reader: Reader, read: bool) -> Answer:
         """Remember the release of a lease that may be admitted later."""
-        if slot >= self._slots or epoch <= self._epochs[slot]:
+        if not self.may_come(slot, epoch):
             return "ended" if self._is_past(slot, epoch) else "unknown"
         early = _EarlyRelease(slot, epoch, reader)
         of_slot, of_key = self._early.setdefault(slot, {}), self._early_of.setdefault(reader.public_key, {})
@@ -454,17 +405,19 @@ class LeaseTable:
             grant = lease.grant
             slot, request_id = grant.slot, grant.request_id
             del self._by_request[request_id]
-            kept = slot in self._kept
-            if kept:
+            if slot in self._kept:
                 del self._kept[slot]
                 self._index.remove(lease, self._kept)
             else:
+                if lease.digests:
+                    self._offers.forget(lease)
                 same = self._ends[grant.lease_ms]
                 del self._by_slot[slot], same[slot]
                 if not same:
                     del self._ends[grant.lease_ms]
             self._past[slot, lease.epoch] = used if lease.read and outcome == "released" else past
-            ended.append(LeaseEnded(request_id, outcome, now - lease.admitted_at, grant.trace, kept))
+            advances = tuple(lease.advances)
+            ended.append(LeaseEnded(request_id, outcome, now - lease.admitted_at, grant.trace, grant.kind, advances))
         while len(self._past) > PAST_MAX:
             self._past.popitem(last=False)
         return ended

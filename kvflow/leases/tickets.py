@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 
 from kvflow.errors import ReleaseMismatch, TicketInvalid, counted, quoted
 from kvflow.ids import ABSENT, FEW, PeerId
-from kvflow.leases.blocks import NUM_BLOCKS_MAX, block_ends, count_runs, expand_runs, runs_of
+from kvflow.leases.blocks import NUM_BLOCKS_MAX, block_ends, blocks_for, count_runs, expand_runs, runs_of
 from kvflow.validation import find_fault
 
 FORMAT = "kvf3"  # changes when an older release must not read a ticket
@@ -51,7 +51,6 @@ HEAD_BYTES = len(MARK) + FINGERPRINT_BYTES
 DIGEST_BYTES_MAX = 64
 
 Kind = Literal["offer", "kept", "open"]
-KINDS: tuple[str, ...] = get_args(Kind)
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
 Endpoint = Annotated[str, Meta(min_length=1, max_length=512, pattern="^[a-z]+://")]
@@ -153,8 +152,7 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """One signed promise: these ranks keep these blocks while the slot holds this epoch.
 
     Attributes:
-        kind: ``offer``; ``kept``: only the producer ends it; or ``open``: blocks are told and settle while it lasts. A
-            reader refuses others; kvflow 0.1 reads only offers.
+        kind: ``offer``; ``kept``: only the producer ends it; ``open``: blocks settle while it lasts. Others: refused.
         engine_id: the producer.
         request_id: the producer's name of the request.
         ranks: every rank that holds a share of the blocks.
@@ -212,10 +210,8 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     def payload(self, fingerprint: bytes) -> bytes:
         """Return what a member signs whose cluster secret has this fingerprint: that, and the grant in msgpack."""
         grant = self
-        for ids in self.block_ids:
-            if len(ids) > FEW:
-                grant = msgspec.structs.replace(self, block_ids=tuple(map(runs_of, self.block_ids)))
-                break
+        if max(map(len, self.block_ids), default=0) > FEW:
+            grant = msgspec.structs.replace(self, block_ids=tuple(map(runs_of, self.block_ids)))
         return MARK + fingerprint + _encoder.encode(grant)
 
     def seal(self, sign: Sign, fingerprint: bytes) -> bytes:
@@ -242,7 +238,7 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
         for group, (content, ids, tokens) in enumerate(
             zip(self.contents, self.block_ids, self.num_tokens, strict=True)
         ):
-            most = -(-tokens // content.block_size) if content.block_size else 1
+            most = blocks_for(tokens, content.block_size)
             if len(content.digests) > (most if self.kind == "open" else len(ids)) or len(ids) > most:
                 raise TicketInvalid(
                     f"group {group}: {len(content.digests)} digests and {len(ids)} blocks for {tokens} tokens, "
@@ -286,8 +282,8 @@ def unseal(sealed: bytes, room: int = BLOCKS_MAX) -> Grant:
     except msgspec.ValidationError as error:
         with suppress(msgspec.DecodeError, ValueError, RecursionError):
             kind = _kind_decoder.decode(payload[HEAD_BYTES:]).kind if payload[:1] == MARK else "offer"
-            if kind not in KINDS:
-                raise ReleaseMismatch("the ticket", "kind", kind, " or ".join(KINDS)) from error
+            if kind not in get_args(Kind):
+                raise ReleaseMismatch("the ticket", "kind", kind, " or ".join(get_args(Kind))) from error
         remedy = SAME_LIMITS if "length" in str(error) else ""
         raise TicketInvalid(f"{MALFORMED}, or exceeds a limit of this release: {error}", remedy=remedy) from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -28,7 +29,7 @@ from kvflow.ids import LeaseKey, worker_name
 from kvflow.leases.table import Answer, Reader
 from kvflow.rendezvous import questions
 from kvflow.rendezvous.endpoint import READER, LocalEndpoint, as_kvflow_error
-from kvflow.rendezvous.questions import AnswerHeld, AskHeld
+from kvflow.rendezvous.questions import AnswerHeld, Question
 
 
 class Leases(Protocol):
@@ -42,8 +43,14 @@ class Leases(Protocol):
         """Renew leases for a reader. Return an answer for each, and how many seconds they last from now."""
         ...
 
-    def on_question(self, question: AskHeld, reader: Reader) -> AnswerHeld:
-        """Return what is kept of the content that a member asks for."""
+    def on_question(
+        self, key: PeerKey, question: Question, reader: Reader, answer: Callable[[questions.Answer], None]
+    ) -> None:
+        """Answer a member's question, once, now or later. ``key``: of its connection."""
+        ...
+
+    def forget_questions(self, key: PeerKey) -> None:
+        """Forget the questions of a connection that has ended."""
         ...
 
     def past(self, lease: LeaseKey) -> tuple[str, float] | None:
@@ -98,16 +105,18 @@ class Listener:
                 self._server.send(key, Renewed(leases=answered, lease_s=lease_s))
             case Asked(nonce=nonce, question=encoded):
                 question = questions.decode_question(encoded)
-                held = None if question is None else self._leases.on_question(question, self._readers[key])
-                self.answer(key, nonce, held)
+                if question is None:
+                    self.answer(key, nonce, None)
+                else:
+                    self._leases.on_question(key, question, self._readers[key], partial(self.answer, key, nonce))
             case ConnectionFailed(code=code, reason=reason):
                 self._report(ConsumerRejected(self._forget(key), code, reason))
             case _:
                 self._forget(key)
 
-    def answer(self, key: PeerKey, nonce: int, held: AnswerHeld | None) -> None:
+    def answer(self, key: PeerKey, nonce: int, answer: questions.Answer | None) -> None:
         """Answer an open question; None says that we do not know it. Does nothing if the connection has ended."""
-        encoded = b"" if held is None else questions.encode(held)
+        encoded = b"" if answer is None else questions.encode(answer)
         if len(encoded) > ANSWER_BYTES_MAX:
             encoded = questions.encode(AnswerHeld())  # what cannot be said cannot be read
         with suppress(Closed):
@@ -129,6 +138,7 @@ class Listener:
         return msgspec.structs.replace(answer, ended_by=past[0], ended_s=max(0.0, past[1]))
 
     def _forget(self, key: PeerKey) -> str:
+        self._leases.forget_questions(key)
         self._readers.pop(key, None)
         return self._names.pop(key, str(key))
 

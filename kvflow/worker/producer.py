@@ -12,23 +12,30 @@ import asyncio
 import math
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import index
 from typing import NamedTuple
 
-from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid, KvflowError, RequestUnknown
+from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid, KvflowError, RequestUnknown, shown
 from kvflow.events import LeaseEnded, OfferAdmitted, OfferRefused, Outcome
 from kvflow.ids import Ids, LeaseKey, worker_name
-from kvflow.leases.blocks import check_block_ids, join_loans
-from kvflow.leases.issuer import Issuer, as_digest_lists
+from kvflow.leases.blocks import blocks_for, check_block_ids, join_loans
+from kvflow.leases.held import OpenGroups
+from kvflow.leases.issuer import Issuer, as_digest_lists, complete_digests
 from kvflow.leases.table import Answer, LeaseState, LeaseTable, Reader
-from kvflow.leases.tickets import Grant, RankAddress, Ticket
-from kvflow.rendezvous.questions import AnswerHeld, AskHeld
+from kvflow.leases.tickets import Grant, Kind, RankAddress, Ticket
+from kvflow.rendezvous import questions
+from kvflow.rendezvous.questions import Question
+from kvflow.worker.answers import Answers
 from kvflow.worker.environment import Shared
 
 ENDED_MAX = 65536  # outcomes that are kept for a late ``wait_offer``
+
+EARLY_KINDS = frozenset(("full", "mla"))
+"""Kinds of layers none of whose tokens is written twice, so that a block settles before its request is computed."""
 
 WAITING_MAX = 4096  # offers that may wait for a slot: as many as there are slots
 
@@ -40,14 +47,14 @@ _Waiters = Sequence[tuple["asyncio.Future[Outcome]", Outcome]]
 
 
 class OfferRequest(NamedTuple):
-    """The arguments of ``Worker.offer``, or of ``Worker.keep``."""
+    """The arguments of ``Worker.offer``, and the kind of the lease."""
 
     request_id: str
     block_ids: Sequence[Sequence[int]]
     num_tokens: int | Sequence[int]
     digests: Digests = None
     traceparent: str = ""
-    kept: bool = False
+    kind: Kind = "offer"
 
 
 @dataclass(slots=True, eq=False)
@@ -59,8 +66,10 @@ class _WaitingOffer:
 class LeaseManager:
     """Offers and leases of one worker. ``issuer`` assigns slots, and signs the tickets of the worker's own offers.
 
-    Thread: ``offer``, ``admit``, ``revoke``, ``listed``, ``requests`` and ``highest_epoch`` from any thread;
-        everything else on the event loop.
+    ``answers``: to the questions of members about these leases.
+
+    Thread: ``offer``, ``admit``, ``advance``, ``revoke``, ``listed``, ``requests`` and ``highest_epoch`` from any
+        thread; everything else on the event loop.
     """
 
     def __init__(self, shared: Shared, leases: LeaseTable, issuer: Issuer) -> None:
@@ -71,7 +80,8 @@ class LeaseManager:
         self._issuer = issuer
         self._lent: dict[str, tuple[Ids, ...]] = {}
         self._num_blocks = manifest.num_blocks
-        self._block_sizes = [group.tokens_per_id for group in manifest.groups]
+        early = [all(layer.kind in EARLY_KINDS for layer in group.layers) for group in manifest.groups]
+        self._groups = OpenGroups([group.tokens_per_id for group in manifest.groups], early, self._account.aliases)
         self._lease_s = shared.config.lease_s
         self._offers = shared.config.role != "consumer"
         self._lifecycle = shared.lifecycle
@@ -79,6 +89,7 @@ class LeaseManager:
         self._loop = asyncio.get_running_loop()
         self._report = shared.report
         self._lock = threading.Lock()
+        self.answers = Answers(leases, self._groups, issuer.seal, self._lock)
         self._ended: OrderedDict[str, Outcome] = OrderedDict()
         self._waiters: dict[str, list[asyncio.Future[Outcome]]] = {}
         self._waiting_offers: deque[_WaitingOffer] = deque()
@@ -116,13 +127,47 @@ class LeaseManager:
         """Hold the lease of a grant that a mint elsewhere signed. ``digests``: by which peers find what is kept."""
         try:
             ids = self._check(grant)
-            found = () if digests is None else as_digest_lists("digests", digests, grant.block_ids)[0]
+            found = self._digests_of(grant, digests)
             with self._lock:
                 ended, waiters = self._hold(grant, ids, found)
         except KvflowError as error:
             self._report_refusal(grant.request_id, error)
             raise
         self._announce_admission(grant, ended, waiters)
+
+    def advance(
+        self,
+        request_id: str,
+        num_tokens: int | None,
+        new_block_ids: Sequence[Sequence[int]] = (),
+        digests: Digests = None,
+    ) -> None:
+        """Say what else has settled of an open lease, and renew it; ``num_tokens`` None: all, so that it is sealed."""
+        new_ids = new_block_ids or [()] * len(self._groups.sizes)
+        ids = check_block_ids(new_ids, num_blocks=self._num_blocks, aliases=self._account.aliases, unique=False)
+        new = tuple([each if isinstance(each, tuple) else tuple(each.tolist()) for each in ids])
+        sealed = num_tokens is None
+        with self._lock:
+            lease = self._leases.unsealed(request_id)
+            most = lease.grant.num_tokens[0]
+            try:
+                settled = most if num_tokens is None else index(num_tokens)
+            except TypeError as error:
+                raise BlockIdsInvalid(f"num_tokens must be an integer, not {shown(num_tokens)}") from error
+            if not lease.settled <= settled <= most:
+                fault = f"num_tokens is {settled}: {lease.settled} tokens have settled, of {most}"
+                raise BlockIdsInvalid(fault, remedy="Advance to more tokens, up to those of the offer.")
+            whole = self._groups.whole(settled)
+            blocks, told = self._groups.extend(lease.grant, lease.blocks, lease.told, new, whole, sealed=sealed)
+            found = self._digests_of(lease.grant, digests)
+            self._account.lend(ids)
+            lease.told |= told
+            self._lent[request_id] = (*join_loans([self._lent[request_id], ids]),)
+            order_stores()  # a reader that learns what has settled also sees its bytes
+            self._leases.advance(lease, blocks, settled, self._clock(), sealed=sealed)
+            if found:
+                self._leases.name(lease, found[-1])
+            self.answers.note((request_id, *found[-1:]))
 
     def revoke(self, request_id: str) -> bool:
         """End a lease now."""
@@ -181,20 +226,15 @@ class LeaseManager:
         with self._lock:
             return self._leases.renew(leases, self._clock(), reader), self._lease_s
 
-    def on_question(self, question: AskHeld, _reader: Reader) -> AnswerHeld:
-        """Return the ticket of the kept lease that has the longest prefix of what is asked for."""
-        with self._lock:
-            found = self._leases.find(question.digests[0])  # there is one list at least
-        if found is None:
-            return AnswerHeld()
-        lease, count = found
-        if not lease.text:
-            lease.text = self._issuer.seal(lease.grant).to_params()["kvflow"]
-        return AnswerHeld(ticket=lease.text, count=count)
+    def on_question(
+        self, key: Hashable, question: Question, reader: Reader, answer: Callable[[questions.Answer], None]
+    ) -> None:
+        """Answer a member's question, once, now or later. ``key``: of its connection."""
+        self.answers.ask(key, question, reader, answer)
 
-    def answered(self) -> tuple[int, int]:
-        """Return how many questions were answered with a ticket, and how many with nothing."""
-        return self._leases.found, self._leases.not_held
+    def forget_questions(self, key: Hashable) -> None:
+        """Forget the questions of a connection that has ended."""
+        self.answers.forget(key)
 
     def past(self, lease: LeaseKey) -> tuple[str, float] | None:
         """Return how a lease has ended and how many seconds ago; None if unknown."""
@@ -208,7 +248,7 @@ class LeaseManager:
             self._changed.clear()
             now = self._clock()
             with self._lock:
-                ended = self._leases.expire(now)
+                ended = self._leases.expire(now, self.answers.at)
                 waiters = self._note(ended)
                 deadline = self._leases.next_deadline()
                 self._expires_at = math.inf if deadline is None else deadline
@@ -248,16 +288,11 @@ class LeaseManager:
     def _offer(self, offer: OfferRequest) -> Ticket:
         self._require_open()
         with self._lock:
-            ticket, grant = self._issuer.issue(
-                offer.request_id,
-                offer.block_ids,
-                offer.num_tokens,
-                offer.digests,
-                kept=offer.kept,
-                chained=offer.kept,
-                traceparent=offer.traceparent,
-            )
-            digests = tuple(offer.digests[0]) if offer.kept and offer.digests else ()
+            kind, chained = offer.kind, offer.kind != "offer"
+            ticket, grant = self._issuer.issue(*offer[:4], kind=kind, chained=chained, traceparent=offer.traceparent)
+            digests = tuple(offer.digests[0]) if offer.digests else ()
+            if kind == "open":
+                digests = self._digests_of(grant, offer.digests)
             try:
                 ended, waiters = self._hold(grant, self._check(grant, decoded=True), digests)
             except BaseException:
@@ -265,6 +300,15 @@ class LeaseManager:
                 raise
         self._announce_admission(grant, ended, waiters)
         return ticket
+
+    def _digests_of(self, grant: Grant, digests: Digests) -> tuple[bytes, ...]:
+        """Return the digests of the first group, by which peers find a lease; none if there are none yet."""
+        if digests is None:
+            return ()
+        if grant.kind != "open":
+            return as_digest_lists("digests", digests, grant.block_ids)[0]
+        complete = complete_digests(digests, self._groups.sizes, grant.num_tokens)
+        return complete[0] if complete else ()
 
     async def _wait_for_slot(self, waiting: _WaitingOffer, timeout_s: float | None) -> Ticket:
         try:
@@ -331,9 +375,9 @@ class LeaseManager:
             grant.block_ids, num_blocks=self._num_blocks, aliases=self._account.aliases, unique=False, decoded=decoded
         )
         for group, (ids, tokens, size) in enumerate(
-            zip(grant.block_ids, grant.num_tokens, self._block_sizes, strict=True)
+            zip(grant.block_ids, grant.num_tokens, self._groups.sizes, strict=True)
         ):
-            most = -(-tokens // size) if size else 1  # a request has one state
+            most = blocks_for(tokens, size)
             if len(ids) > most:
                 raise BlockIdsInvalid(
                     f"group {group}: {len(ids)} blocks for {tokens} tokens, which at most {most} can hold",
@@ -351,19 +395,25 @@ class LeaseManager:
         """
         self._require_open()
         now = self._clock()
+        told: set[int] = set()
+        if grant.kind == "open":
+            nothing = ((),) * len(grant.block_ids)
+            _, told = self._groups.extend(grant, nothing, told, grant.block_ids, 0, sealed=False)
         self._account.lend(ids)
         try:
-            ended = self._leases.admit(grant, now, digests)
+            ended = self._leases.admit(grant, now, digests, told)
         except BaseException:
             self._account.end_loan(ids)
             raise
         self._lent[grant.request_id] = ids
         self._ended.pop(grant.request_id, None)
-        expires_at = now + grant.lease_ms / 1000 if grant.kind == "offer" else math.inf
+        expires_at = now + grant.lease_ms / 1000 if grant.kind != "kept" else math.inf
         # Usually ``expire_leases`` need not wake: the first lease to expire was admitted before.
         if expires_at < self._expires_at or now >= self._expires_at:
             self._expires_at = min(expires_at, self._expires_at)
             self._on_loop(self._changed.set)
+        if self.answers.at:
+            self.answers.note([(grant.slot, int(grant.epoch)), *(digests if grant.kind == "kept" else digests[-1:])])
         return ended, [waiter for each in ended for waiter in self._note([each])]
 
     def _note(self, ended: Sequence[LeaseEnded]) -> _Waiters:
@@ -374,6 +424,8 @@ class LeaseManager:
         names = [end.request_id for end in ended]
         self._account.end_loan(join_loans([self._lent.pop(name) for name in names]))
         self._issuer.vacate(names)
+        if self.answers.at:
+            self.answers.note(names)
         self._ended.update(dict.fromkeys(names, outcome))
         while len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
@@ -383,8 +435,9 @@ class LeaseManager:
 
     def _announce_admission(self, grant: Grant, ended: Sequence[LeaseEnded], waiters: _Waiters) -> None:
         if self._report.wants(OfferAdmitted):
-            lease_s = grant.lease_s if grant.kind == "offer" else 0.0
-            self._report(OfferAdmitted(grant.request_id, sum(map(len, grant.block_ids)), lease_s, grant.trace))
+            lease_s = grant.lease_s if grant.kind != "kept" else 0.0
+            blocks = sum(map(len, grant.block_ids))
+            self._report(OfferAdmitted(grant.request_id, blocks, lease_s, grant.trace, grant.kind))
         if ended:
             self._announce(ended, waiters)
 

@@ -397,6 +397,9 @@ class ThreadedWorker:
     offer_when_possible = submitted(
         Worker.offer_when_possible, on_unwanted=lambda worker, ticket: worker.revoke(ticket.request_id)
     )
+    offer_progressive = called(Worker.offer_progressive)
+    advance = called(Worker.advance)
+    seal = called(Worker.seal)
     keep = called(Worker.keep)
     admit = called(Worker.admit)
     revoke = called(Worker.revoke, suspended=True)
@@ -579,7 +582,9 @@ class _FinishedQueue:
         return True
 
     def on_event(self, event: Event) -> None:
-        if isinstance(event, LeaseEnded) and not event.kept:  # the blocks of a kept one belong to the engine all along
+        if (
+            isinstance(event, LeaseEnded) and event.kind != "kept"
+        ):  # the blocks of a kept one belong to the engine all along
             self.put(Finished(event.request_id, "producer", event.outcome))
 
     def settle(

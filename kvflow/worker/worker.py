@@ -47,6 +47,32 @@ class DrainReport(Struct, frozen=True, kw_only=True):
         return not (self.leases or self.pulls or self.quarantined)
 
 
+class OpenOffer:
+    """An offer whose blocks are told while they are computed. Made by ``Worker.offer_progressive``.
+
+    Attributes:
+        ticket: for its consumer.
+
+    Thread: any.
+    """
+
+    def __init__(self, worker: "Worker", ticket: Ticket) -> None:
+        self._worker = worker
+        self.ticket = ticket
+
+    def advance(self, num_tokens: int, new_block_ids: Sequence[Sequence[int]] = (), digests: Digests = None) -> None:
+        """Say that the first ``num_tokens`` have settled: see ``Worker.advance``."""
+        self._worker.advance(self.ticket.request_id, num_tokens, new_block_ids, digests)
+
+    def seal(self, new_block_ids: Sequence[Sequence[int]] = (), digests: Digests = None) -> None:
+        """Say that all tokens have settled: see ``Worker.seal``."""
+        self._worker.seal(self.ticket.request_id, new_block_ids, digests)
+
+    def abort(self) -> bool:
+        """End the lease now: see ``Worker.revoke``."""
+        return self._worker.revoke(self.ticket.request_id)
+
+
 class Worker:
     """One rank's runtime. Made by ``open_worker``.
 
@@ -58,8 +84,8 @@ class Worker:
         WrongEventLoop: by every method that is called elsewhere than its thread says.
         ForkedProcess: by every method that a forked child of the worker's process calls.
 
-    Thread: ``rank_address``, ``offer``, ``keep``, ``admit``, ``revoke``, ``read_ticket`` and ``record_refusal`` from
-        any thread; everything else on the worker's event loop.
+    Thread: ``rank_address``, ``offer``, ``offer_progressive``, ``advance``, ``seal``, ``keep``, ``admit``, ``revoke``,
+        ``read_ticket`` and ``record_refusal`` from any thread; everything else on the worker's event loop.
     """
 
     def __init__(
@@ -184,14 +210,83 @@ class Worker:
         Thread: any.
         """
         self._require_process()
-        return self._leases.offer(OfferRequest(request_id, block_ids, num_tokens, digests or (), kept=True))
+        return self._leases.offer(OfferRequest(request_id, block_ids, num_tokens, digests or (), kind="kept"))
+
+    def offer_progressive(
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int | Sequence[int],
+        *,
+        digests: Digests = None,
+        traceparent: str = "",
+    ) -> OpenOffer:
+        """Offer blocks while they are computed. A consumer that pulls the ticket reads what has settled meanwhile.
+
+        The lease is held on return. Each call of ``advance`` renews it, and so does a reader that waits for the next.
+        After ``seal`` it ends as that of an ``offer`` does.
+
+        Args:
+            request_id: text that no held offer has.
+            block_ids: the blocks so far, one list per group, each from the first token on; they may be empty. Groups
+                that are not full attention, such as windows and states, are told with ``seal``.
+            num_tokens: tokens that the request will have in the end, or one number per group.
+            digests: those of the blocks that the request will have, chained as in ``keep``; a list may be longer than
+                that of ``block_ids``. Peers find the offer by them once they reach the last token.
+            traceparent: as in ``offer``.
+
+        Raises:
+            ArgumentInvalid, BlockIdsInvalid, CapacityExceeded, WorkerDraining, WorkerClosed, ConfigInvalid: as in
+                ``offer``.
+
+        Thread: any.
+        """
+        self._require_process()
+        offer = OfferRequest(request_id, block_ids, num_tokens, digests, traceparent, kind="open")
+        return OpenOffer(self, self._leases.offer(offer))
+
+    def advance(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_block_ids: Sequence[Sequence[int]] = (),
+        digests: Digests = None,
+    ) -> None:
+        """Say that the first tokens of an open offer have settled, and renew its lease. Effective on return.
+
+        Their blocks must have been written, as in ``offer``, and must not be written again before the lease has ended.
+
+        Args:
+            request_id: of ``offer_progressive``, or of a grant of ``TicketMint.offer_progressive``.
+            num_tokens: at least as many as before. Before the seal, peers read whole blocks only.
+            new_block_ids: one list per group, of the blocks behind those that were told; an empty list: none.
+            digests: as in ``offer_progressive``, if they were not known then.
+
+        Raises:
+            ArgumentInvalid: ``digests`` has too many, or something else than bytes.
+            BlockIdsInvalid: fewer tokens than before, or more than were offered; blocks that do not fit the cache or
+                the tokens, or were told before; or the request is not open. Nothing has changed.
+            RequestUnknown: the lease has ended.
+
+        Thread: any.
+        """
+        self._require_process()
+        self._leases.advance(request_id, num_tokens, new_block_ids, digests)
+
+    def seal(self, request_id: str, new_block_ids: Sequence[Sequence[int]] = (), digests: Digests = None) -> None:
+        """Say that all tokens of an open offer have settled, and tell its last blocks. Effective on return.
+
+        The arguments, the errors and the thread are those of ``advance``.
+        """
+        self._require_process()
+        self._leases.advance(request_id, None, new_block_ids, digests)
 
     def admit(self, grant: Grant, digests: Digests = None) -> None:
         """Hold the lease of a grant that this engine's ``TicketMint`` signed; effective on return.
 
         Args:
-            grant: of ``TicketMint.offer`` or ``TicketMint.keep``. If its slot has a kept lease, that lease ends.
-            digests: those that ``TicketMint.keep`` got. Peers that ask this worker find the lease by them.
+            grant: of ``TicketMint``. If its slot has a kept lease, that lease ends.
+            digests: those that the mint got. Peers that ask this worker find the lease by them.
 
         Raises:
             ArgumentInvalid: ``digests`` does not have one digest per block.
@@ -532,7 +627,7 @@ class Worker:
         """
         self._require_loop()
         limit = max(0, limit)
-        found, not_held = self._leases.answered()
+        answers = self._leases.answers
         return Snapshot(
             leases=len(self._leases.requests()),
             pulls=len(self._consumer.pulls),
@@ -552,8 +647,8 @@ class Worker:
             staging=self._shared.transport.staging(),
             rejected=dict(self._listener.failures),
             dropped=dict(self._consumer.peers.drops),
-            found=found,
-            not_held=not_held,
+            found=answers.found,
+            not_held=answers.not_held,
         )
 
     def _make_report(self) -> bytes:

@@ -203,7 +203,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def ended(self, event, outcome, *, retired=False):
         """By the time anyone hears of an end, a fence finds the lease stale. ``retired``: the mint has ended it."""
         promise = self.held.pop(event.request_id)
-        assert (event.outcome, event.kept) == (outcome, bool(promise.digests))
+        assert (event.outcome, event.kind) == (outcome, promise.grant.kind)
         assert judge(promise.grant.epoch_value, self.epochs[promise.grant.slot]) == "stale"
         self.past.append(promise.key)
         assert self.mint.retire(event.request_id) != retired

@@ -276,7 +276,8 @@ class Rank:
         if request is None:
             self._world.fail(f"{self.name}: a lease ended that is not held: {event}")
             return
-        if event.kept != request.plan.keeps or (event.kept and event.outcome != "revoked"):
+        kind = "kept" if request.plan.keeps else "offer"
+        if event.kind != kind or (event.kind == "kept" and event.outcome != "revoked"):
             self._world.fail(f"{self.name}: {event}: only its engine ends what is kept")
         if wrong := request.wrong_end(self, event, since, self.process.stopped_s - stopped_s):
             self._world.fail(f"{self.name}: {event}: {wrong}")

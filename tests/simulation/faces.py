@@ -143,7 +143,7 @@ class ThreadedFace:
         """Take what the worker reports."""
         for hook in self._hooks:
             hook(event)
-        if isinstance(event, LeaseEnded) and not event.kept:
+        if isinstance(event, LeaseEnded) and event.kind != "kept":
             self._leases.append((event.request_id, event.outcome))
             self._process.call_soon(self._step)
 

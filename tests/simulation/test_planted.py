@@ -15,8 +15,8 @@ BUGS = {
     # Safety: a byte, a block or a reference.
     planted.epoch_raised_after_the_free: (17, r"was delivered wrong: block \d+"),
     planted.epoch_of_a_kept_lease_raised_late: (25, r"was delivered wrong: block \d+"),
-    planted.release_ends_a_kept_lease: (0, "kept=True.*nobody has revoked it"),
-    planted.newest_that_is_kept_leaves_its_slot: (2, "kept=True.*nobody has revoked it"),
+    planted.release_ends_a_kept_lease: (0, "kind='kept'.*nobody has revoked it"),
+    planted.newest_that_is_kept_leaves_its_slot: (2, "kind='kept'.*nobody has revoked it"),
     planted.quarantine_skipped: (3, r"writes into block \d+, which is"),
     planted.release_counted_twice: (0, "no reader has given it back on every rank"),
     planted.lease_renewed_after_its_end: (0, "would not grow|TaskGroup|is not free|that is not held|leases are held"),

@@ -67,7 +67,7 @@ def describe(_worker: Any) -> dict[str, Any]:
     """
     leases = runtime()._worker.snapshot().held_leases
     return {
-        "kept": [lease.request_id for lease in leases if lease.kept],
+        "kept": [lease.request_id for lease in leases if lease.kind == "kept"],
         "ended": [(name, intact, contents(ids) == before) for name, intact, ids, before in KEPT.ended],
     }
 

@@ -157,7 +157,7 @@ def lines_of(inspection: "Inspection") -> Iterator[str]:
             f"expires in {lease.expires_in_s:.3f} s, {f'readers {readers}' if readers else 'no reader has renewed it'}"
         )
         held = f"{quoted(lease.request_id)}: {lease.num_blocks:,} blocks, {lease.age_s:.3f} s old"
-        yield f"  {held}, {'kept' if lease.kept else end}"
+        yield f"  {held}, {'kept' if lease.kind == 'kept' else f'open, {end}' if lease.kind == 'open' else end}"
     if snapshot.found or snapshot.not_held:
         yield f"questions for kept leases since the start: {snapshot.found:,} found, {snapshot.not_held:,} not held"
     yield from _titled("quarantined pulls", len(snapshot.quarantined), len(snapshot.quarantined))

@@ -539,7 +539,7 @@ def test_an_open_ticket_is_read_back_and_never_seems_over():
 
 def test_a_reader_of_the_release_before_refuses_an_open_ticket_by_its_kind(monkeypatch):
     params = params_of(open_ticket())
-    monkeypatch.setattr(tickets, "KINDS", ("offer", "kept"))
+    monkeypatch.setattr(tickets, "Kind", Literal["offer", "kept"])
     monkeypatch.setattr(tickets, "_decoder", msgspec.msgpack.Decoder(GrantBefore))
     monkeypatch.setattr(tickets, "_runs_decoder", msgspec.msgpack.Decoder(GrantBefore))
     assert checked(PARAMS).grants[0].kind == "offer"
@@ -548,7 +548,7 @@ def test_a_reader_of_the_release_before_refuses_an_open_ticket_by_its_kind(monke
     assert (caught.value.what, caught.value.theirs) == ("kind", "open")
 
 
-def test_a_reader_of_the_first_release_refuses_an_open_ticket_by_its_format(monkeypatch):
+def test_a_reader_of_kvf2_refuses_an_open_ticket_by_its_format(monkeypatch):
     params = params_of(open_ticket())
     monkeypatch.setattr(tickets, "FORMAT", FORMAT_BEFORE)
     with pytest.raises(ReleaseMismatch) as caught:

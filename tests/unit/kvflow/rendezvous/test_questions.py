@@ -49,9 +49,9 @@ def answers(monkeypatch):
     """Return what workers answer, one after the other, and what they were asked."""
     said, asked = [], []
 
-    def on_question(_self, question, reader):
+    def on_question(_self, _key, question, reader, answer):
         asked.append((question, reader))
-        return said.pop(0) if said else AnswerHeld()
+        answer(said.pop(0) if said else AnswerHeld())
 
     monkeypatch.setattr(LeaseManager, "on_question", on_question)
     return said, asked

@@ -42,7 +42,7 @@ def keep(worker, name, *blocks, **how):
 
 
 def held(worker):
-    return {lease.request_id: lease.kept for lease in worker.snapshot().held_leases}
+    return {lease.request_id: lease.kind == "kept" for lease in worker.snapshot().held_leases}
 
 
 def lease_of(ticket):
@@ -95,7 +95,7 @@ def test_neither_releases_nor_renewals_nor_time_end_it():
             assert world.do(renew, life=producer)[0] == ["held"]
             world.pass_time(1000.0)
         (state,) = world.do(worker.snapshot, life=producer).held_leases
-        assert (state.request_id, state.kept, state.expires_in_s, state.readers) == ("kept", True, 0.0, ())
+        assert (state.request_id, state.kind, state.expires_in_s, state.readers) == ("kept", "kept", 0.0, ())
         world.do(lambda: worker.revoke("kept"), life=producer)
         world.do(worker.check, life=producer)
 
@@ -118,8 +118,8 @@ async def test_the_oldest_that_is_kept_leaves_its_slot_to_an_offer(producer, rep
     for take in (lambda: producer.offer("fourth", [[7]], 4), lambda: keep(producer, "fourth", 7)):
         with pytest.raises(CapacityExceeded):
             take()
-    ends = [(end.request_id, end.outcome, end.kept) for end in reports.of(LeaseEnded)]
-    assert ends == [(name, "revoked", True) for name in ("oldest", "newer", "newest")]
+    ends = [(end.request_id, end.outcome, end.kind) for end in reports.of(LeaseEnded)]
+    assert ends == [(name, "revoked", "kept") for name in ("oldest", "newer", "newest")]
     assert [(each.request_id, each.lease_s) for each in reports.of(OfferAdmitted)][:2] == [("oldest", 0), ("offer", 30)]
 
 
