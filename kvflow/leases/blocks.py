@@ -196,6 +196,11 @@ def join_loans(loans: Sequence[tuple[Ids, ...]]) -> Sequence[Ids]:
     return joined
 
 
+def as_ids(lists: tuple[tuple[int, ...], ...]) -> tuple[Ids, ...]:
+    """Return checked lists in the form in which many ids are counted fast."""
+    return tuple([np.array(ids, np.int64) if len(ids) > FEW else ids for ids in lists])
+
+
 def block_lists(block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """Check the lists of an offer before any cache is known, and return them as a ticket holds them."""
     groups = range(len(block_ids)) if hasattr(block_ids, "__len__") else ()

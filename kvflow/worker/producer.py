@@ -22,7 +22,7 @@ from typing import NamedTuple
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid, KvflowError, RequestUnknown, shown
 from kvflow.events import LeaseEnded, OfferAdmitted, OfferRefused, Outcome
 from kvflow.ids import Ids, LeaseKey, worker_name
-from kvflow.leases.blocks import blocks_for, check_block_ids, join_loans
+from kvflow.leases.blocks import as_ids, blocks_for, check_block_ids, join_loans
 from kvflow.leases.held import OpenGroups
 from kvflow.leases.issuer import Issuer, as_digest_lists, complete_digests
 from kvflow.leases.table import Answer, LeaseState, LeaseTable, Reader
@@ -162,7 +162,7 @@ class LeaseManager:
             found = self._digests_of(lease.grant, digests)
             self._account.lend(ids)
             lease.told |= told
-            self._lent[request_id] = (*join_loans([self._lent[request_id], ids]),)
+            self._lent[request_id] = as_ids(blocks) if sealed else blocks
             order_stores()  # a reader that learns what has settled also sees its bytes
             self._leases.advance(lease, blocks, settled, self._clock(), sealed=sealed)
             if found:

@@ -326,9 +326,14 @@ class Worker:
         return await self._leases.wait_offer(request_id)
 
     async def find(
-        self, endpoint: str, digests: Sequence[bytes] | Sequence[Sequence[bytes]], wait_s: float = 0.0
+        self,
+        endpoint: str,
+        digests: Sequence[bytes] | Sequence[Sequence[bytes]],
+        wait_s: float = 0.0,
+        *,
+        at_least: int = 1,
     ) -> tuple[Ticket | None, int]:
-        """Ask a worker for the longest prefix of some content that it, and the other ranks of its engine, keep.
+        """Ask a worker for the longest prefix of some content that it, and the other ranks of its engine, have.
 
         Then ``pull`` the ticket: to read a shorter prefix, put -1 into the lists behind its last block. The lease may
         end at any time, and the pull then raises ``StaleLease``. The connection stays open for later calls.
@@ -338,13 +343,15 @@ class Worker:
                 ``tcp://host:5600#KEY`` with its public key, which must be among our allowed keys.
             digests: chained digests, as its engine has passed them to ``keep``: those of the blocks of the first group,
                 or one list per group. Each has 1 to 64 bytes.
-            wait_s: how long the worker may wait for something to be kept. This release answers at once.
+            wait_s: 0 finds only what is kept. Otherwise the worker waits for so long, also for an offer with digests,
+                open or not, the last of which is among these; it gives each offer to one caller.
+            at_least: fewer digests are of no use.
 
         Returns:
-            The ticket, and how many digests of the first group's list it covers; ``(None, 0)`` if nothing is kept.
+            The ticket, and how many digests of the first group's list it covers; ``(None, 0)`` if there is none.
 
         Raises:
-            ArgumentInvalid: ``digests`` has something else than bytes, or ``wait_s`` is no duration.
+            ArgumentInvalid: ``digests`` has something else than bytes, or another argument is out of bounds.
             ConfigInvalid: the endpoint is malformed.
             AuthenticationFailed: it does not prove the cluster's secret, or has another key.
             PeerRefused, PeerLost, DeadlineExceeded, ProtocolViolation: it cannot be reached, or answers wrongly.
@@ -356,10 +363,11 @@ class Worker:
         """
         self._require_loop()
         require_seconds("wait_s", wait_s)
+        _require_count("at_least", at_least)
         asked = _first_digests(digests)
         self._shared.lifecycle.require_open("finds nothing")
         asker = await self._consumer.askers.connect(endpoint)
-        return await asker.held(asked, self._shared.config.tuning.handshake_s, wait_s=wait_s)
+        return await asker.held(asked, self._shared.config.tuning.handshake_s, wait_s=wait_s, at_least=at_least)
 
     def read_ticket(self, params: object) -> Ticket:
         """Verify and read a ticket, so that ``pull``, ``hold`` and ``release`` need not verify this object again.
@@ -687,3 +695,8 @@ def require_seconds(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         remedy = "Pass seconds as a number, such as 30.0."
         raise ArgumentInvalid(name, "a number of seconds, 0 or more", value, remedy=remedy)
+
+
+def _require_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ArgumentInvalid(name, "a whole number, 1 or more", value)

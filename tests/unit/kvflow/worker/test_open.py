@@ -410,6 +410,24 @@ async def test_while_a_worker_drains_open_offers_go_on():
         assert (await draining).complete
 
 
+async def test_questions_cross_the_control_channel_and_wait_there():
+    async with opened() as world:
+        offer = world.producer.offer_progressive("r", [[3]], 8, digests=[chain(1, 2)])
+        async with asyncio.timeout(PATIENCE_S):
+            ticket, count = await world.consumer.find(world.producer.endpoint, chain(1, 2), PATIENCE_S)
+            assert (ticket, count) == (offer.ticket, 2)
+            waiting = asyncio.ensure_future(world.consumer.find(world.producer.endpoint, chain(5), PATIENCE_S))
+            while not world.producer._leases.answers.at:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0)
+            other = world.producer.offer("other", [[5]], 4, digests=[chain(5)])
+            assert await waiting == (other, 1)
+            few = await world.consumer.find(world.producer.endpoint, chain(1, 2), 0.01, at_least=3)
+            assert few == (None, 0)
+            for wrong in (0, -1, "1", 1.5):
+                with pytest.raises(ArgumentInvalid):
+                    await world.consumer.find(world.producer.endpoint, chain(1, 2), at_least=wrong)
+
+
 def test_a_worker_on_its_thread_offers_what_is_computed():
     with run_worker(config(), cache_of(10)) as worker:
         offer = worker.offer_progressive("r", [[3]], 12)
