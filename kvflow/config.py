@@ -121,6 +121,8 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
         queue_s: budget of a pull from its submission to its first read.
         wire_s: longest time without a completed read while a peer owes one. Only this finds a hung peer.
         fence_s: budget from the last byte to the result, including the wait for a late admission.
+        compute_s: budget of an open offer, from the start of its pull until its producer has computed everything.
+        follow_bytes_min: bytes of an open offer that are worth a read while its producer computes the rest.
         staging_bytes: memory for staged reads, allocated if the cache is in host memory; 0 disables staging.
         peer_weights: engine id of a producer -> chunks that are read from it in a row while other peers wait; 1 for
             engines that are not named.
@@ -149,6 +151,8 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
     queue_s: Seconds = 30.0
     wire_s: Seconds = 30.0  # only this detects a hung peer
     fence_s: Seconds = 10.0
+    compute_s: Seconds = 600.0  # the longest prompts take minutes, and wait in a queue before
+    follow_bytes_min: Annotated[int, Meta(ge=1, le=1 << 40)] = 2 << 20  # a question and a fence cost 1 % of it
     staging_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 64 << 20  # eight buffers of 8 MiB, each as large as a chunk
     peer_weights: Annotated[dict[str, Annotated[int, Meta(ge=1, le=64)]], Meta(max_length=4096)] = {}
     quarantine_s_max: Seconds = 120.0  # four times wire_s: a peer that has not answered by then will hang for long

@@ -404,7 +404,7 @@ class DeadlineExceeded(TransferFailed):
     """A phase of the pull took longer than its budget.
 
     Attributes:
-        phase: ``connect``, ``handshake``, ``queue``, ``wire``, ``fence`` or ``total``.
+        phase: ``connect``, ``handshake``, ``compute``, ``queue``, ``wire``, ``fence`` or ``total``.
     """
 
     code = FailureCode.DEADLINE_EXCEEDED

@@ -219,7 +219,7 @@ class PullFailed(Struct, frozen=True):
     request_id: str  # the producer's name of the request; empty if the caller passed no ticket
     code: str  # code of the error that the caller gets
     # phase that failed: ``check`` of the call and its ticket, ``connect`` or ``handshake`` with the peers, ``plan``
-    # of what each source rank gives, ``queue``, ``wire`` or ``fence``
+    # of what each source rank gives, ``compute`` of an open offer, ``queue``, ``wire`` or ``fence``
     phase: str
     peer: str  # ``engine/rank/incarnation`` of the source rank concerned; empty if none is
     detail: str  # what happened
@@ -287,6 +287,9 @@ class TransferTraced(Struct, frozen=True):
     # arrival, bytes, and descriptors before merging. At most 4,096.
     chunks: tuple[tuple[int, float, float, int, int], ...]
     chunks_omitted: int = 0  # chunks that are not listed
+    # of an open offer, the last 4,096 ranges that were read one after the other: first token, token behind the last,
+    # seconds from the call of ``pull`` to the post and to the arrival
+    ranges: tuple[tuple[int, int, float, float], ...] = ()
 
 
 class TransferQuiesced(Struct, frozen=True):

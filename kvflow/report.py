@@ -52,12 +52,15 @@ class TransferReport(_Deferring):
         early: how often a source rank did not hold the lease yet; 0 for a ticket in time.
         early_bytes: bytes that were read before the lease was held, and then read again. Above 0 only if a ticket
             promises a lease that its producer does not hold yet.
+        ranges: of an open offer: how many ranges of tokens were read, one after the other, while it was computed.
+        seal_s: of an open offer: seconds from the news that everything is written to the result.
         transport: transport that carried the bytes, by UCX's name: ``cma`` (shared memory), ``tcp``, ``rc_mlx5``,
             ``cuda_ipc``; or ``loopback``. Several names with a bar between them: one of these. Those of several peers
             are joined by a plus sign.
         plane: data plane: ``nixl``, ``tcp`` or ``loopback``. Those of several peers are joined by a plus sign.
         timings_s: seconds per phase. ``handshake``: connecting to the peers, and checking the ticket and the block ids.
-            ``queue``: from the submission to the first dispatch. ``bind``: computing descriptor indices. ``post``: in
+            ``queue``: from the submission to the first dispatch; of an open offer also the time in which its producer
+            computes and nothing is read. ``bind``: computing descriptor indices. ``post``: in
             the calls that post reads, which include the copy on shared memory. ``wire``: from the first dispatch to
             the last byte, less ``bind``, ``post`` and ``scatter``. ``scatter``: copying from staging buffers to the
             target blocks. ``fence``: reading the epochs, after the last byte. ``deliver``: from the last fence until
@@ -72,6 +75,8 @@ class TransferReport(_Deferring):
     merged: float = 0.0
     early: int = 0
     early_bytes: int = 0
+    ranges: int = 0
+    seal_s: float = 0.0
     transport: str = ""
     plane: str = ""
     timings_s: dict[str, float]

@@ -88,6 +88,7 @@ LAST = ("engine_id", "rank")
 ORDER = {key: place for place, key in enumerate(FIRST, -len(FIRST))} | {key: place for place, key in enumerate(LAST, 1)}
 FAILURE = ("code", "outcome", "peer", "endpoint")  # fields that tell one failure of one peer from others
 OMITTED = ("event", "level", "timestamp", "incarnation")
+OF_OPEN = ("ranges", "seal_s")  # fields of reports that only open offers have
 
 _encoder = msgspec.json.Encoder(enc_hook=repr)
 
@@ -107,7 +108,7 @@ def event_fields(event: Event) -> dict[str, Any]:
     """Return the fields of an event as one flat dictionary for JSON, with those of its report and its phases."""
     fields: dict[str, Any] = msgspec.to_builtins(event)
     if (report := fields.pop("report", None)) is not None:
-        fields |= report
+        fields |= {name: value for name, value in report.items() if report["ranges"] or name not in OF_OPEN}
     if traceparent := fields.pop("traceparent", ""):
         fields["trace_id"] = traceparent.split("-")[1]
     if timings_s := fields.pop("timings_s", None):
@@ -241,9 +242,8 @@ def _log(logger: logging.Logger, level: int, message: EventRecord) -> None:
 
 
 def _level_of(event: Event) -> int:
-    if isinstance(event, events.LeaseEnded) and event.outcome == "expired":
-        return logging.WARNING
-    if isinstance(event, events.PeerConnected) and event.remedy:
+    expired = isinstance(event, events.LeaseEnded) and event.outcome == "expired"
+    if expired or (isinstance(event, events.PeerConnected) and event.remedy):
         return logging.WARNING
     if isinstance(event, events.PullFailed) and event.code == FailureCode.TRANSFER_CANCELLED:
         return logging.INFO

@@ -54,6 +54,19 @@ def merged_pairs(pairs: UnitPairs) -> list[tuple[int, int, int]]:
     return list(zip(source[starts].tolist(), target[starts].tolist(), counts.tolist(), strict=True))
 
 
+def located(pairs: UnitPairs, blocks: Sequence[int], per_block: int) -> UnitPairs:
+    """Give pairs whose source units count from the first of some blocks the units of these blocks.
+
+    Raises:
+        BlockRangeMismatch: one of the blocks that are read is absent.
+    """
+    units = np.asarray(pairs.source, np.int64)
+    found = np.asarray(blocks, np.int64)[units // per_block]
+    if found.min(initial=0) < 0:
+        raise BlockRangeMismatch("the producer does not have a block of these tokens")
+    return _ascending(found * per_block + units % per_block, np.asarray(pairs.target, np.int64))
+
+
 def pair_units(group: GroupPlan, source_ids: Ids, target_ids: Ids, *, num_tokens: int) -> UnitPairs:
     """Pair every target unit that has a token and that both sides hold with the source unit of its tokens.
 

@@ -18,7 +18,8 @@ from typing import Any, Literal, TypeVar
 from msgspec import Struct
 
 from kvflow.events import PullFailed, TracedGroup, TransferTraced
-from kvflow.planning.pairs import merged_pairs
+from kvflow.ids import PeerId
+from kvflow.planning.pairs import joined, merged_pairs
 from kvflow.reads.contract import Part, RankRead, ReadEnded
 from kvflow.report import TransferReport
 
@@ -75,6 +76,19 @@ class SourceRank(Struct, eq=False, gc=False):
         self.state = advance(TRANSITIONS, self.state, event, "a rank read")
 
 
+class ReadRange(Struct, frozen=True, gc=False):
+    """The tokens ``[first, end)`` of an open offer, which were read together. Times are the data plane's clock.
+
+    The last range has also what the producer told with the seal: sliding windows and states.
+    """
+
+    first: int
+    end: int
+    submitted_at: float
+    completed_at: float
+    ended: Sequence[ReadEnded]
+
+
 class Pull(Struct, eq=False):
     """One pull, from the call that starts it until nothing writes into its blocks. The worker adds what it needs."""
 
@@ -93,6 +107,9 @@ class Pull(Struct, eq=False):
     early: int = 0  # how often a rank's lease was found not admitted yet
     early_bytes: int = 0  # of these reads, which are read again
     ended: Sequence[ReadEnded] = ()  # the answers that count, one for each delivered rank
+    followed: tuple[PeerId, ...] = ()  # of an open offer: the ranks that are read, until all is read
+    ranges: Sequence[ReadRange] = ()  # likewise: what has arrived so far
+    sealed_at: float = math.inf  # likewise: when the last rank has said that everything is settled
 
     @property
     def phase(self) -> str:
@@ -103,6 +120,12 @@ class Pull(Struct, eq=False):
             return "draining"
         phases = {rank.read.phase for rank in self.ranks if rank.state == "reading"}
         return next((phase for phase in ("wire", "queue", "fence") if phase in phases), "admission")
+
+    @property
+    def nbytes_arrived(self) -> int:
+        """Bytes that have certainly arrived."""
+        before = sum(ended.nbytes for each in self.ranges for ended in each.ended)
+        return before + sum(rank.read.nbytes for rank in self.ranks)
 
     @property
     def awaited(self) -> SourceRank:
@@ -152,18 +175,35 @@ def report_of(pull: Pull, ended_at: float, transport: str, plane: str) -> Transf
     report = new_report(TransferReport)
     report.request_id, report.nbytes, report.early = pull.request_id, pull.nbytes, pull.early
     report.early_bytes, report.transport, report.plane = pull.early_bytes, transport, plane
+    report.ranges, report.seal_s = len(pull.ranges), max(0.0, ended_at - pull.sealed_at)
     report.deferred = (  # type: ignore[misc]  # mypy ignores the slots of the base class
         measure,
-        (pull.given, pull.ended, (pull.called_at, pull.submitted_at, ended_at)),
+        (pull.given, pull.ended, (pull.called_at, pull.submitted_at, ended_at), pull.ranges),
     )
     return report
 
 
-def measure(report: TransferReport, given: Sequence[Part], ended: Sequence[ReadEnded], times: Times) -> None:
+def measure(
+    report: TransferReport,
+    given: Sequence[Part],
+    ended: Sequence[ReadEnded],
+    times: Times,
+    ranges: Sequence[ReadRange] = (),
+) -> None:
     """Set the fields of a report that ``report_of`` leaves out, from the parts of all reads and their answers."""
     sums = summed(given, ended)
     report.descriptors, report.merged, report.read_bytes, report.reads, *_ = sums
-    report.timings_s = dict(zip(TIMED, timings_s(sums, times), strict=False))
+    seconds = dict(zip(TIMED, timings_s(sums, times), strict=False))
+    if ranges:  # between two of them, the pull waited for its producer
+        begun = [each.submitted_at for each in ranges]
+        phases = [
+            timings_s(summed((), each.ended), (at, at, each.completed_at))
+            for at, each in zip(begun, ranges, strict=True)
+        ]
+        reading = dict(zip(TIMED, map(sum, zip(*phases, strict=True)), strict=True))
+        queue_s = reading["queue"] + times[2] - times[1] - reading["total"]
+        seconds = reading | {"handshake": seconds["handshake"], "total": seconds["total"], "queue": queue_s}
+    report.timings_s = seconds
 
 
 def summed(given: Sequence[Part], ended: Sequence[ReadEnded]) -> Sums:
@@ -208,11 +248,16 @@ def timings_s(sums: Sums, times: Times) -> tuple[float, ...]:
 
 def trace_of(pull: Pull) -> TransferTraced:
     """Return when each chunk of a traced pull arrived, and which units it paired."""
-    groups: list[TracedGroup] = []
+    peers = list(dict.fromkeys(read.peer for read in pull.reads))
+    lists: dict[int, list[Part]] = {}  # every peer has its own; reads of several ranges share them
+    peer_of: dict[int, int] = {}
+    for read in pull.reads:
+        for part in read.parts:
+            lists.setdefault(part.list_id, []).append(part)
+            peer_of[part.list_id] = peers.index(read.peer)
+    of_list = {list_id: at for at, list_id in enumerate(lists)}
     chunks: list[tuple[int, float, float, int, int]] = []
-    for number, read in enumerate(pull.reads):
-        of_list = {part.list_id: len(groups) + at for at, part in enumerate(read.parts)}
-        groups += [_traced_group(number, part) for part in read.parts]
+    for read in pull.reads:
         before = 0
         for chunk in read.arrived or ():
             # A lease that is not admitted yet makes a rank give everything again.
@@ -226,15 +271,24 @@ def trace_of(pull: Pull) -> TransferTraced:
     return TransferTraced(
         pull.pull_id,
         pull.request_id,
-        tuple([str(read.peer) for read in pull.reads]),
-        tuple(groups),
+        tuple(map(str, peers)),
+        tuple([_traced_group(peer_of[list_id], parts) for list_id, parts in lists.items()]),
         tuple(chunks[:TRACED_MAX]),
         chunks_omitted=max(0, len(chunks) - TRACED_MAX),
+        ranges=tuple(
+            (
+                each.first,
+                each.end,
+                _rounded(each.submitted_at - pull.called_at),
+                _rounded(each.completed_at - pull.called_at),
+            )
+            for each in pull.ranges[-TRACED_MAX:]
+        ),
     )
 
 
-def _traced_group(peer: int, part: Part) -> TracedGroup:
-    pairs, binding = part.pairs, part.binding
+def _traced_group(peer: int, parts: Sequence[Part]) -> TracedGroup:
+    pairs, binding = joined([part.pairs for part in parts]), parts[0].binding
     assert binding is not None
     group = binding.group
     merged = merged_pairs(pairs)

@@ -39,7 +39,7 @@ class StartReads(Struct, frozen=True):
 
 
 class Delivered(Struct, frozen=True):
-    """Every byte of a pull has arrived, and every fence found its lease held."""
+    """Every byte of a pull has arrived, and every fence found its lease held; of one that is followed: of its reads."""
 
     pull: Pull
 
@@ -131,9 +131,19 @@ class Scheduler:
         if self._num_open + before >= self._pulls_max:
             raise CapacityExceeded("open pulls", self._pulls_max)
 
-    def submit(self, pull: Pull) -> None:
-        """Open a pull whose reads, at least one, the data plane has."""
+    def follow(self, pull: Pull, peers: tuple[PeerId, ...]) -> None:
+        """Open a pull whose reads from these peers come one after another, each with ``submit``, until ``finish``."""
         self._num_open += 1
+        pull.followed = peers
+
+    def finish(self, pull: Pull) -> None:
+        """End a pull that is followed, whose last read was delivered."""
+        self._num_open -= 1
+        pull.followed = ()
+
+    def submit(self, pull: Pull) -> None:
+        """Open a pull whose reads, at least one, the data plane has; or add them to one that is followed."""
+        self._num_open += not pull.followed
         pull.missing = len(pull.reads)
         due = pull.submitted_at + self._deadline_check_s
         pull.ranks = tuple([SourceRank(pull.pull_id, read, pull.submitted_at, due) for read in pull.reads])
@@ -155,7 +165,7 @@ class Scheduler:
             pull.missing -= 1
             if pull.missing:
                 return []
-            self._num_open -= 1
+            self._num_open -= not pull.followed
             return [Delivered(pull)]
         if ended.verdict == "early" and not (ended.unserved and rank.unserved):
             return self._read_later(rank, ended, now)
@@ -166,7 +176,12 @@ class Scheduler:
 
     def on_peer_failed(self, peer: PeerId, *, code: str, detail: str, now: float) -> list[Effect]:
         """End every pull that needs this peer."""
-        concerned = {
+        concerned: dict[int, tuple[Pull, Phase]] = {
+            pull.pull_id: (pull, "compute")
+            for pull in self._pulls.values()
+            if peer in pull.followed and not pull.failed
+        }
+        concerned |= {
             pull.pull_id: (pull, "fence" if rank.state == "waiting" else rank.read.phase)
             for pull in self._pulls.values()
             if not pull.failed
@@ -181,9 +196,9 @@ class Scheduler:
     def cancel(self, pull_id: int, *, code: str, detail: str, now: float) -> list[Effect]:
         """Cancel a pull; do nothing if it has ended, or was not submitted."""
         pull = self._pulls.get(pull_id)
-        if pull is None or pull.failed or not pull.missing:
+        if pull is None or pull.failed or not (pull.missing or pull.followed):
             return []
-        phase: Phase = "queue" if pull.phase == "queue" else "wire" if pull.phase == "wire" else "fence"
+        phase: Phase = pull.phase if pull.phase in ("queue", "wire", "compute") else "fence"  # type: ignore[assignment]
         return self._fail(pull, _Cause(code, phase, detail), now)
 
     def tick(self, now: float) -> list[Effect]:
@@ -321,7 +336,7 @@ class Scheduler:
             "" if cause.peer is None else str(cause.peer),
             cause.detail,
             quarantined=bool(reading),
-            nbytes=sum(rank.read.nbytes for rank in pull.ranks),
+            nbytes=pull.nbytes_arrived,
             nbytes_wanted=pull.nbytes,
             timings_s=timings_s,
         )
@@ -365,7 +380,11 @@ class Scheduler:
             if rank.state in ("reading", "draining")
         }
         assert held == self._reads.keys(), "a rank read was lost, or is there twice"
-        awaited = [pull for pull in self._pulls.values() if any(rank.state in AWAITED for rank in pull.ranks)]
+        awaited = [
+            pull
+            for pull in self._pulls.values()
+            if (pull.followed and not pull.failed) or any(rank.state in AWAITED for rank in pull.ranks)
+        ]
         assert len(awaited) == self._num_open, "an open pull was lost, or is counted twice"
         waiting = {rank for pull in self._pulls.values() for rank in pull.ranks if rank.state == "waiting"}
         early = {rank for early in self._early.values() for rank in early.ranks}

@@ -5,6 +5,7 @@ also checks it, pairs its blocks and posts its reads. Otherwise a task connects 
 """
 
 import asyncio
+import math
 from collections.abc import Coroutine, Iterable, Sequence
 from itertools import islice
 from typing import Any, cast
@@ -41,9 +42,10 @@ from kvflow.reads.contract import (
 from kvflow.reads.scheduler import Delivered, Effect, Scheduler, StartReads
 from kvflow.rendezvous.issuer import TicketKey
 from kvflow.worker.askers import Askers
-from kvflow.worker.connections import CANCELLED, transfer_error
+from kvflow.worker.connections import CANCELLED, as_ours, transfer_error
 from kvflow.worker.destinations import DUE_AFTER_S, DestinationTable, Quarantined, ReaderResetPolicy
 from kvflow.worker.environment import Shared
+from kvflow.worker.following import Following
 from kvflow.worker.open_pulls import OpenPull, OpenPulls, PullHandle
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.prepared import Route, parts_of, require_content
@@ -66,11 +68,11 @@ class Consumer:
         security = shared.local.security
         self.askers = Askers(tasks, config=shared.config, network=environment.network, security=security)
         self._destinations = DestinationTable(shared.account)
+        self._following: dict[int, Following] = {}  # the pulls of open offers, by number
         self._reset_policy = ReaderResetPolicy(tuning, shared.bytes_per_block)
         self._transport = shared.transport
-        self._manifest = shared.manifest
+        self._shared = shared
         self.key = key
-        self._verify = key.check
         self._tasks = tasks
         self._lifecycle = shared.lifecycle
         self._report = shared.report
@@ -105,11 +107,11 @@ class Consumer:
                 self._lifecycle.require_open("pulls nothing")
             if pull.ticket is None:
                 _check_ticket(ticket)
-            self._verify(ticket)
+            self.key.check(ticket)
             if self._renewals.held:
                 self._renewals.end_ticket(ticket.members(), local_request_id)
             pull.targets = check_block_ids(
-                block_ids, num_blocks=self._manifest.num_blocks, aliases=self._destinations.aliases, unique=True
+                block_ids, num_blocks=self._shared.manifest.num_blocks, aliases=self._destinations.aliases, unique=True
             )
             if expected_digests is not None:
                 pull.expected = as_digest_lists("expected_digests", expected_digests, pull.targets)
@@ -139,14 +141,14 @@ class Consumer:
         """Renew a ticket's leases until it is pulled or released."""
         self._lifecycle.require_open("holds nothing")
         _check_ticket(ticket)
-        self._verify(ticket)
+        self.key.check(ticket)
         self._renewals.hold_ticket(ticket.members(), local_request_id)
 
     async def release(self, ticket: Ticket, local_request_id: str) -> None:
         """Release a ticket without reading it."""
         self._lifecycle.require_running("releases nothing")
         _check_ticket(ticket)
-        self._verify(ticket)
+        self.key.check(ticket)
         self._renewals.end_ticket(ticket.members(), local_request_id)
         errors: list[KvflowError] = []
         for member in ticket.members():
@@ -252,9 +254,14 @@ class Consumer:
             grant = grants[at]
             if grant.slot >= peer.num_slots:
                 raise TicketInvalid(f"{peer.link.peer} has no epoch slot {grant.slot}")
+            if grant.kind == "open":  # not to be read before its producer was asked
+                self._follow(
+                    pull, Following(pull, ticket, self._shared.manifest, self._shared.config.tuning, self._clock)
+                )
+                return
             parts = parts_of(grant, peer, prepared, pull.targets)
             if pull.expected is not None:
-                require_content(grant, prepared, self._manifest, pull.expected)
+                require_content(grant, prepared, self._shared.manifest, pull.expected)
             if parts:
                 lease = LeaseName(grant.slot, int(grant.epoch), ticket.sealed[at][:MAC_BYTES])
                 first = not grant.admitted or peer.link.may_be_over(grant)
@@ -281,6 +288,42 @@ class Consumer:
             self.pulls.by_id[pull.pull_id] = self._collected[pull.pull_id] = pull
         else:
             self._hand_over([pull])
+
+    def _follow(self, pull: OpenPull, following: Following) -> None:
+        """Take our blocks, and read an open offer, range by range, while its producer computes it."""
+        assert pull.ticket is not None
+        self._scheduler.require_room(len(self._collected))
+        self._destinations.take(pull.pull_id, pull.targets)
+        self.pulls.by_id[pull.pull_id], self._following[pull.pull_id] = pull, following
+        pull.held = pull.held or self._renewals.start(pull.ticket.members())
+        pull.step, pull.submitted, pull.submitted_at = "compute", True, self._clock()
+        self._scheduler.follow(pull, following.peers)
+        self._busy.set()
+        following.task = self._tasks.create_task(self._read_on(pull, following))
+        following.task.add_done_callback(lambda _: self._cancel(pull, "the worker is closing"))
+
+    async def _read_on(self, pull: OpenPull, following: Following) -> None:
+        """Read what is settled, and ask meanwhile what else is, until all has arrived."""
+        try:
+            while pull.sealed_at == math.inf:
+                await following.hear()
+                await following.arrived()
+                pull.reads, pull.submitted_at = following.cut(self._scheduler.read_ids), self._clock()
+                if self.pulls.traced:
+                    for read in pull.reads:
+                        read.arrived = []
+                if pull.reads:
+                    self._hand_over([pull])
+            await following.arrived()
+        except Exception as error:  # noqa: BLE001 - the handle tells
+            await following.arrived()  # so that nothing is in flight
+            following.error = as_ours(error, pull.request_id)
+            code, detail = following.error.code, following.error.message
+            self._apply(self._scheduler.cancel(pull.pull_id, code=code, detail=detail, now=self._clock()))
+        else:
+            self._scheduler.finish(pull)
+            self._following.pop(pull.pull_id).gather()
+            self._complete(pull)
 
     def _end_turn(self) -> None:
         self._turn_until, self._collecting = None, False
@@ -326,7 +369,7 @@ class Consumer:
         pull.step, pull.submitted = "wire", True  # until the scheduler names the phase that failed
         self._scheduler.submit(pull)
         self._busy.set()
-        if self._report.wants(TransferStarted):
+        if self._report.wants(TransferStarted) and not pull.ranges:
             self._report(TransferStarted(pull.pull_id, pull.request_id))
 
     def _post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
@@ -359,8 +402,11 @@ class Consumer:
                     self._report(effect)
 
     def _complete(self, pull: OpenPull) -> None:
+        if pull.followed:  # a range has arrived
+            self._following[pull.pull_id].on_arrived()
+            return
         self.pulls.by_id.pop(pull.pull_id, None)
-        if pull.reads:
+        if pull.submitted or pull.reads:
             self._destinations.give_back(pull.pull_id)
         if pull.held:
             self._renewals.stop(pull.held)
@@ -375,7 +421,13 @@ class Consumer:
             event = replace(event, detail=self.peers.located(member.peer, event.code, event.detail))
         pull.failure = event
         self._destinations.quarantine(event.pull_id, event.code, self._clock())
-        error = transfer_error(event)
+        error: KvflowError = transfer_error(event)
+        following = self._following.pop(event.pull_id, None)
+        if following is not None:
+            following.gather()
+            if following.error is None:
+                following.task.cancel()
+            error = following.error or error
         if isinstance(error, StaleLease) and self._lifecycle.stage != "closing":
             self._spawn(self._explain(pull, error), pull, error)
         else:

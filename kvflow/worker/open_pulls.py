@@ -1,6 +1,7 @@
 """Open pulls: what a caller has of each one, and the one record that is written when it ends."""
 
 import asyncio
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cache
 from itertools import count
@@ -303,7 +304,9 @@ class OpenPulls:
         """
         route, ended_at = pull.route, self._clock()
         report = report_of(pull, ended_at, route.transport, route.plane)
-        logged = self.traced or (self._is_logged() and not self._records.keep(pull, ended_at))
+        logged = self.traced or (
+            self._is_logged() and not (pull.sealed_at == math.inf and self._records.keep(pull, ended_at))
+        )
         if logged or self._hooks:
             if turn_until is None and not self.completed:
                 asyncio.get_running_loop().call_soon(self.write_completed)

@@ -43,7 +43,8 @@ class PullState(Struct, frozen=True, kw_only=True):
         pull_id: number of the pull, as in ``PullHandle.id`` and in the events.
         request_id: the producer's name of the request.
         local_request_id: the caller's own name of the request; empty if it has none.
-        phase: ``check`` and ``handshake`` until its peers are connected; ``queue`` until its first chunk is posted;
+        phase: ``check`` and ``handshake`` until its peers are connected; ``compute`` while it waits for the producer of
+            an open offer; ``queue`` until its first chunk is posted;
             ``wire`` while bytes move; ``fence`` while the last epoch is read; ``admission`` while its producer has not
             admitted the lease; ``draining`` after it failed, until nothing can write into its blocks.
         peer: the source rank that it waits for, ``engine/rank/incarnation``; of several the first.
@@ -112,7 +113,7 @@ def state_of(pull: OpenPull, now: float) -> PullState:
         peer=str(pull.awaited.read.peer) if pull.ranks else peer,
         num_peers=len(pull.reads),
         age_s=now - pull.called_at,
-        nbytes=sum(rank.read.nbytes for rank in pull.ranks),
+        nbytes=pull.nbytes_arrived,
         nbytes_wanted=pull.nbytes,
         transport=pull.route.transport,
         plane=pull.route.plane,

@@ -391,7 +391,7 @@ class Worker:
         local_request_id: str = "",
         expected_digests: Digests = None,
     ) -> TransferReport:
-        """Read a ticket's blocks into ours, and release it.
+        """Read a ticket's blocks into ours, and release it. An open offer is read while its producer computes it.
 
         Args:
             ticket: from ``read_ticket``, or from ``Ticket.from_params``.

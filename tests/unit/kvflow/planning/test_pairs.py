@@ -7,7 +7,7 @@ import pytest
 from kvflow.errors import BlockIdsInvalid, BlockRangeMismatch, CapacityExceeded
 from kvflow.ids import FEW
 from kvflow.leases.blocks import check_block_ids
-from kvflow.planning.pairs import UNITS_MAX, UnitPairs, merged_pairs, pair_units
+from kvflow.planning.pairs import UNITS_MAX, UnitPairs, located, merged_pairs, pair_units
 
 from .helpers import group_plan, ids
 
@@ -287,3 +287,19 @@ def test_a_window_does_not_excuse_other_tokens(sizes, source, target, num_tokens
     plan = msgspec.structs.replace(group_plan(*sizes), window=30)
     with pytest.raises(BlockRangeMismatch, match=f"do not cover token {token} "):
         paired(plan, source, target, num_tokens)
+
+
+@pytest.mark.parametrize("count", [2, FEW])
+def test_pairs_of_blocks_that_are_told_later_are_those_of_the_blocks(count):
+    group = group_plan(64, 16) if count == 2 else group_plan()
+    blocks = [*range(count, 1, -1), 70][:count]
+    per_block = group.source.per_block
+    targets = ids(*range(count * group.source.per_block // group.target.per_block))
+    num_tokens = count * group.source.tokens * per_block
+    unknown = pair_units(group, np.arange(count), targets, num_tokens=num_tokens)
+    wanted = pair_units(group, ids(*blocks), targets, num_tokens=num_tokens)
+    found = located(unknown, blocks, per_block)
+    assert list(found.source) == list(wanted.source)
+    assert list(found.target) == list(wanted.target)
+    with pytest.raises(BlockRangeMismatch):
+        located(unknown, [*blocks[:-1], -1], per_block)

@@ -76,6 +76,30 @@ def test_the_phases_of_several_ranks_are_those_of_the_slowest():
     assert report.timings_s.keys() == {*PHASES, "total"}
 
 
+def test_an_offer_that_is_followed_waits_between_its_ranges():
+    ranges = [
+        pulls.ReadRange(0, 16, 2.0, 3.0, (ReadEnded(1, "held", started_at=2.25, arrived_at=2.75, fence_s=0.125),)),
+        pulls.ReadRange(16, 20, 6.0, 8.0, (ReadEnded(2, "held", started_at=6.5, arrived_at=7.5, post_s=0.25),)),
+    ]
+    ended = [each for one in ranges for each in one.ended]
+    pull = pulls.Pull(1, "r", 0.5, submitted_at=1.0, nbytes=100, ended=ended, ranges=ranges, sealed_at=7.0)
+    report = pulls.report_of(pull, 9.0, "cma", "nixl")
+    assert (report.ranges, report.seal_s, pull.nbytes_arrived) == (2, 2.0, 0)
+    assert report.timings_s == {
+        "handshake": 0.5,
+        "total": 8.5,
+        "queue": 0.25 + 0.5 + (8.0 - 1.0 - 2.0),
+        "bind": 0.0,
+        "post": 0.25,
+        "wire": 0.5 + 0.75,
+        "scatter": 0.0,
+        "fence": 0.125,
+        "deliver": 0.125 + 0.5,
+    }
+    assert sum(report.timings_s.values()) == 2 * 8.5
+    assert report_of().ranges == report_of().seal_s == 0
+
+
 def test_a_copy_that_takes_all_the_time_leaves_none_for_the_wire():
     ended = ReadEnded(0, "held", started_at=2.0, arrived_at=2.5, post_s=0.75)
     assert report_of(ended).timings_s["wire"] == 0.0

@@ -602,3 +602,61 @@ def test_an_answer_costs_nothing_for_other_pulls():
         return calls_of(lambda: answer(scheduler, one))
 
     assert cost(400) == cost(10)
+
+
+def follow(scheduler, *peers, now=0.0):
+    """Open a pull that is read one range after another."""
+    pull = Pull(1, "request-1", now, step="compute", submitted_at=now)
+    scheduler.pulls[1] = pull
+    scheduler.follow(pull, peers)
+    return pull
+
+
+def add(scheduler, pull, *reads):
+    """Add the reads of one range."""
+    for each in reads:
+        each.read_id = next(scheduler.read_ids)
+    pull.reads = reads
+    scheduler.submit(pull)
+    return reads
+
+
+def test_a_pull_that_is_followed_is_open_until_it_is_finished(scheduler):
+    pull = follow(scheduler, "p")
+    for _ in range(2):
+        assert (scheduler.busy, pull.phase) == (True, "compute")
+        scheduler.check()
+        (one,) = add(scheduler, pull, read())
+        assert pull.phase == "queue"
+        only(Delivered, answer(scheduler, one))
+        pull.ranks = ()
+    scheduler.finish(pull)
+    assert not scheduler.busy
+    assert scheduler.cancel(1, code="late", detail="", now=2.0) == []
+
+
+@pytest.mark.parametrize("end", ["cancelled", "lost"])
+def test_a_pull_that_waits_for_its_producer_ends_at_once(scheduler, end):
+    follow(scheduler, "p", "q")
+    assert scheduler.on_peer_failed("r", code="peer_lost", detail="", now=1.0) == []
+    if end == "lost":
+        failed, quiesced = scheduler.on_peer_failed("q", code="peer_lost", detail="it died", now=1.0)
+        assert (failed.code, failed.peer) == ("peer_lost", "q")
+    else:
+        failed, quiesced = scheduler.cancel(1, code="cancelled", detail="", now=1.0)
+    assert (failed.phase, failed.quarantined, failed.timings_s) == ("compute", False, {"queue": 1.0})
+    assert isinstance(quiesced, TransferQuiesced)
+    assert not scheduler.busy
+    del scheduler.pulls[1]
+
+
+def test_a_range_that_is_read_fails_the_pull_that_is_followed(scheduler):
+    pull = follow(scheduler, "p", "q")
+    one, other = add(scheduler, pull, read(), read("q", slot=3))
+    start(other)
+    failed, cancelled = scheduler.on_peer_failed("q", code="peer_lost", detail="it died", now=1.0)
+    assert (failed.phase, failed.quarantined) == ("wire", True)
+    assert set(cancelled.read_ids) == {one.read_id, other.read_id}
+    assert answer(scheduler, one) == []
+    assert kinds(answer(scheduler, other)) == [TransferQuiesced]
+    assert not scheduler.busy

@@ -1,0 +1,310 @@
+"""What a pull of an open offer knows: what its producer has settled, and which tokens are read next.
+
+The producer computes while the pull reads. Each source rank is asked what is settled, and answers once that is worth a
+read. The range up to the end of what all ranks have settled is then an ordinary read with a fence of its own. Only full
+attention is read before the seal: its blocks are not written again. Whatever a rank says is checked first.
+"""
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+import numpy as np
+from msgspec import Struct
+
+from kvflow.config import Tuning
+from kvflow.errors import (
+    BlockIdsInvalid,
+    DeadlineExceeded,
+    KvflowError,
+    ProtocolViolation,
+    StaleLease,
+    TicketInvalid,
+)
+from kvflow.ids import ABSENT, Clock
+from kvflow.layout.manifest import Manifest
+from kvflow.leases.blocks import check_block_ids
+from kvflow.leases.tickets import MAC_BYTES, Ticket
+from kvflow.planning.bind import AnyBinding
+from kvflow.planning.pairs import UnitPairs, located, pair_units
+from kvflow.reads.contract import LeaseName, Part, RankRead
+from kvflow.reads.pulls import ReadRange
+from kvflow.rendezvous import questions
+from kvflow.rendezvous.questions import AnswerSettled, AskSettled
+from kvflow.worker.open_pulls import OpenPull
+from kvflow.worker.prepared import TicketRank, require_content
+
+SETTLES = frozenset(("full", "mla"))  # kinds of layers whose blocks settle one after another; others do at the seal
+
+WAIT_S_MAX = 30.0  # a question is asked again after so long
+
+NEVER_SEALED = "Look at the producer: it computes too long, or has lost the request. A longer compute_s waits longer."
+
+
+class _Group(Struct, eq=False, gc=False):
+    """One group that settles. Its pairs count source units from token 0, because the blocks are not known yet."""
+
+    list_id: int
+    binding: AnyBinding
+    size: int  # tokens of a source block
+    pairs: UnitPairs
+
+    @property
+    def first(self) -> int:
+        """The token with which the first block that is read begins."""
+        return int(self.pairs.source[0]) // self.binding.group.source.per_block * self.size
+
+    def part(self, begin: int, end: int, told: Sequence[int]) -> Part | None:
+        """Return what is read for these tokens, if anything is."""
+        per_block, block = self.binding.group.source.per_block, begin // self.size
+        cuts = np.searchsorted(self.pairs.source, [block * per_block, -(-end // self.size) * per_block])
+        first, last = cuts.tolist()
+        if first == last:
+            return None
+        source = np.asarray(self.pairs.source[first:last], np.int64) - block * per_block
+        pairs = located(UnitPairs(source, self.pairs.target[first:last]), told[block:], per_block)
+        return Part(self.list_id, pairs, self.binding)
+
+
+class _Rank:
+    """What one source rank of the ticket has said.
+
+    Attributes:
+        name: its name.
+        settled: tokens that are settled.
+        sealed: whether everything is.
+        told: the blocks of each group that it has told.
+    """
+
+    def __init__(self, ticket: Ticket, rank: TicketRank, ours: Manifest, pull: OpenPull) -> None:
+        self._grant = grant = ticket.grants[rank.grant]
+        self._link, self._theirs = rank.peer.link, rank.peer.manifest
+        if grant.slot >= rank.peer.num_slots:
+            raise TicketInvalid(f"{self._link.peer} has no epoch slot {grant.slot}")
+        if pull.expected is not None:
+            require_content(grant, rank.groups, ours, pull.expected)
+        self.peer = rank.peer.link.peer
+        self.name = str(self.peer)
+        self.lease = LeaseName(grant.slot, grant.epoch_value, ticket.sealed[rank.grant][:MAC_BYTES])
+        self.settled, self.sealed = 0, False
+        self.told: list[list[int]] = [[] for _ in self._theirs.groups]
+        self._seen: dict[int, set[int]] = {alias: set() for alias in self._theirs.aliases}
+        try:
+            self._add(grant.block_ids)
+        except ProtocolViolation as error:
+            raise TicketInvalid(error.message) from error
+        self._groups = rank.groups
+        self._targets = pull.targets
+        self.early: list[_Group] = []
+        self.late: list[tuple[int, AnyBinding]] = []
+        total = grant.num_tokens[0]
+        self._sizes: dict[int, int] = {}  # of blocks, of each source group that settles
+        self.tokens: list[int] = []  # in the blocks of these groups, on both sides
+        for list_id, binding in rank.groups:
+            source, target = binding.group.source_group, binding.group.target_group
+            sides = self._theirs.groups[source], ours.groups[target]
+            kinds = {layer.kind for side in sides for layer in side.layers}
+            if not kinds <= SETTLES or grant.num_tokens[source] != total:
+                self.late.append((list_id, binding))
+                continue
+            size = self._sizes[source] = sides[0].tokens_per_id
+            every = np.arange(-(-total // size))
+            pairs = pair_units(binding.group, every, pull.targets[target], num_tokens=total)
+            self.tokens += [size, sides[1].tokens_per_id]
+            if len(pairs.source):
+                self.early.append(_Group(list_id, binding, size, pairs))
+
+    @property
+    def readable(self) -> int:
+        """How many of the first tokens are settled, in blocks that were told."""
+        return min([self.settled, *(len(self.told[group]) * size for group, size in self._sizes.items())])
+
+    async def ask(self, above: int, within_s: float, answer_s: float) -> None:
+        """Ask what is settled, once it is more than we know; check and keep the answer. Cancellation: safe.
+
+        Raises:
+            StaleLease: the lease has ended.
+            ProtocolViolation: the answer contradicts the ticket, or earlier ones.
+            KvflowError: of ``Link.ask``.
+        """
+        known = tuple(map(len, self.told))
+        question = AskSettled(
+            slot=self.lease.slot, epoch=self.lease.epoch, known=known, above=above, wait_ms=math.ceil(within_s * 1000)
+        )
+        encoded = await self._link.ask(questions.encode(question), within_s + answer_s)
+        answer = questions.decode_settled(encoded, peer=self.name)
+        if answer.ended:
+            raise StaleLease("the lease ended before everything was computed", peer=self.name)
+        self._hear(answer)
+
+    def _hear(self, answer: AnswerSettled) -> None:
+        total = self._grant.num_tokens[0]
+        if not self.settled <= answer.num_tokens <= total or (answer.sealed and answer.num_tokens < total):
+            sealed = " and sealed" if answer.sealed else ""
+            self._refuse(f"{answer.num_tokens} tokens are settled{sealed}, of {total}, after {self.settled}")
+        self._add(answer.block_ids)
+        self.settled, self.sealed = answer.num_tokens, answer.sealed
+        short = [group for group, size in self._sizes.items() if len(self.told[group]) * size < total]
+        if answer.sealed and short:
+            self._refuse(f"group {short[0]} is sealed with {len(self.told[short[0]])} blocks for {total} tokens")
+
+    def _add(self, lists: Sequence[Sequence[int]]) -> None:
+        """Add blocks to those that were told, once all of them are checked."""
+        theirs = self._theirs
+        try:
+            checked = check_block_ids(lists, num_blocks=theirs.num_blocks, aliases=theirs.aliases, unique=True)
+        except BlockIdsInvalid as error:
+            self._refuse(error.message)
+        new = [set(map(int, ids)) - {ABSENT} for ids in checked]
+        for group, (side, tokens) in enumerate(zip(theirs.groups, self._grant.num_tokens, strict=True)):
+            most = -(-tokens // side.tokens_per_id) if side.tokens_per_id else 1
+            if len(self.told[group]) + len(lists[group]) > most:
+                self._refuse(f"group {group} has more blocks than {tokens} tokens need")
+            if not self._seen[theirs.aliases[group]].isdisjoint(new[group]):
+                self._refuse(f"group {group} has a block that was told before")
+        for group, (alias, blocks) in enumerate(zip(theirs.aliases, new, strict=True)):
+            self.told[group] += map(int, lists[group])
+            self._seen[alias] |= blocks
+
+    def _refuse(self, fault: str) -> NoReturn:
+        raise ProtocolViolation(f"what {self.name} says of its open offer is wrong: {fault}", peer=self.name)
+
+    def parts(self, begin: int, end: int, *, last: bool) -> tuple[Part, ...]:
+        """Return what this rank gives for these tokens; with the last ones, also the groups that settle at the seal."""
+        found = [each.part(begin, end, self.told[each.binding.group.source_group]) for each in self.early]
+        for list_id, binding in self.late if last else ():
+            group, grant = binding.group, self._grant
+            source = group.source_group
+            ids, num_tokens = tuple(self.told[source]), grant.num_tokens[source]
+            pairs = pair_units(group, ids, self._targets[group.target_group], num_tokens=num_tokens)
+            found.append(Part(list_id, pairs, binding) if len(pairs.source) else None)
+        return tuple([part for part in found if part is not None])
+
+
+class Following:
+    """One pull of an open offer, range by range. Thread: the event loop.
+
+    Attributes:
+        task: reads on until the pull ends.
+        peers: the ranks that are read.
+        error: why the pull fails, if that is no failure of a read.
+
+    Raises:
+        TicketInvalid: the ticket does not fit the producer's cache, or is only partly of an open offer.
+        BlockRangeMismatch: our blocks hold tokens that the offer does not cover.
+        ContentMismatch: of ``require_content``.
+    """
+
+    task: "asyncio.Task[None]"
+
+    def __init__(self, pull: OpenPull, ticket: Ticket, ours: Manifest, budgets: Tuning, clock: Clock) -> None:
+        if any(grant.kind != "open" for grant in ticket.grants):
+            raise TicketInvalid("the ticket joins open offers with others")
+        self.error: KvflowError | None = None
+        totals = {grant.num_tokens[0] for grant in ticket.grants}
+        if len(totals) > 1:
+            raise TicketInvalid(f"the ticket joins open offers of {sorted(totals)[:4]} tokens")
+        (self._total,) = (total,) = totals
+        self._pull, self._budgets, self._clock = pull, budgets, clock
+        self._ranks = [_Rank(ticket, rank, ours, pull) for rank in pull.route.sources]
+        self.peers = tuple([rank.peer for rank in self._ranks])
+        self._unit = math.lcm(*[tokens for rank in self._ranks for tokens in rank.tokens])
+        early = [group for rank in self._ranks for group in rank.early]
+        nbytes = sum(len(each.pairs.source) * each.binding.unit_bytes for each in early)
+        first = min([each.first for each in early], default=total)
+        self._end = first // self._unit * self._unit  # what is before it has been read
+        worth = -(-budgets.follow_bytes_min * max(1, total - self._end) // max(1, nbytes))
+        self._worth = -(-worth // self._unit) * self._unit  # tokens
+        self._started_at = clock()
+        self._reads: list[RankRead] = []
+        self._begin = 0
+        self._arrived: asyncio.Future[None] | None = None
+        pull.nbytes = nbytes
+
+    @property
+    def sealed(self) -> bool:
+        """Whether every rank has settled everything."""
+        return all(rank.sealed for rank in self._ranks)
+
+    async def hear(self) -> None:
+        """Ask every rank until enough is settled for a read, or everything is. Cancellation: safe.
+
+        Raises:
+            DeadlineExceeded: the offer was not sealed within ``compute_s``.
+            KvflowError: of ``_Rank.ask``.
+        """
+        left_s = self._started_at + self._budgets.compute_s - self._clock()
+        above = min(self._end + self._worth, self._total)
+        if min(rank.readable for rank in self._ranks) == self._total:
+            above = self._total + 1  # only the seal is news
+        within_s = max(0.0, min(WAIT_S_MAX, left_s))
+        asking = [
+            asyncio.ensure_future(rank.ask(above, within_s, self._budgets.handshake_s))
+            for rank in self._ranks
+            if not rank.sealed
+        ]
+        try:
+            async with asyncio.timeout(left_s):
+                await asyncio.gather(*asking)
+        except TimeoutError:
+            message = (
+                f"request {self._pull.request_id!r}: the offer was not sealed within {self._budgets.compute_s:g} s"
+            )
+            name = next((rank.name for rank in self._ranks if not rank.sealed), "")
+            raise DeadlineExceeded(
+                message, phase="compute", request_id=self._pull.request_id, peer=name, remedy=NEVER_SEALED
+            ) from None
+        finally:
+            for each in asking:
+                each.cancel()
+        if self.sealed:
+            self._pull.sealed_at = self._clock()
+
+    def cut(self, read_ids: Iterator[int]) -> tuple[RankRead, ...]:
+        """Return the reads of the next range; none if nothing is worth one."""
+        last = self.sealed
+        readable = min(rank.readable for rank in self._ranks)
+        end = self._total if last else readable
+        if end < self._total:
+            end = end // self._unit * self._unit
+            if end < self._end + self._worth:
+                return ()
+        self._begin, self._end = self._end, max(self._end, end)
+        reads = [
+            RankRead(next(read_ids), rank.peer, rank.lease, parts, priority=self._pull.priority)
+            for rank in self._ranks
+            if (parts := rank.parts(self._begin, self._end, last=last))
+        ]
+        self._reads += reads
+        if last:
+            self._pull.nbytes = sum(
+                len(part.pairs.source) * part.binding.unit_bytes
+                for read in self._reads
+                for part in read.parts
+                if part.binding is not None
+            )
+        if reads:
+            self._arrived = asyncio.get_running_loop().create_future()
+        return tuple(reads)
+
+    async def arrived(self) -> None:
+        """Wait until the range that is read has arrived, if there is one. Cancellation: safe."""
+        if self._arrived is not None:
+            await self._arrived
+
+    def on_arrived(self) -> None:
+        """Note that the range that is read has arrived."""
+        pull = self._pull
+        arrived = ReadRange(self._begin, self._end, pull.submitted_at, self._clock(), pull.ended)
+        pull.ranges = [*pull.ranges, arrived]
+        pull.step, pull.submitted_at, pull.ranks, pull.ended = "compute", self._started_at, (), ()
+        assert self._arrived is not None
+        self._arrived.set_result(None)
+        self._arrived = None
+
+    def gather(self) -> None:
+        """Give the pull, which ends, the reads and answers of all ranges."""
+        pull = self._pull
+        pull.reads, pull.submitted_at = tuple(self._reads), self._started_at
+        pull.ended = [ended for each in pull.ranges for ended in each.ended]
