@@ -423,7 +423,7 @@ async def opened(
     sources = sources or [cache_of(num_blocks, shard=Shard(tp_rank=rank, tp_size=ranks)) for rank in range(ranks)]
     for source in sources:
         for view in source.views.values():
-            for block in range(num_blocks):
+            for block in range(num_blocks if not isinstance(view, list) else 0):  # states stay as they are
                 view[block].fill_(block + 1)
     target = target or cache_of(num_blocks)
     async with AsyncExitStack() as stack:
