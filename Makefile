@@ -159,7 +159,7 @@ test-exhaustive: $(INSTALLED)
 	KVFLOW_TEST_EXHAUSTIVE=$${KVFLOW_TEST_EXHAUSTIVE:-1} $(BIN)/python -m pytest --quiet -o faulthandler_timeout=0 tests/exhaustive
 
 test-fence: $(INSTALLED)
-	KVFLOW_TEST_READS=$${KVFLOW_TEST_READS:-100000} $(BIN)/python -m pytest --quiet -o faulthandler_timeout=500 tests/integration/test_fenced_reads.py tests/integration/test_kept.py
+	KVFLOW_TEST_READS=$${KVFLOW_TEST_READS:-100000} $(BIN)/python -m pytest --quiet -o faulthandler_timeout=500 tests/integration/test_fenced_reads.py tests/integration/test_kept.py tests/integration/test_open.py
 
 # What PYTHON lacks comes into a folder, without dependencies: torch and most others are there. Without a network,
 # PIP_NO_INDEX=1 and PIP_FIND_LINKS=FOLDER have pip take wheels of a folder. KVFLOW_TEST_MEMORY=DRAM needs no GPU.

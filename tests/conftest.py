@@ -76,6 +76,7 @@ SLOW = {
     "integration/test_layouts.py": ["test_every_family_fills_every_other[nixl-LBNHC split]"],
     "integration/test_lifecycle.py": ["test_open_and_close_twenty_times[asyncio]"],
     "integration/test_misconfigurations.py": ["test_it_is_named_with_a_code_and_a_remedy[advertise is 0.0.0.0]"],
+    "integration/test_open.py": ["test_what_is_followed_is_right_or_stale[tcp]"],
     "integration/test_planes.py": ["test_a_machine_without_nixl_is_read_over_tcp"],
     "integration/test_records.py": ["test_a_producer_that_is_killed_while_it_is_read"],
     "integration/test_releases.py": ["test_a_producer_of_another_release_is_told_why_it_is_left"],

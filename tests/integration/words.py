@@ -67,9 +67,9 @@ class Words:
                     parts.append((cells, names))
             self._groups.append(parts)
 
-    def write(self, request, block_ids):
-        """Make blocks those of a request."""
-        for cells, ids, expected in self._expected(request, block_ids):
+    def write(self, request, block_ids, first=0):
+        """Make blocks those of a request, behind so many others of it in each group."""
+        for cells, ids, expected in self._expected(request, block_ids, first):
             cells[ids] = expected
 
     def wrong(self, request, block_ids):
@@ -89,10 +89,10 @@ class Words:
             for cells, _ in parts
         )
 
-    def _expected(self, request, block_ids):
+    def _expected(self, request, block_ids, first=0):
         for parts, listed in zip(self._groups, block_ids, strict=True):
-            ids = torch.tensor(listed)
-            whose = packed(request=request, block=torch.arange(len(ids)).view(-1, 1, 1, 1))
+            ids = torch.tensor(listed, dtype=torch.int64)
+            whose = packed(request=request, block=torch.arange(first, first + len(ids)).view(-1, 1, 1, 1))
             for cells, names in parts:
                 yield cells, ids, whose + names
 

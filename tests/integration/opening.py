@@ -1,0 +1,167 @@
+"""An engine that offers prompts while it computes them, and preempts some at random moments, in its own process.
+
+``python -m tests.integration.opening TRANSPORT SEED HOW`` prints its endpoint. Each line ``[7, 5]`` on standard input
+is one more prompt, number 7, of five blocks: peers find it by its content. At the end of the input it prints what it
+has counted, and ends. The bytes of a block say whose it is. HOW is ``right``, or ``early``: settled, then written.
+"""
+
+import asyncio
+import json
+import logging
+import queue
+import random
+import sys
+
+import uvloop
+
+import kvflow
+from kvflow.errors import KvflowError
+from kvflow.events import LeaseEnded, OnlyEvents
+
+from .keeping import SWITCH_S, digests_of
+from .producing import configured
+from .recycling import NUM_BLOCKS, TARGET
+from .words import Words
+
+BLOCKS_MAX = 12
+"""Of one prompt."""
+WINDOW_BLOCKS = 1
+PREEMPTED = 0.15
+"""Of the steps behind the first one."""
+OTHER = 0
+"""The number of what a block holds when it is nobody's."""
+LEASE_S = 2.0
+"""Of what nobody finds any more."""
+CHECK_S = 0.05
+
+
+class Prompt:
+    """One prompt that is computed, and its blocks so far."""
+
+    def __init__(self, number, num_blocks, offer):
+        self.number, self.num_blocks, self.offer = number, num_blocks, offer
+        self.full, self.window = [], []
+
+
+class Computer:
+    """Computes prompts by turns, on a thread of its own; takes blocks back in the moment in which it may."""
+
+    def __init__(self, worker, words, ended, *, early, seed):
+        self._worker, self._words, self._ended = worker, words, ended
+        self._early = early
+        self._rng = random.Random(f"opens {seed}")
+        self._free = list(range(NUM_BLOCKS))
+        self._computed, self._sealed = [], {}
+        self.todo = queue.SimpleQueue()
+        self.preempted = self.sealed = 0
+
+    def run(self):
+        """Compute until None comes."""
+        while True:
+            self._take_back()
+            if not self._computed or not self.todo.empty():
+                wanted = self.todo.get()
+                if wanted is None:
+                    return
+                if wanted:
+                    self._begin(*wanted)
+            else:
+                prompt = self._rng.choice(self._computed)
+                if prompt.full and self._rng.random() < PREEMPTED:
+                    self._computed.remove(prompt)
+                    self._preempt(prompt)
+                else:
+                    self._step(prompt)
+
+    def _begin(self, number, num_blocks):
+        digests = digests_of(number, num_blocks)
+        name, tokens = str(number), num_blocks * TARGET.block_size - self._rng.randrange(TARGET.block_size)
+        offer = self._worker.offer_progressive(name, [[], []], tokens, digests=[digests, digests[-WINDOW_BLOCKS:]])
+        self._computed.append(Prompt(number, num_blocks, offer))
+
+    def _step(self, prompt):
+        """Compute some more blocks, and say so."""
+        count = min(self._rng.randint(1, 4), prompt.num_blocks - len(prompt.full))
+        last = len(prompt.full) + count == prompt.num_blocks
+        blocks = [self._claim(count), self._claim(WINDOW_BLOCKS if last else 0)]
+        settle = lambda: prompt.offer.seal(blocks) if last else prompt.offer.advance(tokens, blocks)  # noqa: E731
+        tokens = (len(prompt.full) + count) * TARGET.block_size
+        try:
+            if self._early:
+                settle()
+            self._words.write(prompt.number, [blocks[0], []], first=len(prompt.full))
+            self._words.write(prompt.number, [[], blocks[1]])
+            if not self._early:
+                settle()
+        except KvflowError:  # its lease has run out, or its reader has given up
+            self._computed.remove(prompt)
+            self._give_back(blocks)
+            self._give_back([prompt.full, prompt.window])
+            return
+        prompt.full += blocks[0]
+        prompt.window += blocks[1]
+        if last:
+            self.sealed += 1
+            self._computed.remove(prompt)
+            self._sealed[str(prompt.number)] = prompt
+
+    def _preempt(self, prompt):
+        """End the lease, and write over the blocks in the moment after."""
+        self.preempted += prompt.offer.abort()
+        self._give_back([prompt.full, prompt.window])
+
+    def _take_back(self):
+        while not self._ended.empty():
+            prompt = self._sealed.pop(self._ended.get(), None)
+            if prompt is not None:
+                self._give_back([prompt.full, prompt.window])
+
+    def _claim(self, count):
+        self._rng.shuffle(self._free)
+        taken, self._free = self._free[:count], self._free[count:]
+        assert len(taken) == count
+        return taken
+
+    def _give_back(self, blocks):
+        self._words.write(OTHER, blocks)
+        self._free += blocks[0] + blocks[1]
+
+
+async def main(transport, seed, how):
+    sys.setswitchinterval(SWITCH_S)
+    logging.getLogger("kvflow").setLevel(logging.CRITICAL)  # lease.ended, thousands of times a second
+    loop, lines = asyncio.get_running_loop(), asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    cache, ended = TARGET.build(), queue.SimpleQueue()
+    hooks = [OnlyEvents(LeaseEnded, lambda event: ended.put(event.request_id))]
+    async with kvflow.open_worker(
+        configured("opener", transport=transport, lease_s=LEASE_S), cache, hooks=hooks
+    ) as worker:
+        words = Words(cache)
+        words.write(OTHER, [list(range(NUM_BLOCKS)), []])
+        words.write(OTHER, [[], list(range(NUM_BLOCKS))])
+        computer = Computer(worker, words, ended, early=how == "early", seed=seed)
+        running = asyncio.create_task(asyncio.to_thread(computer.run))
+        checking = asyncio.create_task(check_often(worker))
+        sys.stdout.write(f"{worker.endpoint}\n")
+        sys.stdout.flush()
+        while (line := await lines.readline()) and not running.done():
+            computer.todo.put(json.loads(line))
+        computer.todo.put(None)
+        await running
+        checking.cancel()
+        worker.check()
+        snapshot = worker.snapshot()
+    counted = {"preempted": computer.preempted, "sealed": computer.sealed, "found": snapshot.found}
+    sys.stdout.write(json.dumps(counted) + "\n")
+
+
+async def check_often(worker):
+    """Check the references to blocks again and again."""
+    while True:
+        worker.check()
+        await asyncio.sleep(CHECK_S)
+
+
+if __name__ == "__main__":
+    uvloop.run(main(*sys.argv[1:]))
