@@ -54,6 +54,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     queue_s: float
     wire_s: float
     fence_s: float
+    compute_s: float
+    follow_bytes_min: int
     quarantine_s_max: float
     quarantine_bytes_max: int
 
@@ -276,8 +278,7 @@ class Rank:
         if request is None:
             self._world.fail(f"{self.name}: a lease ended that is not held: {event}")
             return
-        kind = "kept" if request.plan.keeps else "offer"
-        if event.kind != kind or (event.kind == "kept" and event.outcome != "revoked"):
+        if event.kind != request.plan.kind or (event.kind == "kept" and event.outcome != "revoked"):
             self._world.fail(f"{self.name}: {event}: only its engine ends what is kept")
         if wrong := request.wrong_end(self, event, since, self.process.stopped_s - stopped_s):
             self._world.fail(f"{self.name}: {event}: {wrong}")
@@ -369,7 +370,8 @@ class Engine:
         """Return the blocks that every rank has on offer, for any reader, and that nobody waits for."""
         found = set(range(NUM_BLOCKS))
         for rank in self.ranks:
-            lent = Counter(block for request, _, _ in rank.held.values() for block in request.blocks)
+            held = [request for request, _, _ in rank.held.values() if request.is_computed(rank)]
+            lent = Counter(block for request in held for block in request.blocks)
             found = {block for block in found if lent[block] and lent[block] == rank.uses[block]} - rank.heirs.keys()
         return sorted(found)
 

@@ -36,6 +36,20 @@ class Face(Protocol):
         """See ``Worker.keep``."""
         ...
 
+    def offer_progressive(
+        self, request_id: str, block_ids: BlockIds, num_tokens: int, digests: list[list[bytes]]
+    ) -> Ticket:
+        """See ``Worker.offer_progressive``."""
+        ...
+
+    def advance(self, request_id: str, num_tokens: int, new_block_ids: BlockIds) -> None:
+        """See ``Worker.advance``."""
+        ...
+
+    def seal(self, request_id: str, new_block_ids: BlockIds) -> None:
+        """See ``Worker.seal``."""
+        ...
+
     def admit(self, grant: Grant, digests: list[list[bytes]] | None) -> None:
         """See ``Worker.admit``."""
         ...
@@ -66,7 +80,7 @@ class Face(Protocol):
         """See ``Worker.pull``; ends, also when it is cancelled, when nothing writes into the blocks now."""
         ...
 
-    async def find(self, endpoint: str, digests: list[bytes]) -> tuple[Ticket | None, int]:
+    async def find(self, endpoint: str, digests: list[bytes], wait_s: float) -> tuple[Ticket | None, int]:
         """See ``Worker.find``."""
         ...
 
@@ -86,11 +100,19 @@ class AsyncFace:
         self._worker = worker
         self.offer = worker.offer
         self.keep = worker.keep
+        self.advance = worker.advance
+        self.seal = worker.seal
         self.admit = worker.admit
         self.revoke = worker.revoke
         self.wait_offer = worker.wait_offer
         self.find = worker.find
         self.drain = worker.drain
+
+    def offer_progressive(
+        self, request_id: str, block_ids: BlockIds, num_tokens: int, digests: list[list[bytes]]
+    ) -> Ticket:
+        """See ``Face.offer_progressive``."""
+        return self._worker.offer_progressive(request_id, block_ids, num_tokens, digests=digests).ticket
 
     async def offer_when_possible(
         self, request_id: str, block_ids: BlockIds, num_tokens: int, timeout_s: float
@@ -167,6 +189,23 @@ class ThreadedFace:
         (threaded,) = self._threaded
         return threaded.keep(request_id, block_ids, num_tokens, digests)
 
+    def offer_progressive(
+        self, request_id: str, block_ids: BlockIds, num_tokens: int, digests: list[list[bytes]]
+    ) -> Ticket:
+        """See ``Face.offer_progressive``."""
+        (threaded,) = self._threaded
+        return threaded.offer_progressive(request_id, block_ids, num_tokens, digests=digests).ticket
+
+    def advance(self, request_id: str, num_tokens: int, new_block_ids: BlockIds) -> None:
+        """See ``Face.advance``."""
+        (threaded,) = self._threaded
+        threaded.advance(request_id, num_tokens, new_block_ids)
+
+    def seal(self, request_id: str, new_block_ids: BlockIds) -> None:
+        """See ``Face.seal``."""
+        (threaded,) = self._threaded
+        threaded.seal(request_id, new_block_ids)
+
     def admit(self, grant: Grant, digests: list[list[bytes]] | None) -> None:
         """See ``Face.admit``."""
         (threaded,) = self._threaded
@@ -211,10 +250,10 @@ class ThreadedFace:
         (threaded,) = self._threaded
         await asyncio.wrap_future(threaded.release(ticket, local_request_id=name), loop=self._process)
 
-    async def find(self, endpoint: str, digests: list[bytes]) -> tuple[Ticket | None, int]:
+    async def find(self, endpoint: str, digests: list[bytes], wait_s: float) -> tuple[Ticket | None, int]:
         """See ``Face.find``."""
         (threaded,) = self._threaded
-        return await asyncio.wrap_future(threaded.find(endpoint, digests), loop=self._process)
+        return await asyncio.wrap_future(threaded.find(endpoint, digests, wait_s), loop=self._process)
 
     async def drain(self, deadline_s: float) -> DrainReport:
         """See ``Face.drain``."""

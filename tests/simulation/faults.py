@@ -143,6 +143,8 @@ def draw_settings(world: World, faults: Faults) -> Settings:
             queue_s=30.0 + 200 * faults.fabric.piece_s,  # a read waits for the chunks of all others
             wire_s=30.0,
             fence_s=10.0,
+            compute_s=5.0 + 440 * faults.fabric.piece_s,  # reads take of it, too
+            follow_bytes_min=256,
             quarantine_s_max=120.0,
             quarantine_bytes_max=1 << 32,
         )
@@ -154,6 +156,8 @@ def draw_settings(world: World, faults: Faults) -> Settings:
         queue_s=chance.uniform(0.2, 1.0),
         wire_s=chance.uniform(0.1, 0.5),
         fence_s=chance.uniform(0.1, 0.5),
+        compute_s=1.0,
+        follow_bytes_min=256,
         quarantine_s_max=chance.choice((0.02, 0.2, 2.0)),
         quarantine_bytes_max=chance.choice((0, 1 << 10, 1 << 30)),
     )

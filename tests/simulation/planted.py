@@ -19,6 +19,7 @@ from kvflow.reads.lanes import NO_BUFFER, Check, Lanes
 from kvflow.reads.scheduler import Scheduler
 from kvflow.rendezvous import dialer
 from kvflow.worker import producer
+from kvflow.worker.answers import Answers
 from kvflow.worker.destinations import DestinationTable, ReaderResetPolicy
 from kvflow.worker.environment import Environment
 from kvflow.worker.open_pulls import OpenPulls, PullHandle
@@ -95,6 +96,33 @@ def newest_that_is_kept_leaves_its_slot(patch):
             self._kept = {name: self._kept[name] for name in [*before, *self._kept] if name in self._kept}
 
     patch.setattr(Issuer, "issue", issue_to_the_newest)
+
+
+def what_is_told_counts_as_settled(patch):
+    """A block of an open lease is read from the moment on in which it is told, while it is still written."""
+    patch.setattr(scenario, "OPENING_SHARE", 1.0)
+    settled = Answers._settled
+
+    def settled_early(self, lease, known):
+        if not lease.sealed:
+            told = self._groups.tokens_of([len(ids) for ids in lease.blocks])
+            before = min(told, lease.grant.num_tokens[0] - 1)
+            lease = SimpleNamespace(grant=lease.grant, blocks=lease.blocks, sealed=False, settled=before)
+        return settled(self, lease, known)
+
+    patch.setattr(Answers, "_settled", settled_early)
+
+
+def nobody_hears_of_the_seal(patch):
+    """A question that waits for the last block is not answered when that comes."""
+    patch.setattr(scenario, "OPENING_SHARE", 1.0)
+    note = Answers.note
+
+    def note_others(self, places):
+        sealed = {lease.grant.request_id for lease in self._leases._by_slot.values() if lease.sealed}
+        note(self, [place for place in places if place not in sealed])
+
+    patch.setattr(Answers, "note", note_others)
 
 
 def quarantine_skipped(patch):
@@ -424,7 +452,7 @@ def first_of_two_ranks_is_released_alone(patch):
 def lease_runs_out_late(patch):
     """A lease that is not renewed is held for longer than it lasts."""
     expire = LeaseTable.expire
-    patch.setattr(LeaseTable, "expire", lambda self, now: expire(self, now - LATE_S))
+    patch.setattr(LeaseTable, "expire", lambda self, now, awaited: expire(self, now - LATE_S, awaited))
 
 
 def release_before_its_lease_is_lost(patch):

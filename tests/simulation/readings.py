@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 ROOM_S = 0.05
 """Time from one attempt to claim blocks for a ticket that is kept to the next."""
 
+SOUGHT_S = 0.3
+"""How long a reader waits for an offer of some content."""
+
 ROOM_S_MAX = 5.0
 """How long a ticket is kept for want of blocks; then it is given back unread."""
 
@@ -83,7 +86,7 @@ class Reading:
         try:
             if rank.face is None:
                 raise WorkerClosed("not open")
-            ticket, count = await rank.face.find(source.endpoint, digests)
+            ticket, count = await rank.face.find(source.endpoint, digests, SOUGHT_S if request.plan.part_s else 0.0)
         except asyncio.CancelledError:
             return
         except KvflowError as error:

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded, KvflowError, WorkerClosed
 from kvflow.events import LeaseEnded
-from kvflow.leases.tickets import MAC_BYTES, Grant, Ticket, join_tickets
+from kvflow.leases.tickets import MAC_BYTES, Grant, Kind, Ticket, join_tickets
 from kvflow.rendezvous.issuer import TicketMint
 from tests.fakes.memory import Written
 from tests.fakes.world import World
@@ -62,6 +62,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         keep_s: mean time that a reader uses what it has read.
         keeps: whether its source keeps it for anyone, until ``revoke_s``, instead of offering it.
         sought: whether its readers find it by its content, and get no ticket.
+        part_s: mean time in which its source computes a part, if it offers it before it is computed; otherwise 0.
     """
 
     num_tokens: int
@@ -84,6 +85,12 @@ class Plan(Struct, frozen=True, kw_only=True):
     keep_s: float
     keeps: bool = False
     sought: bool = False
+    part_s: float = 0.0
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of its leases."""
+        return "kept" if self.keeps else "open" if self.part_s else "offer"
 
 
 class Request:
@@ -98,6 +105,7 @@ class Request:
         written: what its source has.
         block_ids: where, group by group.
         blocks: the same in one list.
+        computed: how many tokens each rank has, if it offers them before it has computed all.
     """
 
     def __init__(self, world: World, name: str, plan: Plan, source: Engine, engines: Callable[[int], Engine]) -> None:
@@ -120,6 +128,8 @@ class Request:
         self._revoked = False
         self._gave_back: dict[str, set[int]] = {}
         self._ended: dict[str, str] = {}  # how its lease has ended, by rank
+        self._num_shared = 0  # tokens whose blocks an earlier request has written
+        self.computed: dict[str, int] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}  # offers that wait for a slot, by rank
 
     def idle(self) -> bool:
@@ -158,6 +168,10 @@ class Request:
             for rank in source.ranks:
                 self._on(rank, plan.revoke_s, self._recycle if plan.keeps else self._revoke, rank)
 
+    def is_computed(self, rank: Rank) -> bool:
+        """Tell whether a rank has all of it, and has said so."""
+        return not self.plan.part_s or self.computed.get(rank.name) == self.plan.num_tokens
+
     def digests(self) -> list[list[bytes]]:
         """Return a digest for each block that covers all tokens up to its end."""
         last, found = self.plan.num_tokens, []
@@ -182,7 +196,8 @@ class Request:
                 promised = max(since + rank.engine.setting.settings.lease_s, self._promised(rank))
                 if now < promised - SLACK_S:
                     return f"{promised - now:.6f} s before the time that its readers were told"
-                if now > promised + TURN_S_MAX and not stopped_s:
+                # It lasts longer while a question waits.
+                if now > promised + TURN_S_MAX and not stopped_s and self.is_computed(rank):
                     return f"{now - promised:.6f} s after its time"
                 if rank.engine.setting.calm:
                     return self._missed()
@@ -250,7 +265,7 @@ class Request:
         content = source.setting.content
         tokens, places = np.full(plan.num_tokens, content(), np.int64), np.arange(plan.num_tokens)
         if prefix and plan.prefix_of is not None:
-            shared = len(prefix) * size
+            shared = self._num_shared = len(prefix) * size
             tokens[:shared] = plan.prefix_of.written.tokens[:shared]
             places[:shared] = plan.prefix_of.written.places[:shared]
         if repeated:
@@ -266,8 +281,13 @@ class Request:
             return []
         if not all(earlier.name in rank.held for rank in self.source.ranks):
             return []
-        whole = min(earlier.plan.num_tokens, self.plan.num_tokens - 1) // self.source.groups[0].block_size
+        there = earlier.plan.num_tokens
+        if earlier.plan.part_s:
+            there = min(earlier.computed.get(rank.name, 0) for rank in self.source.ranks)
+        whole = min(there, self.plan.num_tokens - 1) // self.source.groups[0].block_size
         shared = earlier.block_ids[0][:whole]
+        if self.plan.part_s and len(set(shared)) < len(shared):
+            return []  # a block is told once
         # What a pull waits for to be free again is shared by nobody else.
         return [] if any(block in rank.heirs for block in shared for rank in self.source.ranks) else shared
 
@@ -278,6 +298,9 @@ class Request:
             named = {"block_ids": self.block_ids, "num_tokens": self.plan.num_tokens}
             if self.plan.keeps:
                 ticket, grant = mint.keep(self.name, **named, digests=self.digests())
+            elif self.plan.part_s:
+                named["block_ids"] = [[] for _ in self.block_ids]
+                ticket, grant = mint.offer_progressive(self.name, **named, digests=self.digests())
             else:
                 ticket, grant = mint.offer(self.name, **named)
         except CapacityExceeded as error:
@@ -320,14 +343,14 @@ class Request:
         try:
             if face is None:
                 raise WorkerClosed("not open")
-            # Not before: the ticket of a mint may be out by now, and whoever reads too early must find other bytes.
-            rank.cache.write(self.block_ids, self.written)
+            self._write(rank)
             if grant is not None:
-                face.admit(grant, self.digests() if self.plan.keeps else None)
+                face.admit(grant, None if self.plan.kind == "offer" else self.digests())
             else:
                 self._tickets[rank.name] = await self._offer(rank, face)
             self._untold += 1
-            rank.process.create_task(self._hear_end(rank, face), name=f"drive end of {self.name}")
+            for name, task in {"end": self._hear_end(rank, face), "rest": self._compute(rank, face)}.items():
+                rank.process.create_task(task, name=f"drive {name} of {self.name}")
         except (CapacityExceeded, WorkerClosed, BlockIdsInvalid) as error:
             self._refused(rank, grant, error)
         except asyncio.CancelledError:
@@ -351,6 +374,9 @@ class Request:
         patience_s = self.plan.patience_s
         if self.plan.keeps:
             return face.keep(self.name, self.block_ids, self.plan.num_tokens, self.digests())
+        if self.plan.part_s:
+            nothing: list[list[int]] = [[] for _ in self.block_ids]
+            return face.offer_progressive(self.name, nothing, self.plan.num_tokens, self.digests())
         if not patience_s:
             return face.offer(self.name, self.block_ids, self.plan.num_tokens)
         rank.waiting += 1
@@ -358,6 +384,54 @@ class Request:
             return await face.offer_when_possible(self.name, self.block_ids, self.plan.num_tokens, patience_s)
         finally:
             rank.waiting -= 1
+
+    def _write(self, rank: Rank) -> None:
+        """Write it, unless it is offered before that."""
+        # Not before: the ticket of a mint may be out by now, and whoever reads too early must find other bytes.
+        if not self.plan.part_s:
+            rank.cache.write(self.block_ids, self.written)
+
+    async def _compute(self, rank: Rank, face: Face) -> None:
+        """Write part after part, and say what has settled; blocks are told a part before they are written."""
+        total, told = self.plan.num_tokens, [0] * len(self.block_ids)
+        end = self._num_shared if self.plan.part_s else total
+        while end < total:
+            await asyncio.sleep(self._world.delay(self.plan.part_s))
+            if rank.face is not face or self.name not in rank.held:
+                return  # its lease has ended, so its blocks are not its own
+            begin, end = end, min(total, end + self._world.chance.randint(1, 16))
+            self.computed[rank.name] = end
+            done = Written(self.written.tokens[:end], self.written.state, self.written.places[:end])
+            ahead = self._num_blocks(total if end == total else min(total - 1, end + 8))
+            whole = [begin // group.block_size if group.kind == "full" else 0 for group in self.source.groups]
+            rank.cache.write(
+                [
+                    [-1] * min(first, last) + ids[first:last]
+                    for ids, first, last in zip(self.block_ids, whole, self._num_blocks(end), strict=True)
+                ],
+                done,
+            )
+            rank.held[self.name] = (self, rank.process.time(), rank.process.stopped_s)
+            try:
+                lists = [ids[first:last] for ids, first, last in zip(self.block_ids, told, ahead, strict=True)]
+                if end < total:
+                    face.advance(self.name, end, lists)
+                else:
+                    face.seal(self.name, lists)
+            except KvflowError as error:
+                self._world.fail(f"{rank.name}: {self.name} could not be told: {error!r}")
+            told = ahead
+
+    def _num_blocks(self, num_tokens: int) -> list[int]:
+        """Return how many blocks of each group so many tokens have; before the last one, only of full attention."""
+        return [
+            len(ids)
+            if num_tokens == self.plan.num_tokens
+            else -(-num_tokens // group.block_size)
+            if group.kind == "full"
+            else 0
+            for group, ids in zip(self.source.groups, self.block_ids, strict=True)
+        ]
 
     def _refused(self, rank: Rank, grant: Grant | None, error: KvflowError) -> None:
         """Check that an offer was rightly refused, and need its blocks no more."""

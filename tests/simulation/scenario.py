@@ -42,6 +42,9 @@ KEPT_LEASES = 1.5
 KEEPING_SHARE = 0.25
 """Of the scenarios: those whose engines keep some of what they have computed, as readable as an offer."""
 
+OPENING_SHARE = 0.3
+"""Of the scenarios: those whose engines offer some of their requests before they have computed them."""
+
 PROBE_S = 1.0
 """Virtual seconds between two attempts to be served again."""
 
@@ -82,14 +85,27 @@ def simulate(seed: int, *, calm: bool = False, recording: bool = False) -> Outco
         # Of chance of its own, so that the rest of a scenario is the same with every kind of exporter.
         serves: Serves = random.Random(f"serves {seed}").choice(SERVES)
         # Likewise.
-        keeping = random.Random(f"keeps {seed}")
-        return Scenario(world, faults, serves, keeping if keeping.random() < KEEPING_SHARE else None).run(seed)
+        keeping, opening = random.Random(f"keeps {seed}"), random.Random(f"opens {seed}")
+        return Scenario(
+            world,
+            faults,
+            serves,
+            keeping if keeping.random() < KEEPING_SHARE else None,
+            opening if opening.random() < OPENING_SHARE else None,
+        ).run(seed)
 
 
 class Scenario:
     """Engines, their requests, and what goes wrong."""
 
-    def __init__(self, world: World, faults: Faults, serves: Serves, keeping: random.Random | None) -> None:
+    def __init__(
+        self,
+        world: World,
+        faults: Faults,
+        serves: Serves,
+        keeping: random.Random | None,
+        opening: random.Random | None,
+    ) -> None:
         chance = world.chance
         self._world = world
         self._faults = faults
@@ -103,7 +119,7 @@ class Scenario:
             faults.calm,
             faults.skew_s,
             faults.hang_up_s,
-            pull_s_max(settings, faults),
+            pull_s_max(settings, faults) + settings.compute_s * (opening is not None),
             count(1),
             count(1),
         )
@@ -130,7 +146,7 @@ class Scenario:
         self._duration_s = chance.uniform(0.3, 1.5) * (1.0 + SLOWNESS * faults.fabric.piece_s * faults.calm)
         self._total = chance.randint(REQUESTS_MIN, REQUESTS_MAX)
         self._numbers = count()
-        self._keeping = keeping
+        self._keeping, self._opening = keeping, opening
         self._lease_s = settings.lease_s
 
     @property
@@ -196,7 +212,7 @@ class Scenario:
         request = Request(
             self._world,
             f"request{next(self._numbers)}",
-            plan or self._kept(self._draw_plan(number)),
+            plan or self._opened(self._kept(self._draw_plan(number))),
             self.engines[number],
             self.engines.__getitem__,
         )
@@ -214,6 +230,17 @@ class Scenario:
         sought, revoke_s = chance.random() < 0.5, chance.uniform(0.0, self._lease_s)
         plan = replace(plan, keeps=True, abandoned=False, patience_s=0.0, revoke_s=revoke_s, sought=sought)
         return replace(plan, forged=False) if sought else plan
+
+    def _opened(self, plan: Plan) -> Plan:
+        """Let the engine offer a third of the rest before it is computed, if engines do that here."""
+        chance = self._opening
+        if chance is None or plan.keeps or chance.random() < 2 / 3:
+            return plan
+        part_s, sought = chance.choice((1e-3, 5e-3, 20e-3)), chance.random() < 0.5
+        if chance.random() < 0.3:
+            plan = replace(plan, revoke_s=chance.uniform(0.0, 5 * part_s))
+        plan = replace(plan, part_s=part_s, repeated=False, patience_s=0.0, abandoned=False, sought=sought)
+        return replace(plan, forged=False, readers=plan.readers[:1], readings=1) if sought else plan
 
     def _draw_plan(self, source: int) -> Plan:
         world, chance, faults = self._world, self._world.chance, self._faults

@@ -12,6 +12,7 @@ import pytest
 
 from kvflow.reads.core import ReadCore
 from kvflow.reads.staging import Scatterer
+from kvflow.worker.answers import Answers
 from kvflow.worker.producer import LeaseManager
 from kvflow.worker.renewals import LeaseRenewer
 from kvflow.worker.threaded import ThreadedWorker
@@ -62,9 +63,10 @@ USED = (
     (SimulatedBackend, "reset"),
     (ReadCore, "post_inline"),
     (Process, "hang"),
+    (Answers, "_answer_at"),
 )
-"""What scenarios must come to: kept tickets, staged reads, threads, waiting offers, drains, hosts that hang, and posts
-on the caller's thread."""
+"""What scenarios must come to: kept tickets, staged reads, threads, waiting offers, drains, hosts that hang, posts on
+the caller's thread, and questions that wait."""
 
 
 def test_scenarios_use_all_that_a_worker_does(monkeypatch):
