@@ -2,6 +2,9 @@
 
 A thread of the scheduler's process connects every address of every source. When a request arrives, it asks all of them
 at once, with the digests of the prompt in each source's block size. The longest answer wins.
+
+A request without a ticket may name the prefill engine that gets it at the same time. That engine is asked alone, and
+answers when it offers the prompt.
 """
 
 import asyncio
@@ -19,10 +22,12 @@ from msgspec import Struct
 
 from kvflow import Manifest, Ticket
 from kvflow.addresses import host_and_port
-from kvflow.errors import DeadlineExceeded, KvflowError
+from kvflow.errors import DeadlineExceeded, DefectFound, KvflowError, StaleLease, TicketInvalid
 from kvflow.integrations.vllm.blocks import NO_CHAIN, Chain, Contents, Request
 from kvflow.integrations.vllm.settings import Settings, logger
+from kvflow.rendezvous import questions
 from kvflow.rendezvous.dialer import Asker
+from kvflow.rendezvous.questions import AnswerSettled, AskSettled
 from kvflow.worker.askers import Askers
 
 SEARCHES_MAX = 1024  # requests that are asked for at a time: further ones are computed
@@ -31,6 +36,8 @@ ADDRESSES_MAX = 64  # of one source that are dialed
 LOOK_S = 10.0  # time between two look-ups of the addresses of a source; those without a connection are dialed then
 MISSES_MAX = 3  # answers in a row that have not come in time, after which a source is not asked
 SKIP_S = 10.0  # for this time
+ANSWER_S = 5.0  # longest time to wait for an answer that waits for nothing
+SETTLED_S = 30.0  # longest time that a question waits at a prefill engine until it has computed something
 CLOSE_S = 2.0  # longest time to wait for the end of the thread, which may be looking up a name
 
 
@@ -67,8 +74,22 @@ class _Search:
     chains: dict[int, Chain] = field(default_factory=dict)  # by block size
 
 
+@dataclass(slots=True, eq=False)
+class _Meeting:
+    """The question for one request that names a prefill engine."""
+
+    name: str  # of the prompt, whose samples share the ticket
+    found: Ticket | KvflowError | None = None  # None while it waits
+    task: asyncio.Task[None] | None = None  # of the other thread
+
+    def cancel(self) -> None:
+        """Ask no more. Thread: the other one."""
+        if self.task is not None:
+            self.task.cancel()
+
+
 class Finder:
-    """Finds the beginnings of prompts at the sources of an engine. Thread: the scheduler's.
+    """Finds prompts and their beginnings at the engines that the settings name. Thread: the scheduler's.
 
     ``whole``: a part of what a source holds is of no use, because no window of a sliding layer was kept for it.
     """
@@ -78,14 +99,17 @@ class Finder:
         self._contents = contents
         self._whole = whole
         self._searches: dict[str, _Search] = {}
+        self._meetings: dict[str, _Meeting] = {}
         self._addresses: dict[str, frozenset[str]] = {each: frozenset() for each in settings.sources}  # of each source
+        self._hosts: dict[str, frozenset[str]] = {}  # addresses of each entry of ``rendezvous_from``
         self._sources: dict[str, _Source | None] = {}  # by address and key; None if it could not be reached
         self._counts: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._connections = asyncio.TaskGroup()
-        self._askers = Askers(self._connections, ADDRESSES_MAX * len(self._addresses), config=settings.worker)
+        limit = ADDRESSES_MAX * (len(self._addresses) + len(settings.rendezvous_from))
+        self._askers = Askers(self._connections, limit, config=settings.worker)
         self._thread = threading.Thread(target=self._run, name="kvflow-finder", daemon=True)
         self._thread.start()
 
@@ -118,9 +142,33 @@ class Finder:
         self._counts[outcome] += 1
         return found
 
-    def forget(self, request_id: str) -> None:
-        """End the search for a request that has ended."""
+    def meet(self, request: Request, endpoint: str, num_tokens: int, name: str) -> None:
+        """Start to wait for the ticket of the first tokens of a prompt, which this prefill engine computes now.
+
+        It is there when the engine has computed some of them. Requests of the same ``name`` get the same.
+        """
+        meeting = next((each for each in self._meetings.values() if each.name == name), None)
+        if meeting is None:
+            meeting = _Meeting(name)
+            self._loop.call_soon_threadsafe(self._spawn, self._meet, request, endpoint, num_tokens, meeting)
+        self._meetings[request.request_id] = meeting
+
+    def met(self, request_id: str) -> Ticket | KvflowError | None:
+        """Return the ticket of a request that names a prefill engine, or why there is none; None while it waits."""
+        return self._meetings[request_id].found
+
+    def meets(self, request_id: str) -> bool:
+        """Return whether a request names a prefill engine, and ``forget`` was not called."""
+        return request_id in self._meetings
+
+    def forget(self, request_id: str) -> Ticket | None:
+        """End the search for a request; return the ticket that it alone has not taken, if it names an engine."""
         self._searches.pop(request_id, None)
+        meeting = self._meetings.pop(request_id, None)
+        if meeting is None or meeting in self._meetings.values():
+            return None
+        self._loop.call_soon_threadsafe(meeting.cancel)
+        return meeting.found if isinstance(meeting.found, Ticket) else None
 
     def clear(self) -> None:
         """End all searches, so that their requests are computed."""
@@ -166,19 +214,13 @@ class Finder:
     async def _watch(self, source: str) -> None:
         """Look up the addresses of a source now and then, and connect those that are not connected."""
         name, mark, key = source.partition("#")
-        host, port = host_and_port(name)
         while True:
-            endpoints = self._addresses[source]
-            try:
-                found = await self._loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-            except (OSError, UnicodeError) as error:  # the latter for a part of a name that is too long
-                logger.debug("kvflow: the name of source %s has no address: %s", source, error)
-            else:
-                hosts = sorted({str(address[0]) for *_, address in found})[:ADDRESSES_MAX]
-                endpoints = frozenset(f"tcp://{f'[{each}]' if ':' in each else each}:{port}" for each in hosts)
+            endpoints = await self._look_up(name)
+            if endpoints is not None:
                 for gone in self._addresses[source] - endpoints:
                     self._sources.pop(gone + mark + key, None)
                 self._addresses[source] = endpoints
+            endpoints = self._addresses[source]
             await asyncio.gather(*[self._connect(name, each, each + mark + key) for each in endpoints])
             await asyncio.sleep(LOOK_S)
 
@@ -196,6 +238,73 @@ class Finder:
             level = logging.INFO if known or address not in self._sources else logging.DEBUG
             logger.log(level, "kvflow: no prefixes come from %s: %s", endpoint, error)
             self._sources[address] = None
+
+    async def _meet(self, request: Request, endpoint: str, num_tokens: int, meeting: _Meeting) -> None:
+        meeting.task = asyncio.current_task()
+        try:
+            meeting.found = await self._ticket_of(request, endpoint, num_tokens)
+        except KvflowError as error:
+            meeting.found = error
+        except Exception as error:
+            meeting.found = DefectFound(f"{type(error).__name__}: {error!s:.200}")
+            raise
+
+    async def _ticket_of(self, request: Request, endpoint: str, num_tokens: int) -> Ticket:
+        """Wait until a prefill engine offers a prompt and has computed some of it, and return the ticket.
+
+        Raises:
+            TicketInvalid: the settings do not name this engine.
+            DeadlineExceeded: it does not offer the prompt in time.
+            StaleLease: its offer has ended.
+        """
+        until = time.monotonic() + self._settings.rendezvous_s
+        asker = await self._askers.connect(await self._allowed(endpoint))
+        manifest = (await asker.read_manifest()).manifest
+        size = manifest.groups[0].tokens_per_id or num_tokens
+        (digests,) = self._contents.digests(request, (range(-(-num_tokens // size)),), (size,), num_tokens)
+        wait_s = max(0.001, until - time.monotonic())
+        ticket, _ = await asker.held(digests, ANSWER_S, wait_s=wait_s, at_least=len(digests))
+        if ticket is None:
+            message = f"{endpoint} has not offered this prompt within {self._settings.rendezvous_s:g} s"
+            remedy = 'Set "dispatch": "concurrent" on the prefill engines, or raise rendezvous_s.'
+            raise DeadlineExceeded(message, phase="handshake", peer=endpoint, remedy=remedy)
+        self._contents.require(request, ticket)
+        grant = ticket.grants[0]
+        known = (0,) * len(grant.num_tokens)
+        settled = AnswerSettled(sealed=grant.kind != "open")
+        while not (settled.sealed or settled.num_tokens):
+            question = AskSettled(
+                slot=grant.slot, epoch=grant.epoch_value, known=known, above=1, wait_ms=round(1e3 * SETTLED_S)
+            )
+            answer = await asker.ask(questions.encode(question), SETTLED_S + ANSWER_S)
+            settled = questions.decode_settled(answer, peer=endpoint)
+            if settled.ended:
+                raise StaleLease("the prefill engine has ended its offer", ended_by=settled.ended, peer=endpoint)
+        return ticket
+
+    async def _allowed(self, endpoint: str) -> str:
+        """Return an endpoint that a request names, with its key if it has one; TicketInvalid if no setting names it."""
+        for entry in self._settings.rendezvous_from:
+            name, mark, key = entry.partition("#")
+            if endpoint != name and endpoint not in self._hosts.get(entry, ()):
+                self._hosts[entry] = await self._look_up(name) or self._hosts.get(entry, frozenset())
+            if endpoint == name or endpoint in self._hosts[entry]:
+                return endpoint + mark + key
+        raise TicketInvalid(
+            f"the request has no ticket, and rendezvous_from does not name {endpoint}",
+            remedy="Add the control endpoint of the prefill engine to rendezvous_from of the decode engine.",
+        )
+
+    async def _look_up(self, name: str) -> frozenset[str] | None:
+        """Return the endpoints of every address of a host; None if it has none."""
+        host, port = host_and_port(name)
+        try:
+            found = await self._loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:  # the latter for a part of a name that is too long
+            logger.debug("kvflow: %s has no address: %s", name, error)
+            return None
+        hosts = sorted({str(address[0]) for *_, address in found})[:ADDRESSES_MAX]
+        return frozenset(f"tcp://{f'[{each}]' if ':' in each else each}:{port}" for each in hosts)
 
     def _is_of_use(self, endpoint: str, manifest: Manifest) -> bool:
         """Return whether a source may hold what this engine can read; it may be this engine itself."""

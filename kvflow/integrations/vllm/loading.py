@@ -38,6 +38,7 @@ class _Load:
     loading: bool = False  # the ranks have the command and have not reported yet
     follows: str = ""  # request that loads the same ticket; empty if this request loads its own
     found: Found | None = None  # the ticket was not in the request: only the engine that keeps the blocks ends it
+    num_blocks: int = 0  # that it holds while the ticket's blocks are being computed
 
 
 class Loading:
@@ -147,12 +148,19 @@ class Loading:
                 held = found.source, found.num_tokens, num_tokens, found.asked_s
                 prefix = events.PrefixFetched(load.ticket.request_id, request_id, *held)
             self._commands.append(Load(request_id, load.ticket, block_ids, prefix))
+            if load.ticket.grants[0].kind == "open":
+                load.num_blocks = sum([block >= 0 for ids in block_ids for block in ids])
         except KvflowError as error:
             if load.refusal is None:
                 warn("request %s cannot be loaded", request_id, error=error)
             fail = Fail(request_id, error.code, error.message, error.remedy)
             self._commands += [fail, *_releases(request_id, load)]
         load.loading = True
+
+    @property
+    def num_waiting_blocks(self) -> int:
+        """Blocks of requests whose prompts other engines may still compute."""
+        return sum([load.num_blocks for load in self._loads.values()])
 
     def received(self, request_id: str) -> None:
         """Take the report of all ranks that a load has ended."""

@@ -42,7 +42,13 @@ class LoadWanted(Struct, frozen=True):
     rewritten: tuple[str, ...] = ()  # names of fields whose values differ from the ticket
 
 
-Wanted = Nothing | OfferWanted | LoadWanted
+class RendezvousWanted(Struct, frozen=True):
+    """Ask this prefill engine, which computes the prompt at the same time, for its ticket."""
+
+    endpoint: str
+
+
+Wanted = Nothing | OfferWanted | LoadWanted | RendezvousWanted
 
 SWITCHES = ("do_remote_prefill", "do_remote_decode")
 
@@ -69,8 +75,10 @@ def wants_transfer(params: object) -> bool:
     return True
 
 
-def read_params(params: object, read: ReadTicket, chars_max: int) -> Wanted:
+def read_params(params: object, read: ReadTicket, chars_max: int, *, meets: bool = False) -> Wanted:
     """Read which transfer a request asks for. A client may send anything; ``chars_max`` is that of a usable ticket.
+
+    ``meets``: a request without a ticket may name the prefill engine.
 
     Raises:
         TicketInvalid: a switch is not true or false, both are true, or there is no ticket of this cluster.
@@ -89,6 +97,8 @@ def read_params(params: object, read: ReadTicket, chars_max: int) -> Wanted:
         return OfferWanted()
     if not load:
         return Nothing()
+    if meets and params.get("kvflow") is None and (endpoint := _endpoint_of(params)):
+        return RendezvousWanted(endpoint)
     ticket = read(params, chars_max=chars_max)
     return LoadWanted(ticket, _rewritten(params, ticket))
 
@@ -107,10 +117,16 @@ def hinted_sources(params: object, envelope: object = None) -> list[str]:
         kinds = [(_field(action, "action_type"), _field(action, "action_version")) for action in given]
         payloads = [_field(action, "payload") for action, kind in zip(given, kinds, strict=True) if kind == FETCH]
         found += [_field(payload, "source_control_endpoint") for payload in payloads]
-    source = _field(params, "remote_kv_source")
-    if isinstance(host := _field(source, "remote_host"), str):
-        found.append(f"tcp://{f'[{host}]' if ':' in host.strip('[]') else host}:{_field(source, 'remote_port')}")
-    return [each for each in found if isinstance(each, str)]
+    found.append(_endpoint_of(_field(params, "remote_kv_source")))
+    return [each for each in found if isinstance(each, str) and each]
+
+
+def _endpoint_of(record: object) -> str:
+    """Return the control endpoint that ``remote_host`` and ``remote_port`` name; empty if they name none."""
+    host, port = _field(record, "remote_host"), _field(record, "remote_port")
+    if not isinstance(host, str) or not host:
+        return ""
+    return f"tcp://{f'[{host}]' if ':' in host.strip('[]') else host}:{port}"
 
 
 def _field(record: object, name: str) -> object:

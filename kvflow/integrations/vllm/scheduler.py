@@ -6,6 +6,8 @@ from functools import partial, wraps
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
+from msgspec import structs
+
 from kvflow import RankAddress, TicketKey, TicketMint
 from kvflow.errors import DefectFound, KvflowError, TicketInvalid
 from kvflow.integrations.vllm.admission import Contact, EarlyAdmission
@@ -14,12 +16,13 @@ from kvflow.integrations.vllm.caches import read_groups, retained_tokens
 from kvflow.integrations.vllm.engine import can_keep
 from kvflow.integrations.vllm.finder import Finder
 from kvflow.integrations.vllm.keeping import Keeping
-from kvflow.integrations.vllm.loading import Loading
+from kvflow.integrations.vllm.loading import SAMPLE, Loading
 from kvflow.integrations.vllm.messages import Command, Counters, Reset, empty_counters
 from kvflow.integrations.vllm.offering import Offering, is_further_prompt
 from kvflow.integrations.vllm.params import (
     LoadWanted,
     OfferWanted,
+    RendezvousWanted,
     Untagged,
     Wanted,
     hinted_sources,
@@ -42,6 +45,8 @@ BLOCK_ID, BLOCK_HASH = attrgetter("block_id"), attrgetter("block_hash")  # field
 
 ENDED_BY_ITSELF = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 """Statuses of a request that completed: other engines can use its blocks."""
+
+WAITING_SHARE = 0.25  # of the blocks that are free, or held by requests whose prompts are still computed elsewhere
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -132,6 +137,7 @@ class SchedulerSide:
             read_params,
             read=key.read,
             chars_max=ticket_chars_max(self._block_sizes, tokens_max),
+            meets=bool(settings.rendezvous_from),
         )
         self._told_rewritten: set[str] = set()
         self._contents = Contents(extra_keys, key.content_keys())
@@ -145,10 +151,12 @@ class SchedulerSide:
         self._keeps = settings.keep and can_keep(vllm_config, kv_cache_config, groups)
         self._step = 0
         self.untagged = Untagged(settings)
+        self._pool: Any = None
         self._finder: Finder | None = None
         if settings.sources and any(each.is_state for each in groups):
             logger.warning("kvflow: sources is set, but the states of this model are not kept: no source is asked")
-        elif settings.sources:
+            settings = structs.replace(settings, sources=())
+        if settings.sources or settings.rendezvous_from:
             self._finder = Finder(settings, self._contents, whole=any(each.group.window for each in groups))
         self._ended: set[str] = set()  # requests that a reset has ended on all ranks, which have not reported them yet
         self._resets: list[Command] = []
@@ -161,6 +169,7 @@ class SchedulerSide:
 
     def bind_pool(self, pool: Any) -> None:
         """Take vLLM's block pool."""
+        self._pool = pool
         if self._keeps:
             self.keeping.pool = pool
 
@@ -195,28 +204,15 @@ class SchedulerSide:
         wanted: Wanted | None = None
         try:
             wanted = self._read_params(request.kv_transfer_params)
+            if isinstance(wanted, LoadWanted | RendezvousWanted):
+                self._load(request, wanted)
+                return
             if isinstance(wanted, OfferWanted) and not self._settings.produces:
                 raise TicketInvalid("do_remote_decode is true, but the kv_role of this engine is kv_consumer")
-            if isinstance(wanted, LoadWanted):
-                if not self._settings.consumes:
-                    raise TicketInvalid("do_remote_prefill is true, but the kv_role of this engine is kv_producer")
-                if request.abort_immediately:  # the server rejected the request and sent no prompt
-                    self.loading.give_back(request_id, wanted.ticket)
-                    return
-                if is_further_prompt(request_id):  # the ticket covers the first prompt, which reads it
-                    self.untagged.note_further_prompt()
-                    request.kv_transfer_params = {}  # as below
-                    return
-                if wanted.rewritten:
-                    self._tell_rewritten(wanted.rewritten)
-                self._contents.require(request, wanted.ticket)
         except KvflowError as error:
             request.kv_transfer_params = {}  # vLLM reads this field too, and expects a dict
             ticket = wanted.ticket if isinstance(wanted, LoadWanted) else None
             self.loading.refuse(request_id, error, wanted=prompt, ticket=ticket)
-            return
-        if isinstance(wanted, LoadWanted):
-            self.loading.announce(request_id, wanted.ticket, wanted=max(0, prompt - self._backoff))
             return
         if isinstance(wanted, OfferWanted) or self._is_prefill(request):
             request.max_tokens = 1  # whatever the API calls it: the blocks of further tokens fit no prompt
@@ -233,6 +229,28 @@ class SchedulerSide:
             )
         self._seek(request)
 
+    def _load(self, request: "Request", wanted: LoadWanted | RendezvousWanted) -> None:
+        """Take a request that brings a ticket, or names the engine that has it. Raises KvflowError if it cannot."""
+        request_id, prompt = request.request_id, request.num_prompt_tokens
+        if not self._settings.consumes:
+            raise TicketInvalid("do_remote_prefill is true, but the kv_role of this engine is kv_producer")
+        if request.abort_immediately:  # the server rejected the request and sent no prompt
+            if isinstance(wanted, LoadWanted):
+                self.loading.give_back(request_id, wanted.ticket)
+        elif is_further_prompt(request_id):  # the ticket covers the first prompt, which reads it
+            self.untagged.note_further_prompt()
+            request.kv_transfer_params = {}  # vLLM reads this field too, and expects a dict
+        elif isinstance(wanted, LoadWanted):
+            if wanted.rewritten:
+                self._tell_rewritten(wanted.rewritten)
+            self._contents.require(request, wanted.ticket)
+            self.loading.announce(request_id, wanted.ticket, wanted=max(0, prompt - self._backoff))
+        elif prompt > self._backoff:
+            assert self._finder is not None
+            sample = SAMPLE.fullmatch(request_id)
+            name = sample["prompt"] if sample else request_id
+            self._finder.meet(request, wanted.endpoint, prompt - self._backoff, name)
+
     @guarded((0, False), _fail_matched)
     def matched(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after the computed ones can be loaded, and whether a load is needed.
@@ -240,6 +258,8 @@ class SchedulerSide:
         None: a source may still answer, or another request loads the same ticket.
         """
         if self._finder is not None:
+            if self._finder.meets(request.request_id) and not self._has_met(request, self._finder):
+                return None, False
             if self._finder.is_asking(request.request_id):
                 return None, False
             found = self._finder.take(request.request_id, computed)
@@ -247,6 +267,29 @@ class SchedulerSide:
                 self.loading.fetch(request.request_id, found)
         matched = self.loading.matched(request.request_id, computed)
         return matched, bool(matched)
+
+    def _has_met(self, request: "Request", finder: Finder) -> bool:
+        """Take the ticket of a request that names its prefill engine; return False if it has to wait."""
+        request_id, found = request.request_id, finder.met(request.request_id)
+        if found is None:
+            return False
+        wanted = request.num_prompt_tokens
+        if isinstance(found, KvflowError):
+            self.loading.refuse(request_id, found, wanted=wanted)
+        elif found.grants[0].kind == "open" and not self._has_room(wanted):
+            return False
+        else:
+            self.loading.announce(request_id, found, wanted=max(0, wanted - self._backoff))
+        finder.forget(request_id)
+        return True
+
+    def _has_room(self, num_tokens: int) -> bool:
+        """Return whether a request may take blocks before its prompt is computed: such requests share a quarter."""
+        waiting = self.loading.num_waiting_blocks
+        needed = sum([-(-num_tokens // size) if size else 1 for size in self._block_sizes])
+        if self._pool is None or not waiting:
+            return True
+        return bool(waiting + needed <= (self._pool.get_num_free_blocks() + waiting) * WAITING_SHARE)
 
     @guarded(None)
     def _seek(self, request: "Request") -> None:
@@ -266,8 +309,8 @@ class SchedulerSide:
         """Keep and offer the blocks of a request that has ended, or release the ticket that it did not use."""
         self._keep(request, listed)
         self.loading.finished(request.request_id)
-        if self._finder is not None:
-            self._finder.forget(request.request_id)
+        if self._finder is not None and (unused := self._finder.forget(request.request_id)) is not None:
+            self.loading.give_back(request.request_id, unused)
         sample = self.offering.is_sample(request.request_id)
         if sample is None:
             return False, None

@@ -46,6 +46,8 @@ class Sharing(Struct, frozen=True, kw_only=True):
     sources: Annotated[tuple[Source, ...], Meta(max_length=256)] = ()  # control endpoints of engines that keep
     find_s: Annotated[float, Meta(gt=0, le=1.0)] = 0.005  # longest time that a request waits for answers
     fetch_tokens_min: Annotated[int, Meta(ge=1, le=1 << 31)] = 256  # fewest tokens to fetch
+    rendezvous_from: Annotated[tuple[Source, ...], Meta(max_length=256)] = ()  # prefill engines that requests may name
+    rendezvous_s: Annotated[float, Meta(gt=0, le=600.0)] = 2.0  # longest time until such an engine offers the prompt
 
 
 OWN_KEYS = frozenset({"enable_cross_layers_blocks", "log_file", "log_level", "offer", *Sharing.__struct_fields__})
@@ -238,14 +240,15 @@ def _sharing(extra: Mapping[str, Any], load_failure_policy: str) -> Sharing:
     given = {name: extra[name] for name in Sharing.__struct_fields__ if name in extra}
     try:
         sharing = msgspec.convert(given, Sharing, strict=False)
-        for source in sharing.sources:
+        for source in (*sharing.sources, *sharing.rendezvous_from):
             if not 0 < host_and_port(source.partition("#")[0])[1] <= PORT_MAX:
                 raise msgspec.ValidationError(f"{source} has no port from 1 to {PORT_MAX} - at `$.sources`")
     except msgspec.ValidationError as error:
         raise ConfigInvalid(
             f"kv_connector_extra_config: {error}",
-            remedy="sources is a list of tcp://HOST:PORT or tcp://HOST:PORT#KEY with the ports of bind of engines that "
-            "keep; keep is true or false; find_s is in seconds, at most 1; fetch_tokens_min is a number of tokens.",
+            remedy="sources and rendezvous_from are lists of tcp://HOST:PORT or tcp://HOST:PORT#KEY with the ports of "
+            "bind of engines that keep, or offer; keep is true or false; find_s is in seconds, at most 1, and "
+            "rendezvous_s at most 600; fetch_tokens_min is a number of tokens.",
         ) from error
     if sharing.sources and load_failure_policy not in ("", "recompute"):
         raise ConfigInvalid(

@@ -1,0 +1,229 @@
+"""Requests without a ticket, which name the engine that computes their prompt: they wait for its offer, and no longer.
+
+The prefill engines are real workers, with open offers.
+"""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from kvflow.errors import ConfigInvalid
+from kvflow.integrations.vllm.messages import Fail, GiveBack, Load
+from kvflow.integrations.vllm.params import OfferWanted, RendezvousWanted, read_params
+from kvflow.integrations.vllm.settings import EngineFacts, read_settings
+from kvflow.layout.specs import FullAttention
+from kvflow.rendezvous.dialer import Asker
+from kvflow.worker.threaded import run_worker
+from tests.helpers.settings import flat_config
+from tests.ports import free_port
+from tests.unit.kvflow.worker.helpers import cache_of
+
+from .vllm_like import SECRET, SIDES, FullAttentionSpec, blocks_of, new_contents, new_key, new_request, side
+
+PORT = free_port()
+ENDPOINT = f"tcp://127.0.0.1:{PORT}"
+NAMED = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": PORT}
+SIZE = 16
+WITHIN_S = 30.0
+
+
+class Prefill:
+    """An engine that offers the prompts of ``new_request``."""
+
+    def __init__(self):
+        layer = FullAttention(block_size=SIZE, num_kv_heads=1, head_size=8, dtype="float16")
+        config = flat_config(engine_id="prefill", cluster_secret=SECRET, transport="loopback", bind=ENDPOINT)
+        self._opened = run_worker(config, cache_of(64, {"layers.0": layer}))
+        self.worker = self._opened.__enter__()
+
+    def offer(self, num_tokens=48, name="request-1"):
+        digests = new_contents().digests(
+            new_request(None, num_tokens), [range(-(-num_tokens // SIZE))], [SIZE], num_tokens
+        )
+        return self.worker.offer_progressive(name, [()], num_tokens, digests=digests)
+
+    def close(self):
+        self._opened.__exit__(None, None, None)
+
+
+@pytest.fixture
+def prefill():
+    prefill = Prefill()
+    yield prefill
+    while SIDES:
+        SIDES.pop().close()
+    prefill.close()
+
+
+def decode(**extra):
+    return side(FullAttentionSpec(), **{"rendezvous_from": [ENDPOINT], "rendezvous_s": 30.0, **extra})
+
+
+def arrived(found, prompt=49, request_id="r", params=NAMED):
+    request = new_request(dict(params), prompt, request_id)
+    found.on_new_request(request)
+    return request
+
+
+def matched(found, request, computed=0):
+    """Ask as vLLM does, step by step, until the number of tokens is known."""
+    answers = []
+    wait_until(lambda: answers.append(found.matched(request, computed)) or answers[-1] != (None, False))
+    return answers[-1]
+
+
+def refusal(found, request):
+    """Schedule a request that cannot be read; return what the ranks report."""
+    num_tokens, _ = matched(found, request)
+    found.allocated(request, blocks_of(range(1, 5)), num_tokens)
+    (command,) = found.take_commands()
+    assert isinstance(command, Fail)
+    return command
+
+
+def test_a_request_waits_until_some_of_its_prompt_is_computed(prefill):
+    found = decode()
+    request = arrived(found, 48)
+    offer = prefill.offer()
+    assert found.matched(request, 0) == (None, False)
+    offer.advance(16, [(7,)])
+    assert matched(found, request) == (48, True)
+    found.allocated(request, blocks_of(range(1, 4)), 48)
+    (load,) = found.take_commands()
+    assert isinstance(load, Load)
+    assert (load.ticket, load.block_ids) == (offer.ticket, ((1, 2, 3),))
+
+
+def test_the_offer_may_come_later_than_the_request(prefill):
+    found = decode()
+    request = arrived(found, 48)
+    assert found.matched(request, 0) == (None, False)
+    prefill.offer().seal([(1, 2, 3)])
+    assert matched(found, request) == (48, True)
+
+
+def test_the_samples_of_a_prompt_share_one_offer(prefill):
+    found = decode()
+    first, second = (arrived(found, 48, f"{number}_r") for number in range(2))
+    prefill.offer().seal([(1, 2, 3)])
+    assert matched(found, first) == (48, True)
+    assert found.matched(second, 0) == (None, False)  # it follows the first
+
+
+def test_equal_prompts_get_an_offer_each(prefill):
+    found = decode()
+    requests = [arrived(found, 48, name) for name in ("a", "b")]
+    for number in range(2):
+        prefill.offer(name=f"request-{number}").seal([(1, 2, 3)])
+    tickets = set()
+    for request in requests:
+        assert matched(found, request) == (48, True)
+        found.allocated(request, blocks_of(range(1, 4)), 48)
+        tickets.add(found.take_commands()[-1].ticket.grants[0].request_id)
+    assert tickets == {"request-0", "request-1"}
+
+
+def test_a_prompt_that_nobody_offers_in_time_fails(prefill):
+    found = decode(rendezvous_s=0.05)
+    failed = refusal(found, arrived(found))
+    assert failed.code == "deadline_exceeded"
+    assert "0.05 s" in failed.reason
+    assert "dispatch" in failed.remedy
+
+
+def test_an_offer_that_ends_before_anything_is_computed_fails_the_request(prefill, monkeypatch):
+    given, held = threading.Event(), Asker.held
+
+    async def tell(*args, **named):
+        answer = await held(*args, **named)
+        given.set()
+        return answer
+
+    monkeypatch.setattr(Asker, "held", tell)
+    found = decode()
+    request = arrived(found, 48)
+    offer = prefill.offer()
+    assert given.wait(WITHIN_S)
+    offer.abort()
+    assert refusal(found, request).code == "stale_lease"
+
+
+def test_an_engine_that_no_setting_names_is_refused_by_name(prefill):
+    found = decode(rendezvous_from=["tcp://127.0.0.2:5600"])
+    failed = refusal(found, arrived(found))
+    assert failed.code == "ticket_invalid"
+    assert ENDPOINT in failed.reason
+    assert "rendezvous_from" in failed.remedy
+
+
+def test_a_name_stands_for_all_its_addresses(prefill):
+    found = decode(rendezvous_from=[f"tcp://localhost:{PORT}"])
+    request = arrived(found, 48)
+    prefill.offer().seal([(1, 2, 3)])
+    assert matched(found, request) == (48, True)
+
+
+def test_without_the_setting_a_request_needs_a_ticket(prefill):
+    found = side(FullAttentionSpec())
+    assert refusal(found, arrived(found)).code == "ticket_invalid"
+
+
+def test_a_request_that_ends_gives_its_offer_back(prefill):
+    found = decode()
+    request = arrived(found, 48)
+    prefill.offer().seal([(1, 2, 3)])
+    wait_until(lambda: found._finder.met("r") is not None)
+    found.on_finished(request, [[]])
+    (command,) = found.take_commands()
+    assert isinstance(command, GiveBack)
+    assert not found._finder.meets("r")
+
+
+def test_requests_whose_prompts_are_computed_share_a_quarter_of_the_free_blocks(prefill):
+    found = decode()
+    found.bind_pool(SimpleNamespace(get_num_free_blocks=lambda: 12))
+    first, second = (arrived(found, 48, name) for name in ("a", "b"))
+    offers = [prefill.offer(name=f"request-{number}") for number in range(2)]
+    for offer in offers:
+        offer.advance(16, [(7,)])
+    assert matched(found, first) == (48, True)  # one may have more
+    found.allocated(first, blocks_of(range(1, 4)), 48)
+    wait_until(lambda: found._finder.met("b") is not None)
+    assert found.matched(second, 0) == (None, False)
+    found.on_reported({"a"}, None)
+    assert matched(found, second) == (48, True)
+
+
+@pytest.mark.parametrize(
+    ("params", "endpoint"),
+    [
+        (NAMED, ENDPOINT),
+        (NAMED | {"remote_host": "::1"}, f"tcp://[::1]:{PORT}"),
+        (NAMED | {"remote_host": "prefill-0", "kvflow": None}, f"tcp://prefill-0:{PORT}"),
+    ],
+    ids=["ipv4", "ipv6", "name"],  # a port is another in each process that runs tests
+)
+def test_a_host_and_a_port_name_an_engine(params, endpoint):
+    assert read_params(params, new_key().read, 1000, meets=True) == RendezvousWanted(endpoint)
+    assert (
+        read_params({"do_remote_decode": True, **params, "do_remote_prefill": False}, new_key().read, 1000, meets=True)
+        == OfferWanted()
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rendezvous_from": ["prefill-0"]}, {"rendezvous_from": ["tcp://a:0"]}, {"rendezvous_s": 0}]
+)
+def test_settings_of_a_rendezvous_that_are_wrong_are_refused(wrong):
+    with pytest.raises(ConfigInvalid, match=r"rendezvous|no port"):
+        read_settings({"cluster_secret": SECRET, **wrong}, EngineFacts(engine_id="e", kv_role="kv_both"))
+
+
+def wait_until(holds):
+    tick = threading.Event()
+    for _ in range(30_000):
+        if holds():
+            return
+        tick.wait(0.001)
+    raise AssertionError("it never became true")
