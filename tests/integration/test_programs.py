@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvflow.integrations.vllm.admission import Contact, EarlyAdmission
+from kvflow.integrations.vllm.messages import Admit
 from kvflow.tools.cli import PIPE_CLOSED
 from tests.unit.kvflow.integrations.vllm_like import new_ticket
 
 PROGRAM = (sys.executable, "-c", "import sys; from kvflow.tools.cli import main; sys.exit(main())")
-STEP = 5
-TICKET = new_ticket()
+COMMAND = Admit("r", new_ticket().grants[0], number=1)
 
 UNCLOSED = """
 import kvflow
@@ -41,8 +41,8 @@ import sys
 from kvflow.integrations.vllm.admission import reachable
 
 class Rank:
-    def admit_early(self, grant, step):
-        print(grant.request_id, flush=True)
+    def take(self, commands):
+        print(commands[0].request_id, flush=True)
 
 with reachable(Rank(), apart=True) as contact:
     print(contact.name, contact.endpoint, contact.key.hex(), flush=True)
@@ -60,15 +60,16 @@ def test_a_rank_that_is_killed_costs_the_scheduler_nothing():
         arrived = threading.Event()
         threading.Thread(target=lambda: process.stdout.readline() and arrived.set(), daemon=True).start()
         while not arrived.wait(0.01):
-            early.admit(TICKET, STEP)
+            early.send(COMMAND)
         process.send_signal(signal.SIGSTOP)
-        large = new_ticket(num_tokens=16 * 4096, block_ids=(tuple(range(4096)),))
+        ticket = new_ticket(num_tokens=16 * 4096, block_ids=(tuple(range(4096)),))
+        large = Admit("large", ticket.grants[0], number=2)
         for _ in range(1000):  # more than its queues keep
-            early.admit(large, STEP)
+            early.send(large)
         process.kill()
         process.wait()
         for _ in range(1000):
-            early.admit(TICKET, STEP)
+            early.send(COMMAND)
         early.close()
     Path(endpoint.removeprefix("ipc://")).unlink()
     Path(endpoint.removeprefix("ipc://")).parent.rmdir()

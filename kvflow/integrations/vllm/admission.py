@@ -2,7 +2,7 @@
 
 A reset takes the same way, and waits for the answers of the ranks.
 
-The command to hold a lease also arrives with the next step of the engine, which may be late or never happen. So the
+All commands for leases also arrive with the next step of the engine, which may be late or never happen. So the
 scheduler's side calls a rank in its own process directly, and sends to a rank in another process of the same host over
 a socket. A rank on another host waits for the step.
 
@@ -31,8 +31,7 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from kvflow import Grant, Ticket
-from kvflow.errors import TicketInvalid
+from kvflow.integrations.vllm.messages import Ordered
 from kvflow.integrations.vllm.settings import logger
 
 MAC_BYTES = 32
@@ -45,9 +44,8 @@ QUEUE_MAX = 128
 RESET_WAIT_S = 10.0  # longest time to wait for the answers to a reset: twice that of one rank
 
 
-class _TicketNotice(Struct, frozen=True, array_like=True, tag="ticket"):
-    step: int  # the last one that wrote into the blocks
-    ticket: str
+class _CommandNotice(Struct, frozen=True, array_like=True, tag="command"):
+    command: Ordered
 
 
 class _ResetNotice(Struct, frozen=True, array_like=True, tag="reset"):
@@ -55,14 +53,14 @@ class _ResetNotice(Struct, frozen=True, array_like=True, tag="reset"):
     request_ids: tuple[str, ...]
 
 
-_notices = msgspec.msgpack.Decoder(_TicketNotice | _ResetNotice)
+_notices = msgspec.msgpack.Decoder(_CommandNotice | _ResetNotice)
 
 
 class Admits(Protocol):
-    """A rank that can hold leases early."""
+    """A rank that takes commands before their step."""
 
-    def admit_early(self, grant: Grant, step: int) -> None:
-        """Hold the lease of a grant before its command arrives, if that step has written into its blocks."""
+    def take(self, commands: Sequence[Ordered]) -> None:
+        """Execute commands for leases, in order, when their steps have written. Those that have come are skipped."""
         ...
 
     def reset(self, request_ids: Sequence[str]) -> bool:
@@ -177,11 +175,10 @@ class GrantReceiver:
             notice = _notices.decode(message[MAC_BYTES:])
             if isinstance(notice, _ResetNotice):
                 return _mac(self._key, message[:MAC_BYTES]) if self._rank.reset(notice.request_ids) else b""
-            ticket = Ticket.from_params({"kvflow": notice.ticket})
-        except (msgspec.DecodeError, TicketInvalid) as error:
+        except msgspec.DecodeError as error:
             logger.warning("kvflow: dropped a message to hold a lease: %s", error)
             return None
-        self._rank.admit_early(ticket.grants[0], notice.step)
+        self._rank.take((notice.command,))
         return None
 
 
@@ -210,18 +207,18 @@ class EarlyAdmission:
                     self._reaches_all = False
                     logger.info("kvflow: a rank on another host, or without a socket, holds each lease a step later")
 
-    def admit(self, ticket: Ticket, step: int) -> None:
-        """Ask every reachable rank to hold the lease of a new ticket; ``step`` was the last to write into its blocks.
+    def send(self, command: Ordered) -> None:
+        """Give every reachable rank a command.
 
         Does not wait. A rank that has ended, or whose queue is full, raises nothing: the command of the step follows.
         """
         for name in tuple(self._near):
             rank = _ranks.get(name)
             if rank is not None:
-                rank.admit_early(ticket.grants[0], step)
+                rank.take((command,))
         if not self._far:
             return
-        text = msgspec.msgpack.encode(_TicketNotice(step, ticket.to_params()["kvflow"]))
+        text = msgspec.msgpack.encode(_CommandNotice(command))
         with self._lock:
             for key, socket in self._far:
                 with suppress(zmq.Again):

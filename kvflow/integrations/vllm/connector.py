@@ -351,7 +351,7 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         """Do nothing: other engines read the cache directly."""
 
     def wait_for_save(self) -> None:
-        """Note that the device has been given all that this step writes. Other engines read the cache directly."""
+        """Note that all that this step writes is written, or was given to the device. Other engines read the cache."""
         step = self._connector_metadata
         assert isinstance(step, StepCommands)
         self._worker_side.rank.end_step(step.step)
@@ -374,6 +374,8 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         """Return the requests that have ended since the last step; with nothing to compute, wait for loads briefly."""
         step = self._connector_metadata
         assert isinstance(step, StepCommands)
+        if step.idle:  # not every release of vLLM calls ``wait_for_save`` in such a step
+            self._worker_side.rank.end_step(step.step)
         return self._worker_side.rank.collect(idle=step.idle)
 
     def get_kv_connector_stats(self) -> KVFlowStats | None:

@@ -14,11 +14,12 @@ BlockIds = tuple[tuple[int, ...], ...]  # one list of block ids for each group, 
 
 
 class Admit(Struct, frozen=True, tag=True):
-    """Hold the lease of a grant, unless ``admission`` was faster; report it as sent when the lease ends."""
+    """Hold the lease of a grant, and report it as sent when it ends."""
 
     request_id: str
     grant: Grant
     step: int = 0  # the last one that wrote into the blocks
+    number: int = 0
 
 
 class Load(Struct, frozen=True, tag="Pull"):  # the tag of 0.1.0
@@ -76,6 +77,9 @@ class KeepBlocks(Struct, frozen=True, tag=True):
 
 
 Command = Admit | Load | Keep | Cancel | GiveBack | Fail | Reset | KeepBlocks
+
+Ordered = Admit
+"""Commands for leases. Their ``number`` grows by one: ranks get them twice, over ``admission`` and with a step."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Command])

@@ -25,12 +25,12 @@ from kvflow import Grant, RankAddress, Ticket, TicketMint
 from kvflow.errors import KvflowError
 from kvflow.integrations.vllm.blocks import NULL_BLOCK, Digests, TransferGroup, offered_blocks
 from kvflow.integrations.vllm.loading import SAMPLE
-from kvflow.integrations.vllm.messages import Admit, BlockIds, Command
+from kvflow.integrations.vllm.messages import Admit, BlockIds, Command, Ordered
 from kvflow.integrations.vllm.params import no_ticket_params, ticket_params
 from kvflow.integrations.vllm.settings import logger, warn
 
 MintTickets = Callable[[Sequence[RankAddress]], TicketMint]
-AdmitEarly = Callable[[Ticket, int], None]  # ``EarlyAdmission.admit``
+Send = Callable[[Ordered], None]  # ``EarlyAdmission.send``
 
 PROMPT_NAME = re.compile(r"(?P<call>cmpl-.+)-(?P<number>\d{1,6})(-[0-9a-f]{8})?", re.DOTALL)
 """vLLM's name of a prompt of ``/v1/completions``: all prompts of a call have it, up to their number and some digits."""
@@ -96,14 +96,13 @@ class Offering:
         groups: Sequence[TransferGroup],
         mint: MintTickets,
         num_blocks: int,
-        admit_early: AdmitEarly,
+        send: Send,
     ) -> None:
         self.groups = tuple(groups)
         self._make_mint = mint
-        self._admit_early = admit_early
+        self._send = send
         self._lock = threading.Lock()  # of the mint, and of signed tickets
         self._mint: TicketMint | None = None
-        self._last_epoch = -1  # of the answered tickets: ranks expect them in order
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._wanted: dict[str, _Prefill] = {}
@@ -113,11 +112,12 @@ class Offering:
         self._answered: dict[str, dict[str, Any]] = {}
         self._speculative = _Speculative(num_blocks)
         self._commands: list[Command] = []
+        self._num_ordered = 0
 
     def meet_ranks(self, ranks: Sequence[RankAddress]) -> None:
         """Take the addresses of the ranks."""
         with self._lock:
-            self._mint, self._last_epoch = self._make_mint(sorted(ranks, key=lambda address: address.rank)), -1
+            self._mint = self._make_mint(sorted(ranks, key=lambda address: address.rank))
             for wanted in self._wanted.values():
                 wanted.signed = None
 
@@ -303,8 +303,7 @@ class Offering:
 
     def _fits(self, grant: Grant, listed: Sequence[Sequence[int]], num_tokens: int) -> bool:
         """Return whether a ticket can be answered for a request that has ended with these blocks and tokens."""
-        in_turn = grant.epoch_value > self._last_epoch and grant.num_tokens[0] == num_tokens
-        return in_turn and grant.block_ids == offered_blocks(self.groups, listed, num_tokens)
+        return grant.num_tokens[0] == num_tokens and grant.block_ids == offered_blocks(self.groups, listed, num_tokens)
 
     def _offer(
         self, request_id: str, wanted: _Prefill, listed: Sequence[Sequence[int]], num_tokens: int
@@ -327,23 +326,28 @@ class Offering:
         try:
             ticket, params = wanted.signed
             offered = True, params
-            self._last_epoch = ticket.grants[0].epoch_value
             self._held[request_id] = origin
             if origin.sampled:
                 self._answered[origin.prompt] = params
-            self._commands.append(Admit(request_id, ticket.grants[0], step))
+            self._order(Admit, request_id, ticket.grants[0], step)
         except BaseException:
             # vLLM frees the blocks of a request that is not offered, so no lease of them may be admitted.
             self.retire(request_id)
             if self._held.pop(request_id, None) is not None:
                 self._answered.pop(origin.prompt, None)
             raise
-        # From here on the request counts as offered, because a rank may hold its lease.
-        try:  # noqa: SIM105 - contextlib.suppress is a call, which may fail where another has
-            self._jobs.put(partial(self._admit_early, ticket, step))
-        except Exception:  # noqa: BLE001, S110 - the command of the next step does the same
-            pass
         return offered
+
+    def _order(self, kind: Callable[..., Ordered], *fields: Any) -> None:
+        """Give every rank a command, now and with the next step."""
+        command = kind(*fields, number=self._num_ordered + 1)
+        self._commands.append(command)
+        self._num_ordered += 1
+        # From here on the command counts as given, because it comes with the step.
+        try:  # noqa: SIM105 - contextlib.suppress is a call, which may fail where another has
+            self._jobs.put(partial(self._send, command))
+        except Exception:  # noqa: BLE001, S110 - the next step does the same
+            pass
 
 
 class _Speculative:

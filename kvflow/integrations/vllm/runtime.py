@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvflow import WorkerConfig, run_worker
 from kvflow.integrations.vllm.admission import reachable
 from kvflow.integrations.vllm.engine import LOAD_WAIT, LoadWait
-from kvflow.integrations.vllm.messages import Admit, Command, KeepBlocks, Reset
+from kvflow.integrations.vllm.messages import Command, KeepBlocks, Ordered, Reset
 from kvflow.integrations.vllm.settings import logger
 from kvflow.integrations.vllm.worker import Passed, RankWorker
 from kvflow.observability.logs import EventLog
@@ -50,8 +50,8 @@ class RankRuntime:
         """
         if not self._on_device and (self._apart or any(isinstance(each, Reset) for each in commands)):
             return commands, ()
-        admissions = [each for each in commands if isinstance(each, Admit | KeepBlocks)]
-        others = [each for each in commands if not isinstance(each, Admit | KeepBlocks)]
+        admissions = [each for each in commands if isinstance(each, Ordered | KeepBlocks)]
+        others = [each for each in commands if not isinstance(each, Ordered | KeepBlocks)]
         return (admissions, others) if self._on_device else (others, admissions)
 
     def suspend(self) -> None:

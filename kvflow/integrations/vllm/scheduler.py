@@ -146,7 +146,7 @@ class SchedulerSide:
         self.guard = Guard()
         self.loading = Loading(groups, tokens_max)
         self._early = EarlyAdmission()
-        self.offering = Offering(groups, mint, kv_cache_config.num_blocks, self._early.admit)
+        self.offering = Offering(groups, mint, kv_cache_config.num_blocks, self._early.send)
         self.keeping = Keeping(groups, self.offering, self._reuse)
         self._keeps = settings.keep and can_keep(vllm_config, kv_cache_config, groups)
         self._step = 0

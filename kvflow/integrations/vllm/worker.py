@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 
 from msgspec import structs
 
-from kvflow import Finished, Grant, RankAddress, ThreadedWorker, Ticket, TransferReport
+from kvflow import Finished, RankAddress, ThreadedWorker, Ticket, TransferReport
 from kvflow.errors import (
     AuthenticationFailed,
     DefectFound,
@@ -39,6 +39,7 @@ from kvflow.integrations.vllm.messages import (
     Keep,
     KeepBlocks,
     Load,
+    Ordered,
     Reset,
     count,
     count_ends,
@@ -48,7 +49,7 @@ from kvflow.integrations.vllm.settings import logger, warn
 from kvflow.observability.logs import EventLog
 
 WRITTEN_PAUSE_S = 0.001
-"""Pause before an early admission asks again if the blocks are written: a draft model takes some milliseconds."""
+"""Pause before a command asks again if its step has written: a draft model takes some milliseconds."""
 
 RESET_WAIT_S = 5.0  # longest time that a reset waits for the last write of the pulls that it cancels
 RESET_PAUSE_S = 0.05  # the engine's thread may take the end for which a reset waits, so it looks again
@@ -70,13 +71,13 @@ class Results(NamedTuple):
 
 
 @dataclass(slots=True)
-class _EarlyLease:
-    """A grant that arrived before the command of its step."""
+class _HeldLease:
+    """A lease, until vLLM learns that it has ended."""
 
-    key: tuple[str, str]
-    held: bool = False
-    # Reported after the command: only with that step ``MultiConnector`` learns if another connector saves the blocks.
-    ended: bool = False
+    # Of the command after which vLLM may learn it. That one must have come with its step, because only with that step
+    # ``MultiConnector`` learns if another connector saves the blocks.
+    number: float
+    ended: bool
 
 
 class RankWorker:
@@ -84,7 +85,7 @@ class RankWorker:
 
     ``mark`` marks the end of what a device has been given to do; None if no device writes the cache.
 
-    Thread: the engine's; ``admit_early`` may be called from any.
+    Thread: the engine's; ``take`` may be called from any.
     """
 
     def __init__(
@@ -99,20 +100,18 @@ class RankWorker:
         self._load_wait = load_wait
         self._held_back: deque[tuple[int, Sequence[Command]]] = deque()
         self._pulls: dict[str, tuple[Load, Future[TransferReport]]] = {}
-        self._sent: set[str] = set()
-        self._received: set[str] = set()
-        self._failed: set[str] = set()
+        self._results = Results(set(), set(), set())
         self._counters: Counters | None = None
-        # Each grant arrives twice, over ``admission`` and with a step. Only the first one is executed.
         self._lock = threading.RLock()
-        self._early: dict[str, _EarlyLease] = {}
-        self._ordered: dict[str, int] = {}
-        self._unwritten: list[Admit] = []
+        self._taken = self._confirmed = 0  # numbers of the last ordered command, and of the last that came with a step
+        self._unwritten: list[Ordered] = []  # their steps may not have written
+        self._retries = False  # whether a timer is to look at them
+        self._leases: dict[str, _HeldLease] = {}
         self._kept: dict[str, KeepBlocks] = {}  # whose blocks may not be written yet
         self._void: set[str] = set()  # requests that a reset has ended, while commands may still name them
         self._mark = mark
         self._marks: deque[tuple[int, Passed]] = deque(maxlen=MARKS_MAX)  # a device does its work in order
-        self._written = -1
+        self._written = 0
         self._is_stopped = False
 
     @property
@@ -122,8 +121,9 @@ class RankWorker:
 
     def execute(self, commands: Iterable[Command]) -> None:
         """Execute the commands of the scheduler's side, without waiting for the network or for a device."""
-        self._admit_written()
-        for kind, run in groupby(commands, type):
+        commands = list(commands)
+        self.take([each for each in commands if isinstance(each, Ordered)], with_step=True)
+        for kind, run in groupby([each for each in commands if not isinstance(each, Ordered)], type):
             if kind is Load:
                 self._pull(cast("list[Load]", list(run)))
                 continue
@@ -150,8 +150,6 @@ class RankWorker:
 
     def _execute(self, command: Command) -> None:
         match command:
-            case Admit():
-                self._admit(command)
             case Keep(request_id=request_id, ticket=ticket):
                 self._keep(request_id, ticket)
             case KeepBlocks(request_id=name):
@@ -171,10 +169,12 @@ class RankWorker:
                 self._worker.record_refusal(code, reason, remedy=remedy, local_request_id=request_id)
 
     def end_step(self, step: int) -> None:
-        """Take the number of a step whose work the device has been given, all of it."""
-        if self._mark is not None:
-            passed = self._mark()
-            with self._lock:
+        """Take the number of a step that has written, or whose work the device has been given, all of it."""
+        passed = None if self._mark is None else self._mark()
+        with self._lock:
+            if passed is None:
+                self._written = step
+            else:
                 self._marks.append((step, passed))
 
     def reset(self, request_ids: Sequence[str]) -> bool:
@@ -196,7 +196,7 @@ class RankWorker:
     def _end_all(self, request_ids: Iterable[str]) -> None:
         with self._lock:
             self._void.update(request_ids)
-            self._failed -= self._void
+            self._results.failed.difference_update(self._void)
             self.revoke(request_ids)
             for request_id in request_ids:
                 self._cancel(request_id)
@@ -213,14 +213,13 @@ class RankWorker:
 
         If the step is ``idle``, wait briefly for all open pulls, unless there is something else to report.
         """
-        self._admit_written()
+        self.take()
         self.execute_written()
         self._take_ends()
-        if idle and self._load_wait.all_s and self._pulls and not (self._failed or self._sent):
+        if idle and self._load_wait.all_s and self._pulls and not (self._results.failed or self._results.sent):
             self._wait()
         with self._lock:
-            results = Results(self._sent, self._received, self._failed)
-            self._sent, self._received, self._failed = set(), set(), set()
+            results, self._results = self._results, Results(set(), set(), set())
         return results
 
     def _wait(self) -> None:
@@ -237,7 +236,8 @@ class RankWorker:
 
     def take_counters(self) -> Counters | None:
         """Return the counters since the last call, or None if nothing was counted."""
-        counters, self._counters = self._counters, None
+        with self._lock:
+            counters, self._counters = self._counters, None
         return counters
 
     def _counted(self) -> Counters:
@@ -245,26 +245,46 @@ class RankWorker:
             self._counters = empty_counters()
         return self._counters
 
-    def admit_early(self, grant: Grant, step: int) -> None:
-        """Hold the lease of a grant before its command arrives.
+    def take(self, commands: Iterable[Ordered] = (), *, with_step: bool = False) -> None:
+        """Take commands, and execute those whose steps have written.
 
-        If a GPU may still write into the blocks, try again until it has written them: the command of the step may never
-        come, because ``LLM.generate`` does not step the engine when it has ended. ``step`` wrote last into the blocks.
+        Each command comes with its step. Before that it may come over ``admission``, which may lose some: then later
+        ones are left to their steps, too. The last step may never come, because ``LLM.generate`` does not step the
+        engine when it has ended.
 
         Thread: any.
         """
         with self._lock:
-            known = self._early.get(grant.request_id)
-            # Epochs of an issuer increase, and commands arrive in the order of their tickets.
-            if grant.epoch_value <= self._ordered.get(_incarnation(grant), -1) or (known and known.key == _key(grant)):
-                return
-            if self._is_stopped:
-                return
-            if self._has_written(step):
-                early = self._early[grant.request_id] = _EarlyLease(_key(grant))  # set first: no lease without an entry
-                early.held = self._hold(grant)
-                return
-        _soon(self.admit_early, grant, step)
+            for command in commands:
+                if command.number > self._taken and (with_step or command.number == self._taken + 1):
+                    self._taken = command.number
+                    self._unwritten.append(command)
+            self._execute_unwritten()
+            if with_step:
+                for command in commands:
+                    self._confirmed = max(self._confirmed, command.number)
+                    self._report(command.request_id)
+
+    def _execute_unwritten(self) -> None:
+        """Execute the commands whose steps have written, and look again soon for others. The caller holds ``_lock``."""
+        if not self._unwritten or self._is_stopped:
+            return
+        self._has_written(max([each.step for each in self._unwritten]))
+        at = 0
+        while at < len(self._unwritten):
+            if self._unwritten[at].step <= self._written:
+                self._hold(self._unwritten[at])
+                del self._unwritten[at]  # only now: an admission that is interrupted is refused the next time
+            else:
+                at += 1
+        if self._unwritten and not self._retries:
+            self._retries = True
+            _soon(self._retry)
+
+    def _retry(self) -> None:
+        with self._lock:
+            self._retries = False
+            self._execute_unwritten()
 
     def _keep_written(self, command: KeepBlocks) -> None:
         """Hold a kept lease when its blocks are written, which may be after the last step, unless it has ended.
@@ -296,54 +316,35 @@ class RankWorker:
         with self._lock:
             self._is_stopped = True
 
-    def _admit(self, command: Admit) -> None:
-        grant = command.grant
-        with self._lock:
-            self._ordered[_incarnation(grant)] = grant.epoch_value
-            early = self._early.pop(grant.request_id, None)
-            if early is None or early.key != _key(grant):
-                if not self._has_written(command.step):
-                    self._unwritten.append(command)
-                    return
-                early = _EarlyLease(_key(grant), held=self._hold(grant))
-        self._admitted(command, held=early.held, ended=early.ended)
-
-    def _admit_written(self) -> None:
-        """Hold the leases whose blocks have been written since the last call."""
-        waiting, self._unwritten = self._unwritten, []
-        for command in waiting:
-            with self._lock:
-                is_written = self._has_written(command.step)
-            if is_written:
-                self._admitted(command, held=self._hold(command.grant))
-            else:
-                self._unwritten.append(command)
-
     def _has_written(self, step: int) -> bool:
         """Return whether a step has written its blocks, without waiting. The caller holds ``_lock``."""
         # The scheduler's side ends a request when its tokens have arrived. With vLLM's second model runner the device
         # may then still write the draft model's keys and values, and states.
         while self._marks and step > self._written and self._marks[0][1]():
             self._written, _ = self._marks.popleft()
-        return self._mark is None or step <= self._written
+        return step <= self._written
 
-    def _admitted(self, command: Admit, *, held: bool, ended: bool = False) -> None:
-        """Take the result of an admission."""
-        if not held:
-            self._worker.revoke(command.grant.request_id)  # the admission was interrupted, and vLLM frees the blocks
-            count(self._counted(), "leases", "refused")
-        if ended or not held:
-            self._sent.add(command.request_id)
-
-    def _hold(self, grant: Grant) -> bool:
-        if grant.request_id in self._void:
-            return False
+    def _hold(self, command: Admit) -> None:
+        """Hold the lease of a grant."""
+        name, held = command.request_id, command.request_id not in self._void
         try:
-            self._worker.admit(grant)
+            if held:
+                self._worker.admit(command.grant)
         except Exception as error:  # noqa: BLE001 - an exception must fail this request, not the engine
-            logger.error("kvflow: request %s is not offered and its ticket is invalid: %s", grant.request_id, error)
-            return False
-        return True
+            logger.error("kvflow: request %s is not offered and its ticket is invalid: %s", name, error)
+            held = False
+        if not held:
+            self._worker.revoke(name)  # the admission was interrupted, and vLLM frees the blocks
+            count(self._counted(), "leases", "refused")
+        self._leases[name] = _HeldLease(command.number, ended=not held)
+        self._report(name)
+
+    def _report(self, request_id: str) -> None:
+        """Tell vLLM if a lease has ended. The caller holds ``_lock``."""
+        lease = self._leases.get(request_id)
+        if lease is not None and lease.ended and lease.number <= self._confirmed:
+            del self._leases[request_id]
+            self._results.sent.add(request_id)
 
     def _pull(self, commands: Sequence[Load]) -> None:
         """Start the loads of a step as one batch. Each load fails alone, unless the worker refuses the batch."""
@@ -379,11 +380,10 @@ class RankWorker:
                     self._end_pull(end, lost=lost)
 
     def _end_lease(self, request_id: str) -> None:
-        early = self._early.get(request_id)
-        if early is not None:
-            early.ended = True
-        if early is None:
-            self._sent.add(request_id)
+        lease = self._leases.get(request_id)
+        if lease is not None:
+            lease.ended = True
+            self._report(request_id)
 
     def _end_pull(self, end: Finished, *, lost: bool) -> None:
         request_id, error = end.local_request_id, end.error
@@ -411,9 +411,9 @@ class RankWorker:
             self._log(structs.replace(prefix, seconds=seconds, nbytes=nbytes))
 
     def _end(self, request_id: str, *, failed: bool = False) -> None:
-        self._received.add(request_id)
+        self._results.received.add(request_id)
         if failed and request_id not in self._void:
-            self._failed.add(request_id)
+            self._results.failed.add(request_id)
 
     def _keep(self, request_id: str, ticket: Ticket) -> None:
         """Renew the leases of a ticket while its request waits. Rank 0 renews those of all ranks of the ticket."""
@@ -433,19 +433,10 @@ class RankWorker:
             logger.info("kvflow: the ticket of request %s was not released: %s", request_id, error)
 
 
-def _incarnation(grant: Grant) -> str:
-    """Return the incarnation of the engine that made a grant: each one has its own ticket issuer."""
-    return grant.ranks[0].incarnation
-
-
 def _soon(call: Callable[..., None], *args: object) -> None:
     again = threading.Timer(WRITTEN_PAUSE_S, call, args)
     again.daemon = True
     again.start()
-
-
-def _key(grant: Grant) -> tuple[str, str]:
-    return _incarnation(grant), grant.epoch
 
 
 def _tell_failure(request_id: str, what: str, done: "Future[None]") -> None:

@@ -37,7 +37,6 @@ class Rank:
 
     def __init__(self):
         self.told = []
-        self.steps = []
         self.event = threading.Event()
         self.error = None
         self.void = []
@@ -47,9 +46,8 @@ class Rank:
         self.void.append(request_ids)
         return self.ends
 
-    def admit_early(self, grant, step):
-        self.told.append(grant)
-        self.steps.append(step)
+    def take(self, commands):
+        self.told.extend(commands)
         self.event.set()
         if self.error:
             raise self.error
@@ -60,12 +58,16 @@ class Rank:
         return self.told
 
 
-def packed(step, ticket):
-    return msgspec.msgpack.encode(["ticket", step, ticket])
+def admit(ticket):
+    return Admit(ticket.request_id, ticket.grants[0], STEP, number=1)
 
 
-def message(ticket, key, step=STEP):
-    text = packed(step, ticket.to_params()["kvflow"])
+def packed(command):
+    return msgspec.msgpack.encode(["command", command])
+
+
+def message(ticket, key):
+    text = packed(admit(ticket))
     return hmac.digest(key, text, "sha256") + text
 
 
@@ -85,13 +87,16 @@ class World:
         self.ticket, self.grant = mint.offer("r", block_ids=[[1]], num_tokens=4)
         if slots == 1:
             mint.retire("r")
-        self.next = mint.offer("next", block_ids=[[1]], num_tokens=4)[1]
+        self.admit = Admit("r", self.grant, STEP, number=1)
+        self.next = Admit("next", mint.offer("next", block_ids=[[1]], num_tokens=4)[1], STEP, number=2)
+        if device is None:
+            self.runtime.rank.end_step(STEP)
 
     def early(self):
-        self.runtime.rank.admit_early(self.grant, STEP)
+        self.runtime.rank.take([self.admit])
 
     def command(self):
-        self.runtime.rank.execute([Admit("r", self.grant, STEP)])
+        self.runtime.rank.execute([self.admit])
 
     def end(self):
         self.runtime._worker.revoke("r")
@@ -184,8 +189,9 @@ def test_a_grant_that_comes_while_the_engine_sleeps_stays_refused(world, ways):
 
 def test_what_is_refused_with_the_step_is_not_held_later(world):
     """Its blocks are the engine's again by then."""
-    world.runtime.rank.execute([Admit("next", world.next)])  # it takes the only slot
-    world.grant = msgspec.structs.replace(world.grant, epoch=str(world.next.epoch_value + 2))
+    world.runtime.rank.execute([msgspec.structs.replace(world.next, number=1)])  # it takes the only slot
+    grant = msgspec.structs.replace(world.grant, epoch=str(world.next.grant.epoch_value + 2))
+    world.admit = msgspec.structs.replace(world.admit, grant=grant, number=2)
     world.command()
     world.collect()
     assert world.sent == ["r"]
@@ -216,13 +222,22 @@ def test_an_interrupted_admission_leaves_no_lease_of_freed_blocks(world, monkeyp
 def test_a_late_message_leaves_the_slot_to_the_next_lease(world):
     world.command()
     world.end()
-    world.runtime.rank.admit_early(world.next, STEP)
+    world.runtime.rank.take([world.next])
     world.early()
     assert world.held() == 1
-    world.runtime.rank.execute([Admit("next", world.next)])
+    world.runtime.rank.execute([world.next])
     world.collect()
     assert world.sent == ["r"]
     assert world.runtime.rank.take_counters()["leases"] == {"revoked": 1}
+
+
+def test_commands_behind_a_lost_one_wait_for_their_step(world):
+    world.runtime.rank.take([world.next])
+    assert world.held() == 0
+    world.runtime.rank.execute([world.admit, world.next])
+    assert world.held() == 1, "the slot is taken"
+    world.collect()
+    assert world.sent == ["next"]
 
 
 # A reset.
@@ -243,7 +258,7 @@ def test_a_reset_ends_a_lease_in_spite_of_what_is_on_its_way(world, ways, before
     world.collect()
     world.collect()
     assert (world.held(), world.sent) == (0, ["r"])
-    world.runtime.rank.execute([Admit("next", world.next)])
+    world.runtime.rank.execute([world.next])
     assert world.held() == 1, "of later offers it knows nothing"
 
 
@@ -381,13 +396,13 @@ def test_an_early_admission_is_not_tried_again_when_the_rank_has_ended(late, dev
 def test_a_newer_grant_does_not_let_an_older_one_be_held_twice(late, device):
     end_steps(late, STEP)
     late.command()
-    late.runtime.rank.execute([Admit("next", late.next, STEP)])
+    late.runtime.rank.execute([late.next])
     device.done = 1
     late.collect()
     assert late.held() == 2
     late.end()
     late.early()
-    late.runtime.rank.admit_early(late.next, STEP)
+    late.runtime.rank.take([late.next])
     late.collect()
     assert (late.held(), late.sent) == (1, ["r"])
 
@@ -438,7 +453,7 @@ def test_a_lease_is_held_without_a_step():
         assert (keep, params["do_remote_prefill"]) == (True, True)
         rank.await_told()
         (command,) = producer.take_commands()
-        assert (rank.told, rank.steps) == ([command.grant], [command.step])
+        assert rank.told == [command]
 
 
 def test_a_command_names_the_last_step_that_computed_its_request():
@@ -521,7 +536,7 @@ def socket(monkeypatch):
 def send_until_told(rank, early, ticket=TICKET):
     """Send until it has arrived: a connection takes a moment, and nothing is kept for it."""
     for _ in range(int(PATIENCE_S / 0.01)):
-        early.admit(ticket, STEP)
+        early.send(admit(ticket))
         if rank.event.wait(0.01):
             rank.event.clear()
             return
@@ -533,7 +548,7 @@ def test_a_rank_of_another_process_is_told_over_its_socket(socket):
     folder = Path(contact.endpoint.removeprefix("ipc://")).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     send_until_told(rank, early)
-    assert (rank.told[0], rank.steps[0]) == (TICKET.grants[0], STEP)
+    assert rank.told[0] == admit(TICKET)
 
 
 def test_a_rank_that_has_ended_keeps_no_other_from_being_told(socket, tmp_path):
@@ -544,26 +559,25 @@ def test_a_rank_that_has_ended_keeps_no_other_from_being_told(socket, tmp_path):
 
 
 def hostile(key):
-    ticket = TICKET.to_params()["kvflow"]
-    text = packed(STEP, ticket)
+    command = msgspec.to_builtins(admit(TICKET))
+    text = packed(command)
     signed = {
-        "not a ticket": packed(STEP, "hello"),
-        "not ASCII": packed(STEP, "kvf2.ü"),
+        "not a command": packed("hello"),
         "nothing behind the MAC": b"",
         "no MessagePack": b"\xc1",
-        "a step of nonsense": packed("soon", ticket),
-        "nothing behind the step": text[:2],
-        "a notice of another kind": msgspec.msgpack.encode(["another", STEP, ticket]),
+        "a step of nonsense": packed(command | {"step": "soon"}),
+        "no grant": packed({name: command[name] for name in ("type", "request_id")}),
+        "a command of another kind": packed(command | {"type": "Cancel"}),
+        "a notice of another kind": msgspec.msgpack.encode(["another", command]),
         "a reset of nonsense": msgspec.msgpack.encode(["reset", 1, STEP]),
-        "a ticket that is cut": packed(STEP, ticket[:-40]),
-        "a grant of nonsense": packed(STEP, "kvf2." + "A" * 4000),
-        "too long a ticket": packed(STEP, "kvf2." + "A" * (8 << 20)),
+        "a message that is cut": text[:-40],
+        "a grant of nonsense": packed(command | {"grant": "A" * (8 << 20)}),
     }
     return {
         "nothing": b"",
         "less than a MAC": b"x" * 31,
         "another key": message(TICKET, b"k" * 32),
-        "a client's ticket": text,
+        "a command without a MAC": text,
         "a bit flipped": bytes([message(TICKET, key)[0] ^ 1]) + message(TICKET, key)[1:],
         "more than is read": bytes(MESSAGE_BYTES_MAX + 1),
         **{name: hmac.digest(key, each, "sha256") + each for name, each in signed.items()},
@@ -585,7 +599,7 @@ def test_what_the_scheduler_has_not_signed_is_dropped_and_the_rank_goes_on(socke
             send_until_told(rank, early, honest)
         else:
             rank.await_told()
-    assert {grant.request_id for grant in rank.told} == {honest.request_id}
+    assert {command.request_id for command in rank.told} == {honest.request_id}
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -44,6 +44,7 @@ from kvflow.observability.logs import REPEATS_S, Repeats
 
 from .vllm_like import SECRET, new_mint, new_ticket
 
+STEP = 4  # the last one that has ended
 TICKET = new_ticket()
 PULL = Load("r", TICKET, ((1, 2, 3),))
 REPORT = TransferReport(
@@ -128,6 +129,7 @@ def told(*commands, refusal=None, rank=0):
     fake = FakeWorker(rank)
     fake.refusal = refusal
     rank = RankWorker(fake)
+    rank.end_step(STEP)
     rank.execute(commands)
     return fake, rank
 
@@ -396,7 +398,7 @@ def test_orders_that_come_while_the_engine_sleeps_end_at_once():
     grant = new_mint().offer("request-2", block_ids=[[1]], num_tokens=3)[1]
     _, rank = told()
     rank.suspend()
-    rank.execute([PULL, Cancel("r"), Admit("request-2", grant), GiveBack("t", TICKET)])
+    rank.execute([PULL, Cancel("r"), Admit("request-2", grant, number=1), GiveBack("t", TICKET)])
     results = rank.collect()
     assert (results.received, results.failed, results.sent) == ({"r"}, {"r"}, {"request-2"})
 
@@ -446,7 +448,7 @@ def test_a_ticket_is_given_back_unread():
 
 def test_a_lease_is_reported_when_it_has_ended():
     grant = new_mint().offer("request-2", block_ids=[[1]], num_tokens=3)[1]
-    fake, rank = told(Admit("request-2", grant))
+    fake, rank = told(Admit("request-2", grant, number=1))
     assert fake.admitted == [grant]
     assert not rank.collect().sent
     fake.ends.append(Finished("request-2", "producer", "expired"))
@@ -457,12 +459,12 @@ def test_a_lease_is_reported_when_it_has_ended():
 @pytest.mark.parametrize("refusal", [CapacityExceeded("leases", 8), MemoryError()], ids=repr)
 def test_a_grant_that_is_refused_gives_its_blocks_back_at_once(refusal):
     grant = new_mint().offer("request-2", block_ids=[[1]], num_tokens=3)[1]
-    _, rank = told(Admit("request-2", grant), refusal=refusal)
+    _, rank = told(Admit("request-2", grant, number=1), refusal=refusal)
     assert rank.collect().sent == {"request-2"}
 
 
 DIGESTS = ((b"1", b"2", b"3"),)
-KEPT = KeepBlocks("kept:r", TICKET.grants[0], DIGESTS, step=4)
+KEPT = KeepBlocks("kept:r", TICKET.grants[0], DIGESTS, step=STEP)
 
 
 class Device:
@@ -483,7 +485,7 @@ class Device:
 def on_device(fake):
     device = Device()
     rank = RankWorker(fake, device.mark)
-    rank.end_step(4)
+    rank.end_step(STEP)
     return device, rank
 
 
@@ -602,7 +604,7 @@ def test_a_reset_does_not_end_before_the_last_write(monkeypatch):
     assert rank.reset(("r",))
 
 
-ADMIT, RESET = Admit("a", new_mint().offer("a", block_ids=[[1]], num_tokens=3)[1]), Reset(("a",))
+ADMIT, RESET = Admit("a", new_mint().offer("a", block_ids=[[1]], num_tokens=3)[1], number=1), Reset(("a",))
 
 
 @pytest.mark.parametrize(
