@@ -310,8 +310,10 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         return RankIntroduction(runtime.rank.address, runtime.contact)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """End the kept leases of the blocks that this step reuses, before it writes into any."""
+        """End the leases of the blocks that this step may reuse, before it writes into any."""
         assert isinstance(kv_connector_metadata, StepCommands)
+        if kv_connector_metadata.commands:
+            self._worker_side.rank.prepare(kv_connector_metadata.commands)
         if kv_connector_metadata.revoked:
             self._worker_side.rank.revoke(kv_connector_metadata.revoked)
 

@@ -14,11 +14,38 @@ BlockIds = tuple[tuple[int, ...], ...]  # one list of block ids for each group, 
 
 
 class Admit(Struct, frozen=True, tag=True):
-    """Hold the lease of a grant, and report it as sent when it ends."""
+    """Hold the lease of a grant, and report it as sent when it ends, but not before ``Seal`` if it is open."""
 
     request_id: str
     grant: Grant
     step: int = 0  # the last one that wrote into the blocks
+    digests: tuple[tuple[bytes, ...], ...] = ()  # by which peers find it, one list for each group
+    number: int = 0
+
+
+class Advance(Struct, frozen=True, tag=True):
+    """Say which tokens of an open lease have settled, once a step has written, and renew the lease."""
+
+    request_id: str
+    num_tokens: int
+    block_ids: BlockIds  # those behind what the ranks know
+    step: int
+    number: int = 0
+
+
+class Seal(Struct, frozen=True, tag=True):
+    """Say that all tokens of an open lease have settled, and report it as sent when it ends."""
+
+    request_id: str
+    block_ids: BlockIds  # those behind what the ranks know
+    step: int
+    number: int = 0
+
+
+class Revoke(Struct, frozen=True, tag=True):
+    """End an open lease now, before this step writes, and report nothing."""
+
+    request_id: str
     number: int = 0
 
 
@@ -76,9 +103,9 @@ class KeepBlocks(Struct, frozen=True, tag=True):
     step: int  # the last one that may write into its blocks
 
 
-Command = Admit | Load | Keep | Cancel | GiveBack | Fail | Reset | KeepBlocks
+Command = Admit | Advance | Seal | Revoke | Load | Keep | Cancel | GiveBack | Fail | Reset | KeepBlocks
 
-Ordered = Admit
+Ordered = Admit | Advance | Seal | Revoke
 """Commands for leases. Their ``number`` grows by one: ranks get them twice, over ``admission`` and with a step."""
 
 _encoder = msgspec.msgpack.Encoder()

@@ -11,11 +11,13 @@ ticket.
 
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import lcm
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,7 +27,7 @@ from kvflow import Grant, RankAddress, Ticket, TicketMint
 from kvflow.errors import KvflowError
 from kvflow.integrations.vllm.blocks import NULL_BLOCK, Digests, TransferGroup, offered_blocks
 from kvflow.integrations.vllm.loading import SAMPLE
-from kvflow.integrations.vllm.messages import Admit, BlockIds, Command, Ordered
+from kvflow.integrations.vllm.messages import Admit, Advance, BlockIds, Command, Ordered, Revoke, Seal
 from kvflow.integrations.vllm.params import no_ticket_params, ticket_params
 from kvflow.integrations.vllm.settings import logger, warn
 
@@ -36,6 +38,9 @@ PROMPT_NAME = re.compile(r"(?P<call>cmpl-.+)-(?P<number>\d{1,6})(-[0-9a-f]{8})?"
 """vLLM's name of a prompt of ``/v1/completions``: all prompts of a call have it, up to their number and some digits."""
 
 PROMPT_STARTS = ("cmpl-", *"0123456789")  # start of the name of such a prompt, or of a sample of it
+
+SETTLING = frozenset(("full", "mla"))  # kinds of groups whose blocks are written once
+NEVER = 1 << 53  # more tokens than any prompt has
 
 SPECULATIVE_SHARE = 0.5
 """Share of the engine's blocks, and of its lease slots, that speculative offers may hold: those no client asked for."""
@@ -78,7 +83,8 @@ class _Prefill:
     num_tokens: int  # of its prompt
     step: int = 0  # the last one that computed it
     listed: list[list[int]] = field(default_factory=list)  # its blocks, as far as they were allocated
-    signed: tuple[Ticket, dict[str, Any]] | None = None  # signed while its last step computes
+    signed: tuple[Ticket, dict[str, Any], Digests] | None = None  # when it arrives, or while its last step computes
+    told: int = -1  # tokens that the ranks know, or will, when the last step has written; -1: no lease is open
 
 
 class Offering:
@@ -87,6 +93,11 @@ class Offering:
     While a step computes the end of a prompt, another thread signs its ticket. That thread also has the ranks hold the
     lease when the request has ended. If the request ends with other blocks or tokens than expected, or before its
     ticket is signed, the scheduler's thread signs one.
+
+    With ``renew_s``, seconds after which leases are renewed, a request that asks is offered when it arrives, and peers
+    find it by its digests. Each step says how far it computes; the last ``unsettled`` tokens are computed once more.
+    The lease ends if the request is preempted, and is opened again. Samples, and further prompts of a call, are offered
+    when they end.
 
     Thread: the scheduler's.
     """
@@ -97,8 +108,14 @@ class Offering:
         mint: MintTickets,
         num_blocks: int,
         send: Send,
+        *,
+        renew_s: float | None = None,
+        unsettled: int = 0,
     ) -> None:
         self.groups = tuple(groups)
+        sizes = [each.group.block_size for each in groups if each.group.kind in SETTLING]
+        self._whole = lcm(*sizes) if sizes else NEVER  # tokens that fill whole blocks
+        self._renew_s, self._renewed_at, self._unsettled = renew_s, time.monotonic(), unsettled
         self._make_mint = mint
         self._send = send
         self._lock = threading.Lock()  # of the mint, and of signed tickets
@@ -111,6 +128,7 @@ class Offering:
         self._held: dict[str, _ClientCall] = {}
         self._answered: dict[str, dict[str, Any]] = {}
         self._speculative = _Speculative(num_blocks)
+        self._ordering = threading.Lock()
         self._commands: list[Command] = []
         self._num_ordered = 0
 
@@ -118,8 +136,8 @@ class Offering:
         """Take the addresses of the ranks."""
         with self._lock:
             self._mint = self._make_mint(sorted(ranks, key=lambda address: address.rank))
-            for wanted in self._wanted.values():
-                wanted.signed = None
+            for request_id, wanted in self._wanted.items():
+                self._drop(request_id, wanted)
 
     def close(self) -> None:
         """End the other thread."""
@@ -143,11 +161,12 @@ class Offering:
         Offers that no client has ``asked`` for are limited to ``SPECULATIVE_SHARE``.
         """
         origin = _ClientCall.of(request_id, asked=asked, traceparent=traceparent)
-        self._wanted[request_id] = _Prefill(origin, digests, grow, num_tokens)
+        wanted = self._wanted[request_id] = _Prefill(origin, digests, grow, num_tokens)
         self._running[origin.prompt] += 1
         if origin.call and not origin.number:
             self._first_prompts[origin.call] += 1
         self._start()
+        self._open_soon(request_id, wanted)
 
     @property
     def slots(self) -> int:
@@ -173,6 +192,12 @@ class Offering:
 
     def scheduled(self, output: Any, step: int) -> None:
         """Take vLLM's ``SchedulerOutput`` of a step, and the number of the step."""
+        for name in (output.preempted_req_ids or ()) & self._wanted.keys():  # first, whatever happens next
+            with self._lock:
+                self._drop(name, self._wanted[name])
+            self._wanted[name].listed = [[] for _ in self._wanted[name].listed]
+            self._open_soon(name, self._wanted[name])
+        self._renew()
         counts, known, new = output.num_scheduled_tokens, output.scheduled_cached_reqs, output.scheduled_new_reqs
         wanted = {name: self._wanted[name] for name in self._wanted.keys() & counts.keys()}
         if not wanted:
@@ -188,7 +213,7 @@ class Offering:
             if name in wanted:
                 for listed, more in zip(wanted[name].listed, block_ids or (), strict=False):
                     listed.extend(more)
-                self._jobs.put(partial(self._prepare, name, wanted[name], before + counts[name]))
+                self._tell(name, wanted[name], before, before + counts[name])
 
     def is_sample(self, request_id: str) -> bool | None:
         """Return whether a request is one of several samples of its prompt; None if it was not announced."""
@@ -239,11 +264,15 @@ class Offering:
     def reset(self) -> list[str]:
         """Answer no offer again, and return the requests whose offers the ranks have not reported as sent."""
         self._answered.clear()
+        with self._lock:
+            for request_id, wanted in self._wanted.items():
+                self._drop(request_id, wanted)
         return list(self._held)
 
     def take_commands(self) -> list[Command]:
         """Return the commands for the ranks since the last call."""
-        commands, self._commands = self._commands, []
+        with self._ordering:
+            commands, self._commands = self._commands, []
         return commands
 
     def _is_surplus(self, origin: _ClientCall) -> bool:
@@ -262,10 +291,12 @@ class Offering:
             self._thread.start()
 
     def _drop(self, request_id: str, wanted: _Prefill) -> None:
-        """Give back the slot of a ticket that is not answered. The caller holds the lock."""
+        """End an open lease, and give back the slot of a ticket that is not answered. The caller holds the lock."""
+        if wanted.told >= 0:
+            self._order(Revoke, request_id)
         if wanted.signed is not None and self._mint is not None:
             self._mint.retire(request_id)
-        wanted.signed = None
+        wanted.signed, wanted.told = None, -1
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -276,30 +307,95 @@ class Offering:
         """Sign the ticket of a prompt, or compute the digests of its blocks that are full, while a step computes it."""
         wanted.grow(min(end, wanted.num_tokens))
         with self._lock:
-            if end < wanted.num_tokens or wanted.call.sampled or self._wanted.get(request_id) is not wanted:
+            is_last = end >= wanted.num_tokens and wanted.told < 0  # it may have been opened meanwhile
+            if not is_last or wanted.call.sampled or self._wanted.get(request_id) is not wanted:
                 return
             self._drop(request_id, wanted)  # if the request was preempted
             wanted.signed = self._sign(request_id, wanted, wanted.listed, wanted.num_tokens)
 
-    def _sign(
-        self, request_id: str, wanted: _Prefill, listed: Sequence[Sequence[int]], num_tokens: int
-    ) -> tuple[Ticket, dict[str, Any]]:
-        """Sign a ticket. The caller holds the lock."""
-        assert self._mint is not None
-        block_ids = offered_blocks(self.groups, listed, num_tokens)
-        ticket, _ = self._mint.offer(
-            request_id,
-            block_ids=block_ids,
-            num_tokens=num_tokens,
-            digests=wanted.digests(block_ids, num_tokens=num_tokens),
-            chained=True,
-            traceparent=wanted.call.traceparent,
+    def _open_soon(self, request_id: str, wanted: _Prefill) -> None:
+        """Have the other thread offer a request before it is computed, if that is wanted."""
+        call = wanted.call
+        if self._renew_s is not None and call.asked and not call.sampled and not call.number:
+            self._jobs.put(partial(self._open, request_id, wanted))
+
+    def _open(self, request_id: str, wanted: _Prefill) -> None:
+        """Offer a request that has not ended."""
+        wanted.grow(wanted.num_tokens)
+        with self._lock:
+            if self._wanted.get(request_id) is wanted and wanted.signed is None:
+                wanted.signed = self._sign(request_id, wanted, None, wanted.num_tokens)
+                self._order(Admit, request_id, wanted.signed[0].grants[0], 0, wanted.signed[2])
+                wanted.told = 0  # only now: another thread orders what follows
+
+    def _tell(self, request_id: str, wanted: _Prefill, before: int, end: int) -> None:
+        """Say how far this step computes a request; a prefix that it found has settled when the step has written."""
+        if wanted.told < 0:
+            self._jobs.put(partial(self._prepare, request_id, wanted, end))
+        elif before < wanted.told:  # vLLM computes again what failed to load
+            with self._lock:
+                self._drop(request_id, wanted)
+        else:
+            settled = min(end, wanted.num_tokens) - self._unsettled
+            if (settled := settled - settled % self._whole) > wanted.told:
+                block_ids = self._between(wanted.listed, wanted.told, settled)
+                self._order(Advance, request_id, settled, block_ids, wanted.step)
+                wanted.told = settled
+
+    def _renew(self) -> None:
+        """Renew the open leases, also of requests that wait for a step."""
+        if self._renew_s is not None and time.monotonic() - self._renewed_at > self._renew_s:
+            self._renewed_at = time.monotonic()
+            for name, each in self._wanted.items():
+                if each.told >= 0:  # as many tokens as the ranks know when that step has written
+                    self._order(Advance, name, each.told, ((),) * len(self.groups), each.step)
+
+    def _between(self, listed: Sequence[Sequence[int]], first: int, end: int) -> BlockIds:
+        """Return the blocks of these tokens, of groups whose blocks are written once; none of others."""
+        return tuple(
+            tuple(listed[each.index][first // each.group.block_size : end // each.group.block_size])
+            if each.group.kind in SETTLING
+            else ()
+            for each in self.groups
         )
+
+    def _rest(self, wanted: _Prefill, listed: Sequence[Sequence[int]], num_tokens: int) -> BlockIds | None:
+        """Return the blocks that the ranks do not know; None if a request has ended with others than they know."""
+        offered, told = offered_blocks(self.groups, listed, num_tokens), self._between(wanted.listed, 0, wanted.told)
+        pairs = [(ids, len(known), known) for ids, known in zip(offered, told, strict=True)]
+        if num_tokens != wanted.num_tokens or any(ids[:at] != known for ids, at, known in pairs):
+            return None
+        return tuple([ids[at:] for ids, at, _ in pairs])
+
+    def _sign(
+        self, request_id: str, wanted: _Prefill, listed: Sequence[Sequence[int]] | None, num_tokens: int
+    ) -> tuple[Ticket, dict[str, Any], Digests]:
+        """Sign a ticket; an open one if no blocks are ``listed``. The caller holds the lock."""
+        assert self._mint is not None
+        trace = wanted.call.traceparent
+        if listed is None:
+            blocks = [1 if each.is_state else -(-num_tokens // each.group.block_size) for each in self.groups]
+            digests = wanted.digests([(0,) * each for each in blocks], num_tokens=num_tokens)
+            ticket, _ = self._mint.offer_progressive(request_id, [()] * len(blocks), num_tokens, digests, trace)
+        else:
+            block_ids = offered_blocks(self.groups, listed, num_tokens)
+            digests = wanted.digests(block_ids, num_tokens=num_tokens)
+            ticket, _ = self._mint.offer(
+                request_id,
+                block_ids=block_ids,
+                num_tokens=num_tokens,
+                digests=digests,
+                chained=True,
+                traceparent=trace,
+            )
         try:
-            return ticket, ticket_params(ticket)
+            params = ticket_params(ticket)
         except BaseException:
             self._mint.retire(request_id)
             raise
+        if self._renew_s is None:
+            return ticket, params, ()
+        return ticket, params | {"transfer_mode": "push"}, digests
 
     def _fits(self, grant: Grant, listed: Sequence[Sequence[int]], num_tokens: int) -> bool:
         """Return whether a ticket can be answered for a request that has ended with these blocks and tokens."""
@@ -316,7 +412,8 @@ class Offering:
         if not origin.asked and not self._speculative.take(request_id, listed, self._mint.slots):
             return None
         try:
-            if wanted.signed is None or not self._fits(wanted.signed[0].grants[0], listed, num_tokens):
+            rest = self._rest(wanted, listed, num_tokens) if wanted.told >= 0 else None
+            if wanted.signed is None or not (rest or self._fits(wanted.signed[0].grants[0], listed, num_tokens)):
                 with self._lock:
                     self._drop(request_id, wanted)
                     wanted.signed = self._sign(request_id, wanted, listed, num_tokens)
@@ -324,12 +421,17 @@ class Offering:
             warn("request %s is not offered", request_id, error=error)
             return None
         try:
-            ticket, params = wanted.signed
+            ticket, params, digests = wanted.signed
+            if rest:
+                params["remote_block_ids"] = [list(ids[-1:]) for ids in offered_blocks(self.groups, listed, num_tokens)]
             offered = True, params
             self._held[request_id] = origin
             if origin.sampled:
                 self._answered[origin.prompt] = params
-            self._order(Admit, request_id, ticket.grants[0], step)
+            if rest:
+                self._order(Seal, request_id, rest, step)
+            else:
+                self._order(Admit, request_id, ticket.grants[0], step, digests)
         except BaseException:
             # vLLM frees the blocks of a request that is not offered, so no lease of them may be admitted.
             self.retire(request_id)
@@ -339,15 +441,16 @@ class Offering:
         return offered
 
     def _order(self, kind: Callable[..., Ordered], *fields: Any) -> None:
-        """Give every rank a command, now and with the next step."""
-        command = kind(*fields, number=self._num_ordered + 1)
-        self._commands.append(command)
-        self._num_ordered += 1
-        # From here on the command counts as given, because it comes with the step.
-        try:  # noqa: SIM105 - contextlib.suppress is a call, which may fail where another has
-            self._jobs.put(partial(self._send, command))
-        except Exception:  # noqa: BLE001, S110 - the next step does the same
-            pass
+        """Give every rank a command, now and with the next step. Thread: any."""
+        with self._ordering:
+            command = kind(*fields, number=self._num_ordered + 1)
+            self._commands.append(command)
+            self._num_ordered += 1
+            # From here on the command counts as given, because it comes with the step.
+            try:  # noqa: SIM105 - contextlib.suppress is a call, which may fail where another has
+                self._jobs.put(partial(self._send, command))
+            except Exception:  # noqa: BLE001, S110 - the next step does the same
+                pass
 
 
 class _Speculative:

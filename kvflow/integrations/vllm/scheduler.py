@@ -146,7 +146,14 @@ class SchedulerSide:
         self.guard = Guard()
         self.loading = Loading(groups, tokens_max)
         self._early = EarlyAdmission()
-        self.offering = Offering(groups, mint, kv_cache_config.num_blocks, self._early.send)
+        self.offering = Offering(
+            groups,
+            mint,
+            kv_cache_config.num_blocks,
+            self._early.send,
+            renew_s=config.lease_s / 3 if settings.dispatch == "concurrent" else None,
+            unsettled=self._unsettled,
+        )
         self.keeping = Keeping(groups, self.offering, self._reuse)
         self._keeps = settings.keep and can_keep(vllm_config, kv_cache_config, groups)
         self._step = 0

@@ -6,7 +6,7 @@ import re
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct, structs
@@ -40,7 +40,7 @@ Source = Annotated[str, Meta(pattern=r"\Atcp://[^\s/#]+:[0-9]{1,5}(#[0-9a-f]{64}
 
 
 class Sharing(Struct, frozen=True, kw_only=True):
-    """Settings of prefixes that engines share."""
+    """Settings of prefixes that engines share, and of prompts that are read while they are computed."""
 
     keep: bool = False  # keep the blocks of ended requests readable until the engine reuses them
     sources: Annotated[tuple[Source, ...], Meta(max_length=256)] = ()  # control endpoints of engines that keep
@@ -48,6 +48,7 @@ class Sharing(Struct, frozen=True, kw_only=True):
     fetch_tokens_min: Annotated[int, Meta(ge=1, le=1 << 31)] = 256  # fewest tokens to fetch
     rendezvous_from: Annotated[tuple[Source, ...], Meta(max_length=256)] = ()  # prefill engines that requests may name
     rendezvous_s: Annotated[float, Meta(gt=0, le=600.0)] = 2.0  # longest time until such an engine offers the prompt
+    dispatch: Literal["serial", "concurrent"] = "serial"  # concurrent: offer prompts when they arrive
 
 
 OWN_KEYS = frozenset({"enable_cross_layers_blocks", "log_file", "log_level", "offer", *Sharing.__struct_fields__})
@@ -248,7 +249,7 @@ def _sharing(extra: Mapping[str, Any], load_failure_policy: str) -> Sharing:
             f"kv_connector_extra_config: {error}",
             remedy="sources and rendezvous_from are lists of tcp://HOST:PORT or tcp://HOST:PORT#KEY with the ports of "
             "bind of engines that keep, or offer; keep is true or false; find_s is in seconds, at most 1, and "
-            "rendezvous_s at most 600; fetch_tokens_min is a number of tokens.",
+            "rendezvous_s at most 600; fetch_tokens_min is a number of tokens; dispatch is serial or concurrent.",
         ) from error
     if sharing.sources and load_failure_policy not in ("", "recompute"):
         raise ConfigInvalid(

@@ -6,12 +6,13 @@ transfers that have ended since the last step.
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from math import inf
 from typing import NamedTuple, cast
 
 from msgspec import structs
@@ -31,6 +32,7 @@ from kvflow.errors import (
 from kvflow.integrations.vllm.engine import LOAD_WAIT, LoadWait
 from kvflow.integrations.vllm.messages import (
     Admit,
+    Advance,
     Cancel,
     Command,
     Counters,
@@ -41,6 +43,8 @@ from kvflow.integrations.vllm.messages import (
     Load,
     Ordered,
     Reset,
+    Revoke,
+    Seal,
     count,
     count_ends,
     empty_counters,
@@ -104,9 +108,10 @@ class RankWorker:
         self._counters: Counters | None = None
         self._lock = threading.RLock()
         self._taken = self._confirmed = 0  # numbers of the last ordered command, and of the last that came with a step
-        self._unwritten: list[Ordered] = []  # their steps may not have written
+        self._unwritten: list[Admit | Advance | Seal] = []  # their steps may not have written
         self._retries = False  # whether a timer is to look at them
         self._leases: dict[str, _HeldLease] = {}
+        self._unreported: Counter[str] = Counter()  # ends of open leases that vLLM does not wait for
         self._kept: dict[str, KeepBlocks] = {}  # whose blocks may not be written yet
         self._void: set[str] = set()  # requests that a reset has ended, while commands may still name them
         self._mark = mark
@@ -258,7 +263,10 @@ class RankWorker:
             for command in commands:
                 if command.number > self._taken and (with_step or command.number == self._taken + 1):
                     self._taken = command.number
-                    self._unwritten.append(command)
+                    if isinstance(command, Revoke):
+                        self._withdraw(command.request_id)
+                    else:
+                        self._unwritten.append(command)
             self._execute_unwritten()
             if with_step:
                 for command in commands:
@@ -269,15 +277,19 @@ class RankWorker:
         """Execute the commands whose steps have written, and look again soon for others. The caller holds ``_lock``."""
         if not self._unwritten or self._is_stopped:
             return
+        # Ask once: otherwise a later command of a lease might be executed before an earlier one.
         self._has_written(max([each.step for each in self._unwritten]))
         at = 0
         while at < len(self._unwritten):
-            if self._unwritten[at].step <= self._written:
-                self._hold(self._unwritten[at])
+            if (command := self._unwritten[at]).step <= self._written:
+                if isinstance(command, Admit):
+                    self._hold(command)
+                else:
+                    self._tell(command)
                 del self._unwritten[at]  # only now: an admission that is interrupted is refused the next time
             else:
                 at += 1
-        if self._unwritten and not self._retries:
+        if not self._retries and any(isinstance(each, Admit | Seal) for each in self._unwritten):
             self._retries = True
             _soon(self._retry)
 
@@ -304,6 +316,12 @@ class RankWorker:
                 return
         _soon(self._keep_written, command)
 
+    def prepare(self, commands: Sequence[Command]) -> None:
+        """Execute what must end leases before a step writes, and the commands for leases that come with it."""
+        ordered = [each for each in commands if isinstance(each, Ordered)]
+        if any(isinstance(each, Revoke) for each in ordered):
+            self.take(ordered, with_step=True)
+
     def revoke(self, names: Iterable[str]) -> None:
         """End kept leases now."""
         with self._lock:
@@ -329,15 +347,40 @@ class RankWorker:
         name, held = command.request_id, command.request_id not in self._void
         try:
             if held:
-                self._worker.admit(command.grant)
+                self._worker.admit(command.grant, command.digests or None)
         except Exception as error:  # noqa: BLE001 - an exception must fail this request, not the engine
             logger.error("kvflow: request %s is not offered and its ticket is invalid: %s", name, error)
             held = False
         if not held:
             self._worker.revoke(name)  # the admission was interrupted, and vLLM frees the blocks
             count(self._counted(), "leases", "refused")
-        self._leases[name] = _HeldLease(command.number, ended=not held)
+        self._leases[name] = _HeldLease(inf if command.grant.kind == "open" else command.number, ended=not held)
         self._report(name)
+
+    def _tell(self, command: Advance | Seal) -> None:
+        """Say what has settled of an open lease."""
+        name = command.request_id
+        lease = self._leases.setdefault(name, _HeldLease(inf, ended=True))
+        if isinstance(command, Seal):
+            lease.number = command.number
+        try:
+            if lease.ended:
+                self._report(name)
+            elif isinstance(command, Seal):
+                self._worker.seal(name, command.block_ids)
+            else:
+                self._worker.advance(name, command.num_tokens, command.block_ids)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._worker.revoke(name)  # what follows would be taken for the blocks of other tokens
+            logger.info("kvflow: the lease of request %s has ended while it was computed: %s", name, error)
+
+    def _withdraw(self, request_id: str) -> None:
+        """End an open lease. Its end must not be taken for that of a later lease of the request."""
+        self._unwritten = [each for each in self._unwritten if each.request_id != request_id]
+        lease = self._leases.pop(request_id, None)
+        if lease is not None and not lease.ended:
+            self._unreported[request_id] += 1
+        self._worker.revoke(request_id)
 
     def _report(self, request_id: str) -> None:
         """Tell vLLM if a lease has ended. The caller holds ``_lock``."""
@@ -380,8 +423,10 @@ class RankWorker:
                     self._end_pull(end, lost=lost)
 
     def _end_lease(self, request_id: str) -> None:
-        lease = self._leases.get(request_id)
-        if lease is not None:
+        if self._unreported[request_id]:
+            self._unreported[request_id] -= 1
+            self._unreported += Counter()  # drops what is 0
+        elif (lease := self._leases.get(request_id)) is not None:
             lease.ended = True
             self._report(request_id)
 

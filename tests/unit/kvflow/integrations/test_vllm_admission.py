@@ -205,8 +205,8 @@ def test_an_interrupted_admission_leaves_no_lease_of_freed_blocks(world, monkeyp
     worker = world.runtime._worker
     whole = worker.admit
 
-    def interrupted(grant):
-        whole(grant)
+    def interrupted(*given):
+        whole(*given)
         monkeypatch.undo()
         raise KeyboardInterrupt
 

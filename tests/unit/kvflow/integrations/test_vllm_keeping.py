@@ -22,6 +22,7 @@ from .vllm_like import (
     new_request,
     rank_address,
     side,
+    step_output,
 )
 
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -160,8 +161,7 @@ def test_no_step_without_tokens_is_waited_for(pool):
 
 
 def step():
-    known = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[])
-    return {"num_scheduled_tokens": {}, "scheduled_new_reqs": [], "scheduled_cached_reqs": known}
+    return vars(step_output({}))
 
 
 def test_what_a_step_in_flight_computes_is_not_kept(pool):

@@ -177,6 +177,11 @@ def test_prefixes_are_shared_with_engines_that_are_named():
     assert (settings.find_s, settings.fetch_tokens_min) == (0.01, 64)
 
 
+def test_prompts_are_offered_when_they_arrive_only_if_a_setting_says_so():
+    assert read_settings({"cluster_secret": SECRET}, facts()).dispatch == "serial"
+    assert read_settings({"cluster_secret": SECRET, "dispatch": "concurrent"}, facts()).dispatch == "concurrent"
+
+
 @pytest.mark.parametrize("kv_role", ["kv_producer", "kv_consumer", "kv_both"])
 def test_a_worker_that_shares_prefixes_reads_and_is_read_from(kv_role):
     own = kv_role.removeprefix("kv_")
@@ -213,6 +218,7 @@ def test_sources_need_an_engine_that_computes_what_it_cannot_load():
         {"find_s": float("nan")},
         {"fetch_tokens_min": 0},
         {"fetch_tokens_min": 1.5},
+        {"dispatch": "parallel"},
     ],
     ids=lambda wrong: str(wrong)[:40],
 )

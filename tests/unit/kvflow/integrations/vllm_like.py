@@ -142,7 +142,7 @@ def side(*specs, role="kv_both", met=True, lookahead=1, secret=SECRET, tokens_ma
     return found
 
 
-def step_output(counts, new=None, known=None):
+def step_output(counts, new=None, known=None, preempted=()):
     """What vLLM's scheduler says of a step.
 
     Args:
@@ -153,6 +153,7 @@ def step_output(counts, new=None, known=None):
     new, known = new or {}, known or {}
     return SimpleNamespace(
         num_scheduled_tokens=counts,
+        preempted_req_ids=set(preempted) or None,
         scheduled_new_reqs=[
             SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=tuple(blocks))
             for name, (computed, blocks) in new.items()

@@ -1,0 +1,451 @@
+"""A prompt is on offer while a prefill engine computes it: what a step has written settles, and nothing else."""
+
+import itertools
+import threading
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+
+from kvflow import FullAttention, Mamba, SlidingWindow, State, Ticket, allocate
+from kvflow.integrations.vllm import offering
+from kvflow.integrations.vllm import worker as rank_side
+from kvflow.integrations.vllm.messages import Admit, Advance, Reset, Revoke, Seal
+from kvflow.integrations.vllm.runtime import RankRuntime
+from tests.helpers.settings import flat_config
+
+from .vllm_like import SECRET, FullAttentionSpec, MambaSpec, SlidingWindowSpec, new_key, new_request, side, step_output
+
+OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
+ABORTED = SimpleNamespace(name="FINISHED_ABORTED")
+PATIENCE_S = 60.0
+SHAPE = {"num_kv_heads": 2, "head_size": 8, "dtype": "float16"}
+SPECS = {
+    "layer.0": FullAttention(block_size=16, **SHAPE),
+    "layer.1": SlidingWindow(block_size=16, window=64, **SHAPE),
+    "layer.2": Mamba(block_size=1024, states=(State("ssm", (4, 8), "float16", shard_axis=0),)),
+}
+VLLM = (FullAttentionSpec(), SlidingWindowSpec(), MambaSpec())
+
+
+class Engine:
+    """A prefill engine of one rank, which takes steps as vLLM's runners do.
+
+    ``early``: the rank is reached between steps.
+    """
+
+    def __init__(self, kinds=1, *, early=True, mark=None, slots=8, **extra):
+        self.stack = ExitStack()
+        config = flat_config(engine_id="engine", cluster_secret=SECRET, transport="loopback", lease_slots=slots)
+        cache = allocate(dict([*SPECS.items()][:kinds]), num_blocks=64)
+        self.runtime = RankRuntime(config, cache, mark=mark)
+        self.stack.callback(self.runtime.close)
+        self.rank = self.runtime.rank
+        self.side = side(*VLLM[:kinds], met=False, dispatch="concurrent", **extra)
+        self.side.meet_ranks([self.rank.address], [self.runtime.contact] if early else [])
+        self.requests, self.sent, self.ordered = {}, [], []
+        self.number = 0
+
+    def arrive(self, name="r", prompt=64, params=OFFER, **named):
+        request = self.requests[name] = new_request(params, prompt, request_id=name, **named)
+        request.num_computed_tokens = 0
+        self.side.on_new_request(request)
+        self.flush()
+        return request
+
+    def flush(self):
+        """Wait until the other thread has done its jobs, and those that they have made."""
+        for _ in range(2):
+            done = threading.Event()
+            self.side.offering.submit(done.set)
+            assert done.wait(PATIENCE_S)
+
+    def begin(self, counts=None, new=None, known=None, preempted=()):
+        """Begin a step: what has to be done before it writes is done."""
+        self.number += 1
+        self.side.on_scheduled(step_output(counts or {}, new, known, preempted), self.number)
+        self.flush()
+        commands = self.side.take_commands()
+        self.ordered += commands
+        self.rank.prepare(commands)
+        self.rank.execute(commands)
+
+    def write(self):
+        """End the step."""
+        self.rank.end_step(self.number)
+        self.collect()
+
+    def step(self, *args, **named):
+        self.begin(*args, **named)
+        self.write()
+
+    def collect(self):
+        found = self.rank.collect().sent
+        self.side.on_reported(None, found)
+        self.sent += sorted(found)
+
+    def end(self, name="r", blocks=((1, 2, 3, 4),), status=None, computed=None):
+        """End a request that has made a token; return its parameters."""
+        request = self.requests.pop(name)
+        request.num_computed_tokens = request.num_prompt_tokens if computed is None else computed
+        request.all_token_ids.append(7)
+        request.status = status or request.status
+        keeps, params = self.side.on_finished(request, [list(ids) for ids in blocks])
+        self.flush()
+        assert keeps == bool(params and params["do_remote_prefill"])
+        return params
+
+    def lease(self, name="r"):
+        """The lease of a request as peers are told of it: its kind, tokens that have settled, and blocks."""
+        table = self.runtime._worker._thread.worker._leases._leases
+        held = table._by_request.get(name)
+        kind = held and ("sealed" if held.sealed and held.grant.kind == "open" else held.grant.kind)
+        return held and (kind, held.settled, held.blocks)
+
+    def kinds(self):
+        """The kinds of commands so far."""
+        self.ordered += self.side.take_commands()
+        return [type(each).__name__ for each in self.ordered]
+
+
+@pytest.fixture
+def engines():
+    made = []
+
+    def make(*args, **named):
+        made.append(Engine(*args, **named))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.runtime._worker._thread.worker._leases.check()
+        engine.stack.close()
+
+
+@pytest.fixture
+def engine(engines):
+    return engines()
+
+
+def test_a_request_is_found_before_it_is_scheduled(engine):
+    engine.arrive()
+    assert engine.lease() == ("open", 0, ((),))
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_each_step_settles_whole_blocks_once_it_has_written(engines, early):
+    engine = engines(early=early)
+    engine.arrive()
+    engine.begin({"r": 24}, new={"r": (0, [[1, 2]])})
+    assert engine.lease() == ("open", 0, ((),)), "the step has not written"
+    engine.write()
+    assert engine.lease() == ("open", 16, ((1,),)), "the second block is not full"
+    engine.step({"r": 24}, known={"r": (24, [[3]])})
+    assert engine.lease() == ("open", 48, ((1, 2, 3),))
+    engine.step({"r": 16}, known={"r": (48, [[4]])})
+    assert engine.lease() == ("open", 64, ((1, 2, 3, 4),))
+    params = engine.end()
+    assert (params["transfer_mode"], params["remote_block_ids"]) == ("push", [[4]])
+    assert Ticket.from_params(params, verify=new_key().verifies).grants[0].kind == "open"
+    if not early:
+        engine.step()
+    assert engine.lease() == ("sealed", 64, ((1, 2, 3, 4),))
+    assert engine.kinds() == ["Admit", "Advance", "Advance", "Advance", "Seal"]
+
+
+def test_a_prefix_hit_settles_when_the_step_that_found_it_has_written(engine):
+    """vLLM counts it as computed while another request of the same step still writes it."""
+    engine.arrive("first", 48)
+    engine.arrive("second", 64)
+    engine.begin({"first": 48, "second": 16}, new={"first": (0, [[1, 2, 3]]), "second": (48, [[1, 2, 3, 4]])})
+    assert engine.lease("second") == ("open", 0, ((),))
+    engine.write()
+    assert engine.lease("second") == ("open", 64, ((1, 2, 3, 4),))
+
+
+def test_a_device_settles_what_it_has_written(engines):
+    given, done = [], []
+
+    def mark():
+        number = len(given)
+        given.append(number)
+        return lambda: number in done
+
+    engine = engines(mark=mark)
+    engine.arrive()
+    engine.step({"r": 32}, new={"r": (0, [[1, 2]])})
+    engine.step({"r": 32}, known={"r": (32, [[3, 4]])})  # asynchronous scheduling
+    assert engine.lease() == ("open", 0, ((),))
+    done.append(0)
+    engine.collect()
+    assert engine.lease() == ("open", 32, ((1, 2),))
+    engine.end()
+    assert engine.lease() == ("open", 32, ((1, 2),)), "the last step has not written"
+    done.append(1)
+    engine.collect()
+    assert engine.lease() == ("sealed", 64, ((1, 2, 3, 4),))
+
+
+def test_commands_of_a_lease_keep_their_order(engines, monkeypatch):
+    """Though the device writes between two questions to it."""
+    monkeypatch.setattr(rank_side, "_soon", lambda *_: None)
+    answers = iter(())
+    engine = engines(mark=lambda: lambda: next(answers, False))
+    engine.arrive()
+    engine.step({"r": 32}, new={"r": (0, [[1, 2]])})
+    engine.step({"r": 32}, known={"r": (32, [[3, 4]])})
+    engine.end()
+    answers = itertools.chain([False, False], itertools.repeat(True))
+    for _ in range(3):
+        engine.collect()
+    assert engine.lease() == ("sealed", 64, ((1, 2, 3, 4),))
+
+
+def test_a_draft_model_computes_the_last_tokens_once_more(engines):
+    engine = engines(lookahead=4)
+    request = engine.arrive(prompt=83)  # three are left to the decode engine
+    assert request.num_prompt_tokens == 80
+    engine.step({"r": 34}, new={"r": (0, [[1, 2, 3]])})
+    assert engine.lease() == ("open", 16, ((1,),))
+    engine.step({"r": 46}, known={"r": (31, [[4, 5]])})
+    assert engine.lease() == ("open", 64, ((1, 2, 3, 4),))
+
+
+def test_without_a_draft_model_nothing_settles_before_it_is_computed(engines):
+    engine = engines(lookahead=0)
+    engine.arrive()
+    engine.step({"r": 15}, new={"r": (0, [[1]])})
+    assert engine.lease() == ("open", 0, ((),))
+
+
+def test_windows_and_states_are_told_with_the_seal(engines):
+    engine = engines(3)
+    request = engine.arrive(prompt=81)  # the decode engine computes the last token
+    assert request.num_prompt_tokens == 80
+    engine.step({"r": 80}, new={"r": (0, [[1, 2, 3, 4, 5], [11, 12, 13, 14, 15], [21]])})
+    assert engine.lease() == ("open", 80, ((1, 2, 3, 4, 5), (), ()))
+    params = engine.end(blocks=((1, 2, 3, 4, 5), (0, 12, 13, 14, 15), (21,)))
+    assert params["remote_block_ids"] == [[5], [15], [21]]
+    assert engine.lease() == ("sealed", 80, ((1, 2, 3, 4, 5), (12, 13, 14, 15), (21,)))
+
+
+def test_a_sealed_lease_is_reported_once_after_its_step(engine):
+    engine.arrive()
+    engine.step({"r": 64}, new={"r": (0, [[1, 2, 3, 4]])})
+    engine.end()
+    engine.runtime._worker.revoke("r")
+    engine.collect()
+    assert engine.sent == [], "MultiConnector learns with the step that the request has ended"
+    engine.step()
+    assert engine.sent == ["r"]
+
+
+@pytest.mark.parametrize("when", ["queued", "computed", "ended"])
+def test_a_lease_that_has_ended_before_the_seal_gives_the_blocks_back_then(engine, when):
+    engine.arrive()
+    if when == "queued":
+        engine.runtime._worker.revoke("r")
+    engine.step({"r": 32}, new={"r": (0, [[1, 2]])})
+    if when == "computed":
+        engine.runtime._worker.revoke("r")
+    engine.step({"r": 32}, known={"r": (32, [[3, 4]])})
+    if when == "ended":
+        engine.runtime._worker.revoke("r")
+    assert engine.sent == [], "vLLM has not ended the request"
+    engine.end()
+    engine.step()
+    assert (engine.sent, engine.lease()) == (["r"], None)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_request_that_is_aborted_ends_its_lease(engines, steps, early):
+    engine = engines(early=early)
+    engine.arrive()
+    if steps:
+        engine.step({"r": 32}, new={"r": (0, [[1, 2]])})
+    assert engine.end(blocks=((1, 2),), status=ABORTED, computed=32) is None
+    if early:
+        assert engine.lease() is None
+    engine.begin()
+    assert engine.lease() is None, "before the step writes"
+    engine.write()
+    assert engine.sent == []
+    assert len(engine.side.offering._mint._free) == 8
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_preemption_ends_the_lease_before_its_step_writes(engines, early):
+    engine = engines(early=early)
+    engine.arrive()
+    engine.step({"r": 32}, new={"r": (0, [[1, 2]])})
+    engine.number += 1
+    engine.side.on_scheduled(step_output({"other": 64}, preempted={"r"}), engine.number)
+    commands = engine.side.take_commands()
+    engine.rank.prepare(commands)
+    assert engine.lease() in (None, ("open", 0, ((),))), "only that of a new lease"
+    engine.rank.execute(commands)
+    engine.write()
+    engine.flush()
+    engine.step({"r": 16}, known={"r": (0, [[7]])})
+    assert engine.lease() == ("open", 16, ((7,),)), "it is offered again"
+    engine.step({"r": 48}, known={"r": (16, [[5, 4, 3]])})
+    engine.end(blocks=((7, 5, 4, 3),))
+    engine.step()
+    assert engine.lease() == ("sealed", 64, ((7, 5, 4, 3),))
+    assert engine.sent == [], "neither end is that of the request's blocks"
+    engine.runtime._worker.revoke("r")
+    engine.step()
+    assert engine.sent == ["r"]
+
+
+def test_a_request_that_is_preempted_at_every_chunk_leaves_nothing_behind(engine):
+    engine.arrive()
+    for block in range(1, 40):
+        engine.step({"r": 16}, new={"r": (0, [[block]])})
+        assert engine.lease() == ("open", 16, ((block,),))
+        engine.step(preempted={"r"})
+    assert (engine.sent, engine.rank._unreported, engine.rank._unwritten) == ([], {}, [])
+    assert list(engine.rank._leases) == ["r"]
+    assert len(engine.side.offering._mint._free) == 7
+
+
+def test_what_vllm_computes_again_settles_no_more(engine):
+    """A load of another connector may fail after the step that used it."""
+    engine.arrive()
+    engine.step({"r": 32}, new={"r": (0, [[1, 2]])})
+    engine.step({"r": 16}, known={"r": (16, None)})
+    assert engine.lease() is None
+
+
+def test_a_request_that_ends_with_other_blocks_is_offered_anew(engine):
+    engine.arrive()
+    engine.step({"r": 64}, new={"r": (0, [[1, 2, 3, 4]])})
+    params = engine.end(blocks=((1, 2, 3, 5),))
+    assert Ticket.from_params(params, verify=new_key().verifies).grants[0].kind == "offer"
+    assert params["transfer_mode"] == "push", "a router that sends both legs at once must go on"
+    engine.step()
+    assert engine.lease()[0] == "offer"
+    assert engine.sent == []
+
+
+def test_a_request_that_ends_before_its_ticket_is_signed_is_offered_then(engine):
+    request = engine.requests["r"] = new_request(OFFER, 64, request_id="r")
+    hold = threading.Event()
+    engine.side.offering.submit(hold.wait)
+    engine.side.on_new_request(request)
+    engine.number += 1
+    engine.side.on_scheduled(step_output({"r": 64}, new={"r": (0, [[1, 2, 3, 4]])}), 1)
+    engine.rank.end_step(1)
+    request.all_token_ids.append(7)
+    keeps, params = engine.side.on_finished(engine.requests.pop("r"), [[1, 2, 3, 4]])
+    hold.set()
+    engine.flush()
+    assert (keeps, params["transfer_mode"]) == (True, "push")
+    assert engine.kinds() == ["Admit"]
+    assert engine.lease()[0] == "offer"
+
+
+@pytest.mark.parametrize("name", ["0_cmpl-x-0-01234567", "cmpl-x-1-01234567"], ids=["a sample", "a further prompt"])
+def test_what_may_get_no_ticket_is_offered_when_it_ends(engine, name):
+    engine.arrive(name)
+    assert (engine.lease(name), engine.kinds()) == (None, [])
+    engine.step({name: 64}, new={name: (0, [[1, 2, 3, 4]])})
+    assert engine.end(name)["transfer_mode"] == "push"
+    engine.step()
+    assert engine.lease(name)[0] == "offer"
+
+
+def test_peers_find_what_is_offered_by_its_digests(engine):
+    engine.arrive("open")
+    engine.step({"open": 64}, new={"open": (0, [[1, 2, 3, 4]])})
+    name = "0_cmpl-x-0-01234567"
+    engine.arrive(name)
+    engine.step({name: 64}, new={name: (0, [[5, 6, 7, 8]])})
+    engine.end(name)
+    engine.kinds()
+    opened, offered = (each for each in engine.ordered if isinstance(each, Admit))
+    assert opened.digests == offered.digests
+    assert len(opened.digests[0]) == 4
+
+
+def test_requests_without_a_free_lease_are_offered_when_they_end(engines):
+    engine = engines(slots=1)
+    engine.arrive("a")
+    engine.arrive("b")
+    engine.step({"b": 64}, new={"b": (0, [[5, 6, 7, 8]])})
+    engine.end("a", status=ABORTED, computed=0)
+    assert engine.end("b", blocks=((5, 6, 7, 8),))["do_remote_prefill"]
+    engine.step()
+    assert (engine.lease("a"), engine.lease("b")[0]) == (None, "offer")
+
+
+def test_a_queued_request_is_renewed_and_nothing_settles_by_that(engine, monkeypatch):
+    now = [engine.side.offering._renewed_at]
+    monkeypatch.setattr(offering, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    engine.arrive()
+    engine.arrive("computed", 48)
+    engine.step()
+    before = engine.kinds()
+    engine.begin({"computed": 32}, new={"computed": (0, [[1, 2]])})
+    now[0] += 11.0  # a lease lasts 30 s
+    engine.begin({"computed": 16}, known={"computed": (32, [[3]])})  # asynchronous scheduling
+    assert engine.lease("computed") == ("open", 0, ((),))
+    engine.write()
+    assert engine.lease("computed") == ("open", 48, ((1, 2, 3),))
+    assert engine.kinds()[len(before) :] == ["Advance"] * 4  # two of them renew
+    assert engine.lease() == ("open", 0, ((),))
+    engine.step()
+    assert len(engine.ordered) == len(before) + 4
+
+
+def test_a_reset_ends_open_leases_and_reports_none(engine):
+    engine.arrive()
+    engine.step({"r": 32}, new={"r": (0, [[1, 2]])})
+    assert engine.side.reset()
+    engine.flush()
+    assert engine.lease() is None
+    engine.step(preempted={"r"})
+    engine.step({"r": 64}, known={"r": (0, [[1, 2, 3, 4]])})
+    engine.end()
+    engine.step()
+    assert (engine.lease()[0], engine.sent) == ("sealed", [])
+    assert not any(isinstance(each, Reset) for each in engine.ordered)
+
+
+def test_a_lease_that_ends_while_the_engine_sleeps_is_not_sealed(engine):
+    engine.arrive()
+    engine.step({"r": 32}, new={"r": (0, [[1, 2]])})
+    engine.runtime.suspend()
+    engine.runtime.resume()
+    engine.side.meet_ranks([engine.rank.address], [engine.runtime.contact])
+    engine.step({"r": 32}, known={"r": (32, [[3, 4]])})
+    assert engine.end()["do_remote_prefill"]
+    engine.step()
+    assert (engine.lease()[0], engine.sent) == ("offer", [])
+
+
+def test_an_engine_without_the_setting_offers_what_it_has_computed():
+    found = side(FullAttentionSpec())
+    request = new_request(OFFER, 64, request_id="r")
+    found.on_new_request(request)
+    _, params = found.on_finished(request, [[1, 2, 3, 4]])
+    (command,) = found.take_commands()
+    assert (params["transfer_mode"], command.digests) == ("pull", ())
+
+
+def test_a_command_that_was_lost_is_not_missed(engine):
+    """The rank is behind: it takes what the step repeats, in order."""
+    engine.side._early.close()
+    engine.arrive()
+    engine.step({"r": 64}, new={"r": (0, [[1, 2, 3, 4]])})
+    assert engine.lease() == ("open", 64, ((1, 2, 3, 4),))
+    assert [type(each) for each in engine.ordered] == [Admit, Advance]
+
+
+def test_advances_that_are_refused_end_the_lease(engine):
+    engine.arrive()
+    engine.step()
+    engine.rank.take([Advance("r", 32, ((1,),), 1, number=2), Advance("r", 48, ((2, 3),), 1, number=3)])
+    engine.rank.take([Seal("r", ((4,),), 1, number=4), Revoke("r", number=5)])
+    assert (engine.lease(), engine.rank._leases) == (None, {})
