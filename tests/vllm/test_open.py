@@ -1,0 +1,107 @@
+"""A prefill engine that offers prompts when they arrive: what has settled is not written again while it is on offer."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from .engines import PREFILL_PARAMS, Engine, Options
+from .pairs import FULL, LEASE_S, model_folder
+from .prompts import prompt_of
+
+CHUNK = 128  # tokens of a step
+PREFILL = Options(
+    "llama",
+    extra={"lease_s": LEASE_S, "dispatch": "concurrent"},
+    prefix_caching=True,
+    llm={"max_num_batched_tokens": CHUNK},
+    served="tests.vllm.open_engine",
+)
+ENGINES = {
+    "llama": PREFILL,
+    "llama-2-ranks": replace(PREFILL, ranks=2),
+    "gptoss": replace(PREFILL, model="gptoss"),
+    "granite": replace(PREFILL, model="granite", prefix_caching=False),
+}
+SECRET = "of the engines that open, long enough"
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="module", params=list(ENGINES) if FULL else ["llama-2-ranks", "gptoss"])
+def engine(request, pairs):
+    pairs.stop()
+    options = ENGINES[request.param]
+    name = f"opener-{next(NUMBERS)}"
+    folder = model_folder(options.model)
+    with Engine(options, folder, role="kv_producer", name=name, secret=SECRET, nursery=pairs.nursery) as engine:
+        yield engine.wait_ready()
+
+
+def opened(engine):
+    """Return what each rank says of its open leases."""
+    return engine._await(engine._command("opened", f"opened-{next(NUMBERS)}"), 120.0)["ranks"]
+
+
+def ends_of(engine, request_id):
+    """Return how the leases of a request were left, on every rank alike: how, and how often something had settled."""
+    first, *others = [
+        [(how, count) for name, how, count, _ in rank["ended"] if name.startswith(request_id)]
+        for rank in opened(engine)
+    ]
+    assert all(each == first for each in others)
+    return first
+
+
+@pytest.fixture(autouse=True)
+def intact(engine):
+    """After every test: nothing that had settled was written again, and every lease and block is free in the end."""
+    yield
+    for rank in opened(engine):
+        assert [each for each in rank["ended"] if not each[3]] == []
+    engine.wait_state(lambda state: state["held"] == 0)
+    assert all(rank["held"] == [] for rank in opened(engine))
+
+
+def test_each_chunk_of_a_prompt_settles(engine):
+    answer = engine.generate(prompt_of(700, "chunks"), PREFILL_PARAMS, max_tokens=1)
+    assert answer["kv_transfer_params"]["transfer_mode"] == "push"
+    [(how, count)] = ends_of(engine, answer["id"])
+    assert (how, count >= 4) == ("sealed", True)
+    assert all(kind == "open" for rank in opened(engine) for _, kind in rank["held"])
+
+
+def test_a_prefix_that_is_being_written_settles_later(engine):
+    """Both prompts are computed in the same steps, and vLLM counts what they share as computed at once."""
+    shared, own = prompt_of(64, "shared"), [prompt_of(40, name) for name in ("first", "second")]
+    requests = [engine.submit(shared + each, PREFILL_PARAMS, max_tokens=1) for each in own]
+    answers = [request.wait() for request in requests]
+    for answer in answers:
+        assert [how for how, _ in ends_of(engine, answer["id"])] == ["sealed"]
+
+
+@pytest.mark.parametrize("times", [1, 12])
+def test_a_prompt_that_is_preempted_is_offered_again(engine, times):
+    engine._await(engine._command("preempt", f"preempt-{next(NUMBERS)}", times=times), 120.0)
+    prompts = [prompt_of(300, f"preempted {times} {number}") for number in range(3)]
+    requests = [engine.submit(each, PREFILL_PARAMS, max_tokens=1) for each in prompts]
+    answers = [request.wait() for request in requests]
+    ends = [ends_of(engine, answer["id"]) for answer in answers]
+    assert all(each[-1][0] == "sealed" for each in ends)
+    assert any(how == "withdrawn" for each in ends for how, _ in each)
+
+
+def test_a_prompt_that_is_aborted_ends_its_lease_though_no_step_follows(engine):
+    started = engine.submit(prompt_of(1000, "aborted"), PREFILL_PARAMS, max_tokens=1)
+    engine.wait_state(lambda state: state["held"] == 1)
+    started.abort()
+    assert started.wait()["finish_reason"] in ("abort", "length")
+    [(how, _)] = ends_of(engine, started.request_id)
+    assert how in ("withdrawn", "sealed")
+
+
+def test_prompts_that_are_computed_at_once_settle_apart(engine):
+    lengths = [3, 31, 40, 128, 150, 257, 333, 512]
+    prompts = [prompt_of(length, "at once") for length in lengths]
+    requests = [engine.submit(each, PREFILL_PARAMS, max_tokens=1) for each in prompts]
+    for request in requests:
+        assert [how for how, _ in ends_of(engine, request.wait()["id"])] == ["sealed"]
