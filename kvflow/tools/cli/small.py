@@ -365,8 +365,12 @@ def add_proxy(commands: Subparsers) -> None:
             metavar="URL",
             help=f"a {role} server, http://HOST:PORT; repeat it for more servers, which take turns",
         )
-    with_default(parser, "--listen", LISTEN, "address for clients", type=bound_address, metavar="HOST:PORT")
     fields = {field.name: field for field in msgspec.structs.fields(ProxyConfig)}
+    with_default(parser, "--listen", LISTEN, "address for clients", type=bound_address, metavar="HOST:PORT")
+    meaning = (
+        "ask both servers at once, if prefill servers offer prompts while they compute them, or one after the other"
+    )
+    with_default(parser, "--dispatch", fields["dispatch"].default, meaning, choices=("serial", "concurrent"))
     for name, meaning in SETTINGS.items():
         kind, metavar = (float, "SECONDS") if fields[name].type is float else (int, "N")
         flag = f"--{name.replace('_', '-')}"
@@ -388,6 +392,7 @@ def run_proxy(options: argparse.Namespace) -> int:
     config = ProxyConfig(
         prefill=tuple(options.prefill),
         decode=tuple(options.decode),
+        dispatch=options.dispatch,
         **{name: getattr(options, name) for name in SETTINGS},
     )
     _raise_file_limit()

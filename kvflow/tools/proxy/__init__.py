@@ -1,5 +1,7 @@
 """``kvflow proxy``: a small router that sends each request to one prefill server and one decode server in turn."""
 
+from typing import Literal
+
 from msgspec import Struct
 
 
@@ -9,6 +11,8 @@ class ProxyConfig(Struct, frozen=True, kw_only=True):
     Attributes:
         prefill: base URLs of prefill servers, at least one; they take turns.
         decode: base URLs of decode servers, at least one; they take turns.
+        dispatch: ``concurrent``: ask both at once if the last answer of the prefill server says that decode servers may
+            read a prompt while it computes it.
         prefill_timeout_s: seconds before the proxy asks the next prefill server.
         requests_max: most requests at once, from their headers on; further requests get 503. A server accepts as many
             by default.
@@ -23,6 +27,7 @@ class ProxyConfig(Struct, frozen=True, kw_only=True):
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
+    dispatch: Literal["serial", "concurrent"] = "serial"
     prefill_timeout_s: float = 300.0
     requests_max: int = 1024
     headers_timeout_s: float = 20.0

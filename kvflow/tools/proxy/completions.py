@@ -93,6 +93,14 @@ class _TransferParams(Struct, frozen=True):
     do_remote_prefill: bool | None = None
 
 
+class _Pushed(Struct, frozen=True):
+    """Parameters of a prefill server whose prompts are found by their content."""
+
+    remote_host: str
+    remote_port: int
+    transfer_mode: Literal["push"]
+
+
 def read_completion(body: bytes) -> Completion:
     """Read the body of a request for a completion.
 
@@ -134,6 +142,16 @@ def read_params(answer: bytes) -> Raw | None:
     except UNREADABLE:
         return None
     return params if read is not None and read.do_remote_prefill else None
+
+
+def early_params(params: Raw) -> Raw | None:
+    """Return what to send with the next prompt before it has a ticket; None if the server offers none early."""
+    try:
+        told = msgspec.json.decode(params, type=_Pushed)
+    except UNREADABLE:
+        return None
+    place = {"remote_host": told.remote_host, "remote_port": told.remote_port}
+    return Raw(msgspec.json.encode({"do_remote_prefill": True, "do_remote_decode": False, **place}))
 
 
 def without_params(answer: bytes, *, failed: bool) -> bytes:

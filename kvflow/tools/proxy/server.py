@@ -1,5 +1,8 @@
 """A proxy for disaggregated prefill: each request goes to a prefill server, then with its ticket to a decode server.
 
+With ``--dispatch concurrent`` it goes to both at once. If the prefill fails, the decode server's part ends; if only the
+latter fails, it is repeated with the ticket. A client gets nothing before it is clear which.
+
 Clients see one server with the APIs of OpenAI and Anthropic. If a prefill server fails, the proxy asks the next one; if
 all fail, the decode server computes the prompt. The proxy forwards a server's error message for a wrong request
 unchanged. If a client hangs up, the proxy ends its request on the servers. A slow client holds one of
@@ -11,11 +14,11 @@ import logging
 import re
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from time import monotonic
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 import msgspec
@@ -35,6 +38,7 @@ from kvflow.tools.proxy.completions import (
     RequestRecord,
     StreamErrors,
     decode_body,
+    early_params,
     error_body,
     error_message,
     prefill_body,
@@ -81,6 +85,14 @@ class _PrefillRefusal(Struct, frozen=True):
     body: bytes
 
 
+class _PrefillFailed(Exception):
+    """A prefill server has failed, and another one may be asked."""
+
+
+class _DecodeFailed(Exception):
+    """A decode server that was asked early has answered an error."""
+
+
 class _AnswerTooLong(Exception):
     """A server's answer has more bytes than the proxy keeps."""
 
@@ -89,7 +101,9 @@ class _ClientLost(Exception):
     """A client hung up, or takes no more of its answer."""
 
 
-UPSTREAM_ERRORS: Final = (aiohttp.ClientError, TimeoutError, _AnswerTooLong)
+Prefilled = Raw | _PrefillRefusal | web.StreamResponse | None  # how a prompt was computed, or the answer to it
+
+UPSTREAM_ERRORS: Final = (aiohttp.ClientError, TimeoutError, _AnswerTooLong, _DecodeFailed)
 NOT_CONNECTED: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
@@ -100,6 +114,7 @@ class Proxy:
         self._config = config
         self._prefill = deque(config.prefill)
         self._decode = deque(config.decode)
+        self._early: dict[str, Raw] = {}  # by prefill server: what a decode server needs to read a prompt early
         self._prefill_timeout = aiohttp.ClientTimeout(total=config.prefill_timeout_s, sock_connect=CONNECT_S)
         self._decode_timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         # A redirect would send prompts wherever a server likes.
@@ -161,11 +176,7 @@ class Proxy:
         headers = _headers(request)
         record = RequestRecord(request_id=headers[REQUEST_ID], client=_client(request))
         try:
-            prefilled = await self._prefill_at_one(request.path, completion, headers, record)
-            if isinstance(prefilled, _PrefillRefusal):
-                return await self._give(request, web.StreamResponse(status=prefilled.status), prefilled.body, record)
-            record.prefill_s, record.phase = record.elapsed_s, "decode"
-            response = await self._decode_at_one(request, decode_body(completion, prefilled), headers, record)
+            response = await self._answer(request, completion, headers, record)
             record.status = response.status
         except asyncio.CancelledError:
             if self._stopping:
@@ -177,43 +188,92 @@ class Proxy:
             record.write(_log, self._repeats)
         return response
 
-    async def _prefill_at_one(
-        self, path: str, completion: Completion, headers: dict[str, str], record: RequestRecord
+    async def _answer(
+        self, request: web.Request, completion: Completion, headers: dict[str, str], record: RequestRecord
+    ) -> web.StreamResponse:
+        """Have a prompt computed, and pass the request on with its ticket, or without if a decode server must do it."""
+        prefilled: Prefilled = None
+        if completion.alone and request.path in ONE_TOKEN:
+            _log.info("prefill.left_out", request_id=record.request_id, reason=completion.alone)
+        elif request.path in ONE_TOKEN:
+            body = prefill_body(completion, request.path)
+            for server in _in_turn(self._prefill):
+                record.prefill_server, early = server, self._early.get(server)
+                computing = self._prefill_at(server, request.path, body, headers, record)
+                try:
+                    if early is None:
+                        prefilled = await computing
+                        break
+                    reading = self._decode_at_one(request, decode_body(completion, early), headers, record, early=True)
+                    prefilled = await self._at_once(computing, reading, record)
+                    break
+                except _PrefillFailed:
+                    self._early.pop(server, None)  # it may come back at another address
+        if isinstance(prefilled, web.StreamResponse):
+            return prefilled
+        if isinstance(prefilled, _PrefillRefusal):
+            return await self._give(request, web.StreamResponse(status=prefilled.status), prefilled.body, record)
+        record.prefill_s, record.phase = record.elapsed_s, "decode"
+        response = await self._decode_at_one(request, decode_body(completion, prefilled), headers, record)
+        assert response is not None
+        return response
+
+    async def _at_once(
+        self,
+        computing: Coroutine[Any, Any, Prefilled],
+        reading: Coroutine[Any, Any, web.StreamResponse | None],
+        record: RequestRecord,
+    ) -> Prefilled:
+        """Ask both servers; return the decode server's answer, or the end of the prefill if there is none.
+
+        A prefill that fails ends the decode server's part, unless that has begun to answer: then it has the prompt.
+        """
+        legs = prefill, decode = asyncio.ensure_future(computing), asyncio.ensure_future(reading)
+        try:
+            await asyncio.wait(legs, return_when=asyncio.FIRST_COMPLETED)
+            if not (decode.done() and decode.result()):
+                await asyncio.wait((prefill,))
+                is_computed = prefill.exception() is None and isinstance(prefill.result(), Raw)
+                if not (is_computed or record.status):
+                    return prefill.result()
+            record.prefill_s = record.elapsed_s
+            return await decode or prefill.result()
+        finally:
+            for leg in legs:
+                leg.cancel()
+            await asyncio.gather(*legs, return_exceptions=True)
+
+    async def _prefill_at(
+        self, server: str, path: str, body: bytes, headers: dict[str, str], record: RequestRecord
     ) -> Raw | _PrefillRefusal | None:
-        """Have a prompt computed; return its ticket, or None if the decode server must compute the prompt."""
+        """Have a prompt computed; return its ticket if there is one. Raises ``_PrefillFailed``."""
         log = _log.bind(request_id=record.request_id)
-        if path not in ONE_TOKEN:
-            return None
-        if completion.alone:
-            log.info("prefill.left_out", reason=completion.alone)
-            return None
-        body = prefill_body(completion, path)
-        for server in _in_turn(self._prefill):
-            record.prefill_server = server
-            try:
-                async with self._post(
-                    server + path, data=body, headers=headers, timeout=self._prefill_timeout
-                ) as answer:
-                    content = await self._read(answer)
-            except UPSTREAM_ERRORS as error:
-                self._warn(log, "prefill.failed", server, record.attempt_failed("prefill", error))
-                continue
-            if answer.status < 300:
-                params = read_params(content)
-                if params is None:
-                    shown = record.attempt_failed("prefill", "it answered no ticket")
-                    self._warn(log, "prefill.no_ticket", server, shown)
-                return params
-            shown = record.attempt_failed("prefill", f"HTTP {answer.status}")
-            if 400 <= answer.status < 500:
-                return _PrefillRefusal(answer.status, content)
-            self._warn(log, "prefill.failed", server, shown)
-        return None
+        try:
+            async with self._post(server + path, data=body, headers=headers, timeout=self._prefill_timeout) as answer:
+                content = await self._read(answer)
+        except UPSTREAM_ERRORS as error:
+            self._warn(log, "prefill.failed", server, record.attempt_failed("prefill", error))
+            raise _PrefillFailed from error
+        if answer.status < 300:
+            params = read_params(content)
+            if params is None:
+                self._warn(log, "prefill.no_ticket", server, record.attempt_failed("prefill", "it answered no ticket"))
+            elif self._config.dispatch == "concurrent" and (early := early_params(params)):
+                self._early[server] = early
+            return params
+        shown = record.attempt_failed("prefill", f"HTTP {answer.status}")
+        if 400 <= answer.status < 500:
+            return _PrefillRefusal(answer.status, content)
+        self._warn(log, "prefill.failed", server, shown)
+        raise _PrefillFailed
 
     async def _decode_at_one(
-        self, request: web.Request, body: bytes, headers: dict[str, str], record: RequestRecord
-    ) -> web.StreamResponse:
-        """Pass a request to a decode server, and its answer to the client."""
+        self, request: web.Request, body: bytes, headers: dict[str, str], record: RequestRecord, *, early: bool = False
+    ) -> web.StreamResponse | None:
+        """Pass a request to a decode server, and its answer to the client.
+
+        ``early``: the prompt may still be computed. None is then returned if a server fails before anything was given.
+        """
         log = _log.bind(request_id=record.request_id)
         for server in _in_turn(self._decode):
             record.decode_server = server
@@ -221,12 +281,17 @@ class Proxy:
                 async with self._post(
                     server + request.path, data=body, headers=headers, timeout=self._decode_timeout
                 ) as answer:
-                    return await self._pass_on(request, answer, record)
+                    return await self._pass_on(request, answer, record, early=early)
             except NOT_CONNECTED as error:  # so it has not used the ticket
                 self._warn(log, "decode.unreachable", server, record.attempt_failed("decode", error))
             except UPSTREAM_ERRORS as error:
+                if early:
+                    self._warn(log, "decode.failed", server, record.attempt_failed("decode", error))
+                    return None
                 self._warn(log, "decode.failed", server, record.fail(Outcome.DECODE_FAILED, error))
                 return _failure(502, f"the decode server {server} failed", code=Outcome.DECODE_FAILED)
+        if early:
+            return None
         unreachable = "no decode server can be reached"
         record.fail(Outcome.DECODE_UNREACHABLE, unreachable)
         return _failure(502, unreachable, code=Outcome.DECODE_UNREACHABLE)
@@ -236,17 +301,20 @@ class Proxy:
         log.log(level, event, server=server, error=error, **further)
 
     async def _pass_on(
-        self, request: web.Request, answer: aiohttp.ClientResponse, record: RequestRecord
+        self, request: web.Request, answer: aiohttp.ClientResponse, record: RequestRecord, *, early: bool
     ) -> web.StreamResponse:
         """Give a client a decode server's answer: as it comes if it is a stream, else as a whole.
 
-        Raises ``UPSTREAM_ERRORS`` if the server fails before anything was given.
+        Raises ``UPSTREAM_ERRORS`` if the server fails before anything was given; if it was asked ``early``, also if it
+        answers an error first.
         """
         redirected = 300 <= answer.status < 400  # which is not followed
         status = 502 if redirected else answer.status
         response = web.StreamResponse(status=status, headers={REQUEST_ID: record.request_id})
         if status >= 500:
             said = error_message(await self._read(answer))
+            if early:
+                raise _DecodeFailed(f"it answered HTTP {answer.status}: {said}")
             shown = record.fail(Outcome.DECODE_FAILED, f"it answered HTTP {answer.status}: {said}")
             message = f"the decode server {record.decode_server} failed: {shown}"
             return await self._give(request, response, error_body(message, code=Outcome.DECODE_FAILED), record)
@@ -254,16 +322,23 @@ class Proxy:
             content = without_params(await self._read(answer), failed=answer.status >= 400)
             return await self._give(request, response, content, record)
         response.headers["Content-Type"] = answer.headers.get("Content-Type", "application/octet-stream")
-        record.status, errors = answer.status, StreamErrors()
+        chunks, chunk, errors = answer.content.iter_any(), None, StreamErrors()
+        if early:
+            chunk = await anext(chunks, None)  # a stream begins before its prompt is read
+            if error := StreamErrors().find(chunk or b""):
+                raise _DecodeFailed(error)
+        record.status = answer.status
         with _ending_with_client(request, record):
             try:
                 await self._write(response.prepare(request))
-                async for chunk in answer.content.iter_any():
+                chunk = chunk if early else await anext(chunks, None)
+                while chunk is not None:
                     record.on_bytes()
                     record.ended = LAST_EVENT.search(chunk) is not None
                     if error := errors.find(chunk):
                         record.fail(Outcome.DECODE_FAILED, error)
                     await self._write_pieces(response, chunk, record)
+                    chunk = await anext(chunks, None)
                 await self._write(response.write_eof())
             except UPSTREAM_ERRORS as error:
                 # A regular end would mean that the answer is complete.
