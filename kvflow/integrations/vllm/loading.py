@@ -17,7 +17,7 @@ from kvflow import Ticket, events
 from kvflow.errors import BlockRangeMismatch, KvflowError
 from kvflow.integrations.vllm.blocks import TransferGroup, loaded_blocks
 from kvflow.integrations.vllm.finder import Found
-from kvflow.integrations.vllm.messages import Cancel, Command, Fail, GiveBack, Keep, Load
+from kvflow.integrations.vllm.messages import Cancel, Command, Fail, GiveBack, Load, RenewLeases
 from kvflow.integrations.vllm.settings import warn
 
 SAMPLE = re.compile(r"\d+_(?P<prompt>.+)", re.DOTALL)
@@ -200,9 +200,9 @@ class Loading:
             return []
         commands = self._commands
         if self._waited:
-            waiting = [(name, self._loads.get(name)) for name in self._waited]
-            kept = [Keep(name, load.ticket) for name, load in waiting if load and load.ticket and not load.loading]
-            commands = [*commands, *kept]
+            loads = [(name, self._loads.get(name)) for name in self._waited]
+            held = [RenewLeases(name, load.ticket) for name, load in loads if load and load.ticket and not load.loading]
+            commands = [*commands, *held]
         # Clear the lists last: a request whose command is lost would never end.
         self._commands, self._waited, self._new = [], self._new, []
         return commands

@@ -58,7 +58,7 @@ class Load(Struct, frozen=True, tag="Pull"):  # the tag of 0.1.0
     prefix: events.PrefixFetched | None = None  # without ``seconds`` and ``nbytes``; None for a ticket of a request
 
 
-class Keep(Struct, frozen=True, tag=True):
+class RenewLeases(Struct, frozen=True, tag="Keep"):  # likewise
     """Renew the leases of a ticket until it is pulled or released: its request waits for free blocks."""
 
     request_id: str
@@ -103,7 +103,7 @@ class KeepBlocks(Struct, frozen=True, tag=True):
     step: int  # the last one that may write into its blocks
 
 
-Command = Admit | Advance | Seal | Revoke | Load | Keep | Cancel | GiveBack | Fail | Reset | KeepBlocks
+Command = Admit | Advance | Seal | Revoke | Load | RenewLeases | Cancel | GiveBack | Fail | Reset | KeepBlocks
 
 Ordered = Admit | Advance | Seal | Revoke
 """Commands for leases. Their ``number`` grows by one: ranks get them twice, over ``admission`` and with a step."""

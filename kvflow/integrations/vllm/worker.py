@@ -38,10 +38,10 @@ from kvflow.integrations.vllm.messages import (
     Counters,
     Fail,
     GiveBack,
-    Keep,
     KeepBlocks,
     Load,
     Ordered,
+    RenewLeases,
     Reset,
     Revoke,
     Seal,
@@ -155,7 +155,7 @@ class RankWorker:
 
     def _execute(self, command: Command) -> None:
         match command:
-            case Keep(request_id=request_id, ticket=ticket):
+            case RenewLeases(request_id=request_id, ticket=ticket):
                 self._keep(request_id, ticket)
             case KeepBlocks(request_id=name):
                 if name not in self._void:

@@ -10,7 +10,7 @@ from kvflow.integrations.vllm import loading as loading_module
 from kvflow.integrations.vllm.blocks import loaded_blocks, offered_blocks
 from kvflow.integrations.vllm.finder import Found
 from kvflow.integrations.vllm.loading import Loading
-from kvflow.integrations.vllm.messages import Admit, Cancel, Fail, GiveBack, Keep, Load, pack, unpack
+from kvflow.integrations.vllm.messages import Admit, Cancel, Fail, GiveBack, Load, RenewLeases, pack, unpack
 
 from .vllm_like import TOKENS_MAX, FullAttentionSpec, MambaSpec, SlidingWindowSpec, groups_of, new_ticket
 
@@ -53,7 +53,7 @@ def test_a_request_that_waits_for_room_has_its_ticket_kept_once():
     requests = loading()
     requests.matched("r", 0)
     assert requests.take_commands() == []  # most get room in the step of their arrival
-    assert requests.take_commands() == [Keep("r", TICKET)]
+    assert requests.take_commands() == [RenewLeases("r", TICKET)]
     assert requests.take_commands() == []
     requests.allocated("r", [[1, 2, 3]], 48)
     assert requests.take_commands() == [Load("r", TICKET, ((1, 2, 3),))]
@@ -67,7 +67,7 @@ def test_a_request_that_waits_no_more_has_no_ticket_kept(end):
     requests.matched("r", 0)
     requests.take_commands()
     end(requests)
-    assert Keep not in [type(command) for command in requests.take_commands()]
+    assert RenewLeases not in [type(command) for command in requests.take_commands()]
 
 
 def test_a_refused_request_has_no_ticket_that_could_be_kept():
@@ -341,7 +341,7 @@ def test_orders_are_the_same_in_another_process(name):
     commands = [
         Admit(name, TICKET.grants[0]),
         Load(name, TICKET, ((1, -1), ())),
-        Keep(name, TICKET),
+        RenewLeases(name, TICKET),
         Cancel(name),
         GiveBack(name, TICKET),
         Fail(name, "ticket_invalid", "why", "what to do"),

@@ -29,9 +29,9 @@ from kvflow.integrations.vllm.messages import (
     Cancel,
     Fail,
     GiveBack,
-    Keep,
     KeepBlocks,
     Load,
+    RenewLeases,
     Reset,
     add_counters,
     empty_counters,
@@ -340,18 +340,18 @@ def test_loads_that_fail_alike_are_told_once_and_in_one_line_each(caplog, monkey
 
 @pytest.mark.parametrize(("rank", "kept"), [(0, [TICKET]), (1, [])])
 def test_one_rank_keeps_a_ticket_for_all(rank, kept):
-    fake, _ = told(Keep("r", TICKET), rank=rank)
+    fake, _ = told(RenewLeases("r", TICKET), rank=rank)
     assert fake.kept == kept
 
 
 def test_a_ticket_that_cannot_be_kept_is_the_affair_of_its_pull():
-    _, ours = told(Keep("r", TICKET), refusal=WorkerClosed("closed"))
+    _, ours = told(RenewLeases("r", TICKET), refusal=WorkerClosed("closed"))
     assert not ours.collect().received
 
 
 def test_the_log_says_which_ticket_is_not_held(caplog):
     with caplog.at_level("INFO", logger="vllm.kvflow"):
-        told(Keep("r", TICKET))
+        told(RenewLeases("r", TICKET))
     assert "the ticket of request r is not renewed: nobody holds it" in caplog.text
 
 
@@ -432,7 +432,9 @@ def test_a_refused_request_is_reported_as_failed():
     assert rank.take_counters()["failed"] == {"ticket_invalid": 1}
 
 
-@pytest.mark.parametrize("command", [Fail("r", "ticket_invalid", "forged"), GiveBack("r", TICKET), Keep("r", TICKET)])
+@pytest.mark.parametrize(
+    "command", [Fail("r", "ticket_invalid", "forged"), GiveBack("r", TICKET), RenewLeases("r", TICKET)]
+)
 def test_an_order_that_cannot_be_carried_out_does_not_end_the_engine(command):
     _, rank = told(command, refusal=MemoryError())
     assert rank.collect().failed == ({"r"} if isinstance(command, Fail) else set())
