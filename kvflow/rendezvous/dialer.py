@@ -1,6 +1,7 @@
 """Connections that this process dials: to a producer rank, to read from it, or to a worker, to look at it."""
 
 import asyncio
+import math
 import secrets
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -54,7 +55,7 @@ from kvflow.rendezvous.endpoint import (
     security_of,
 )
 from kvflow.rendezvous.issuer import TicketKey
-from kvflow.rendezvous.questions import AskHeld
+from kvflow.rendezvous.questions import AnswerSettled, AskHeld, AskSettled
 from kvflow.version import __version__
 
 
@@ -243,6 +244,22 @@ class Asker:
             detail = f"{ticket!r}, of which {held.count} digests were asked for"
             raise ProtocolViolation(f"the peer answered another question: {detail}", peer=self.endpoint)
         return ticket, places[held.count - 1] + 1
+
+    async def settled(
+        self, lease: LeaseKey, *, known: Sequence[int], above: int, wait_s: float, within_s: float
+    ) -> AnswerSettled:
+        """Ask what has settled of an open offer; the fields are those of ``AskSettled``. Cancellation: safe.
+
+        ``within_s``: seconds to wait for an answer beyond ``wait_s``, for which the worker may wait.
+
+        Raises:
+            KvflowError: of ``ask``.
+            ProtocolViolation: the answer is malformed, or empty.
+        """
+        (slot, epoch), wait_ms = lease, math.ceil(1e3 * wait_s)
+        question = AskSettled(slot=slot, epoch=epoch, known=tuple(known), above=above, wait_ms=wait_ms)
+        answer = await self.ask(questions.encode(question), within_s + wait_s)
+        return questions.decode_settled(answer, peer=self.endpoint)
 
     async def ping(self) -> float:
         """Return the seconds of one round trip. Raises ``DeadlineExceeded`` or ``PeerLost``."""

@@ -30,8 +30,7 @@ from kvflow.planning.bind import AnyBinding
 from kvflow.planning.pairs import UnitPairs, located, pair_units
 from kvflow.reads.contract import LeaseName, Part, RankRead
 from kvflow.reads.pulls import ReadRange
-from kvflow.rendezvous import questions
-from kvflow.rendezvous.questions import AnswerSettled, AskSettled
+from kvflow.rendezvous.questions import AnswerSettled
 from kvflow.worker.open_pulls import OpenPull
 from kvflow.worker.prepared import TicketRank, require_content
 
@@ -128,12 +127,13 @@ class _Rank:
             ProtocolViolation: the answer contradicts the ticket, or earlier ones.
             KvflowError: of ``Link.ask``.
         """
-        known = tuple(map(len, self.told))
-        question = AskSettled(
-            slot=self.lease.slot, epoch=self.lease.epoch, known=known, above=above, wait_ms=math.ceil(within_s * 1000)
+        answer = await self._link.settled(
+            (self.lease.slot, self.lease.epoch),
+            known=[*map(len, self.told)],
+            above=above,
+            wait_s=within_s,
+            within_s=answer_s,
         )
-        encoded = await self._link.ask(questions.encode(question), within_s + answer_s)
-        answer = questions.decode_settled(encoded, peer=self.name)
         if answer.ended:
             raise StaleLease("the lease ended before everything was computed", peer=self.name)
         self._hear(answer)

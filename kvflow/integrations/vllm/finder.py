@@ -25,9 +25,7 @@ from kvflow.addresses import host_and_port
 from kvflow.errors import DeadlineExceeded, DefectFound, KvflowError, StaleLease, TicketInvalid
 from kvflow.integrations.vllm.blocks import NO_CHAIN, Chain, Contents, Request
 from kvflow.integrations.vllm.settings import Settings, logger
-from kvflow.rendezvous import questions
 from kvflow.rendezvous.dialer import Asker
-from kvflow.rendezvous.questions import AnswerSettled, AskSettled
 from kvflow.worker.askers import Askers
 
 SEARCHES_MAX = 1024  # requests that are asked for at a time: further ones are computed
@@ -270,16 +268,13 @@ class Finder:
             raise DeadlineExceeded(message, phase="handshake", peer=endpoint, remedy=remedy)
         self._contents.require(request, ticket)
         grant = ticket.grants[0]
-        known = (0,) * len(grant.num_tokens)
-        settled = AnswerSettled(sealed=grant.kind != "open")
-        while not (settled.sealed or settled.num_tokens):
-            question = AskSettled(
-                slot=grant.slot, epoch=grant.epoch_value, known=known, above=1, wait_ms=round(1e3 * SETTLED_S)
-            )
-            answer = await asker.ask(questions.encode(question), SETTLED_S + ANSWER_S)
-            settled = questions.decode_settled(answer, peer=endpoint)
+        lease, known = (grant.slot, grant.epoch_value), [0] * len(grant.num_tokens)
+        has_begun = grant.kind != "open"
+        while not has_begun:
+            settled = await asker.settled(lease, known=known, above=1, wait_s=SETTLED_S, within_s=ANSWER_S)
             if settled.ended:
                 raise StaleLease("the prefill engine has ended its offer", ended_by=settled.ended, peer=endpoint)
+            has_begun = settled.sealed or settled.num_tokens > 0
         return ticket
 
     async def _allowed(self, endpoint: str) -> str:

@@ -180,7 +180,7 @@ def test_a_request_that_ends_gives_its_offer_back(prefill):
     assert not found._finder.meets("r")
 
 
-def test_requests_whose_prompts_are_computed_share_a_quarter_of_the_free_blocks(prefill):
+def test_requests_that_wait_for_prompts_share_a_quarter_of_the_blocks(prefill):
     found = decode()
     found.bind_pool(SimpleNamespace(get_num_free_blocks=lambda: 12))
     first, second = (arrived(found, 48, name) for name in ("a", "b"))

@@ -158,7 +158,7 @@ async def test_every_byte_arrives_whatever_the_caches(case, hit):
             producer.check()
 
 
-async def test_an_offer_that_is_aborted_is_stale_for_who_reads_it_and_for_who_comes_later():
+async def test_an_aborted_offer_is_stale_for_who_reads_it_or_comes_later():
     sources, target = caches(16, 16, 1, 1, {})
     draw, contents = random.Random(1), Contents(("full",))
     async with opened(sources=sources, target=target, follow_bytes_min=1) as world:
