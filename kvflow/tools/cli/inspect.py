@@ -159,7 +159,7 @@ def lines_of(inspection: "Inspection") -> Iterator[str]:
         held = f"{quoted(lease.request_id)}: {lease.num_blocks:,} blocks, {lease.age_s:.3f} s old"
         yield f"  {held}, {'kept' if lease.kind == 'kept' else f'open, {end}' if lease.kind == 'open' else end}"
     if snapshot.found or snapshot.not_held:
-        yield f"questions for kept leases since the start: {snapshot.found:,} found, {snapshot.not_held:,} not held"
+        yield f"questions for content since the start: {snapshot.found:,} found, {snapshot.not_held:,} not held"
     yield from _titled("quarantined pulls", len(snapshot.quarantined), len(snapshot.quarantined))
     for entry in snapshot.quarantined:
         yield f"  {entry.num_blocks:,} blocks for {inspection.now - entry.since:.3f} s: {quoted(entry.reason)}"

@@ -120,6 +120,14 @@ def test_an_old_ticket_of_what_is_kept_is_no_finding(capsys):
 
 
 @pytest.mark.usefixtures("secret")
+def test_an_old_ticket_of_what_is_still_computed_is_no_finding(capsys):
+    mint = TicketMint("prefill-0", RANKS, cluster_secret=SECRET, wall_clock=lambda: 1000.0)
+    ticket, _ = mint.offer_progressive("open", [[]], 16)
+    assert main(["ticket", ticket.to_params()["kvflow"]]) == 0
+    assert "its blocks may not all be computed" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("secret")
 def test_a_ticket_without_a_time_is_no_finding():
     figures = command._figures(minted().grants[0], 0.0)
     untimed = msgspec.structs.replace(figures, issued_at=None, expires_in_s=None)

@@ -115,13 +115,15 @@ async def test_a_running_worker_lists_what_it_keeps_and_was_asked_for(command):
     async with working() as producer, working("decode-0") as consumer:
         producer.offer("held", [[1, 2]], 8)
         producer.keep("kept", [[4]], 4, [[b"content"]])
+        producer.offer_progressive("open", [[5]], 8)
         assert (await consumer.find(producer.endpoint, [b"content"]))[1] == 1
         assert await consumer.find(producer.endpoint, [b"another"]) == (None, 0)
         status, out, _ = await command("inspect", producer.endpoint)
         assert status == 0
         assert re.search(r"^  'held': 2 blocks, \d+\.\d{3} s old, expires in ", out, re.MULTILINE)
         assert re.search(r"^  'kept': 1 blocks, \d+\.\d{3} s old, kept$", out, re.MULTILINE)
-        assert "questions for kept leases since the start: 1 found, 1 not held\n" in out
+        assert re.search(r"^  'open': 1 blocks, \d+\.\d{3} s old, open, expires in ", out, re.MULTILINE)
+        assert "questions for content since the start: 1 found, 1 not held\n" in out
 
 
 async def test_watching_goes_on_until_it_is_interrupted(capsys, monkeypatch):
