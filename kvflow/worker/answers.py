@@ -1,7 +1,7 @@
 """What a worker answers to the questions of members, at once or when there is something to say.
 
 A question waits under places: a request id (until that lease advances, is sealed or ends), a slot and an epoch (until
-that lease is admitted), or digests (until a lease has one of them).
+that lease is admitted), or a digest (until a lease has it).
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from kvflow.leases.table import LeaseTable, Reader
 from kvflow.leases.tickets import Grant, Ticket
 from kvflow.rendezvous.questions import IDS_MAX, Answer, AnswerHeld, AnswerSettled, AskHeld, Question
 
-PLACES_MAX = 1 << 18
-"""Places of all questions that wait: about 40 MiB. Beyond it, one of the key that has most is answered at once."""
+WAITING_MAX = 1 << 18
+"""Digests of all questions that wait: about 20 MiB. Beyond it, one of the key that has most is answered at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +44,7 @@ class Answers:
         self._loop = asyncio.get_running_loop()
         self.at: dict[Hashable, dict[_WaitingQuestion, None]] = {}  # those that wait, by place
         self._of: dict[Hashable, dict[_WaitingQuestion, None]] = {}  # by connection, the oldest first
-        self._places: Counter[str] = Counter()  # by public key
+        self._sizes: Counter[str] = Counter()  # in digests, by public key
         self.found = self.not_held = 0
 
     def ask(self, connection: Hashable, question: Question, reader: Reader, answer: Callable[[Answer], None]) -> None:
@@ -58,7 +58,7 @@ class Answers:
                 self._add(waiting)
         if not waits:
             answer(self._said(found))
-        elif self._places.total() > PLACES_MAX:
+        elif self._sizes.total() > WAITING_MAX:
             self._end(self._oldest_of_the_largest())
 
     def forget(self, connection: Hashable) -> None:
@@ -101,24 +101,27 @@ class Answers:
         for place in waiting.places:
             self.at.setdefault(place, {})[waiting] = None
         self._of.setdefault(waiting.connection, {})[waiting] = None
-        self._places[waiting.public_key] += len(waiting.places)
+        self._sizes[waiting.public_key] += _size_of(waiting.question)
 
     def _remove(self, waiting: _WaitingQuestion) -> None:
         for held, key in [(self.at, place) for place in waiting.places] + [(self._of, waiting.connection)]:
             del held[key][waiting]
             if not held[key]:
                 del held[key]
-        self._places[waiting.public_key] -= len(waiting.places)
-        if not self._places[waiting.public_key]:
-            del self._places[waiting.public_key]
+        self._sizes[waiting.public_key] -= _size_of(waiting.question)
+        if not self._sizes[waiting.public_key]:
+            del self._sizes[waiting.public_key]
 
     def _oldest_of_the_largest(self) -> _WaitingQuestion:
-        [(key, _)] = self._places.most_common(1)
+        [(key, _)] = self._sizes.most_common(1)
         return next(each for waiting in self._of.values() for each in waiting if each.public_key == key)
 
     def _places_of(self, question: Question) -> tuple[Hashable, ...]:
         if isinstance(question, AskHeld):
-            return tuple(dict.fromkeys(question.digests[0][max(question.at_least, 1) - 1 :])) or ("",)
+            enough = question.digests[0][
+                max(question.at_least, 1) - 1 :
+            ]  # a lease with more has the first of them, too
+            return tuple(dict.fromkeys((*enough[:1], *enough[-1:])))
         lease = self._leases.held(question.slot, question.epoch)
         return ((question.slot, question.epoch) if lease is None else lease.grant.request_id,)
 
@@ -159,3 +162,7 @@ class Answers:
             ends = self._groups.counts(tokens)
             lists = [each[begin:end] for each, begin, end in zip(blocks, known, ends, strict=True)]
         return AnswerSettled(num_tokens=tokens, block_ids=tuple(lists), sealed=sealed)
+
+
+def _size_of(question: Question) -> int:
+    return max(1, len(question.digests[0])) if isinstance(question, AskHeld) else 1

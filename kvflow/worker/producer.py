@@ -167,7 +167,7 @@ class LeaseManager:
             self._leases.advance(lease, blocks, settled, self._clock(), sealed=sealed)
             if found:
                 self._leases.name(lease, found[-1])
-            self.answers.note((request_id, *found[-1:]))
+            self.answers.note((request_id, *found))
 
     def revoke(self, request_id: str) -> bool:
         """End a lease now."""
@@ -413,7 +413,7 @@ class LeaseManager:
             self._expires_at = min(expires_at, self._expires_at)
             self._on_loop(self._changed.set)
         if self.answers.at:
-            self.answers.note([(grant.slot, int(grant.epoch)), *(digests if grant.kind == "kept" else digests[-1:])])
+            self.answers.note([(grant.slot, int(grant.epoch)), *digests])
         return ended, [waiter for each in ended for waiter in self._note([each])]
 
     def _note(self, ended: Sequence[LeaseEnded]) -> _Waiters:

@@ -321,6 +321,12 @@ async def test_equal_prompts_at_once_are_given_one_offer_each(producer):
         assert (await held(producer, chain(1, 2)).answer()).ticket == kept.to_params()["kvflow"]
 
 
+async def test_an_offer_that_ends_between_what_is_enough_and_all_is_found(producer):
+    waiting = held(producer, chain(1, 2, 3, 4), at_least=2)
+    offer = producer.offer_progressive("r", [[]], 12, digests=[chain(1, 2, 3)])
+    assert await waiting.answer() == AnswerHeld(ticket=offer.ticket.to_params()["kvflow"], count=3)
+
+
 async def test_a_question_waits_for_enough_of_what_is_kept(producer):
     waiting = held(producer, chain(1, 2, 3), at_least=2)
     producer.keep("short", [[1]], 4, [chain(1)])
@@ -364,11 +370,11 @@ async def test_a_connection_that_ends_takes_its_questions_with_it(producer):
     await asyncio.sleep(0)
     assert [each.answers for each in gone] == [[], []]
     waiting = producer._leases.answers
-    assert (waiting.at, waiting._of, waiting._places) == ({}, {}, {})
+    assert (waiting.at, waiting._of, waiting._sizes) == ({}, {}, {})
 
 
 async def test_beyond_the_bound_who_has_most_is_answered_at_once(producer, monkeypatch):
-    monkeypatch.setattr(answers, "PLACES_MAX", 8)
+    monkeypatch.setattr(answers, "WAITING_MAX", 8)
     few = [held(producer, chain(number), reader=OTHER, key="other") for number in range(3)]
     many = [held(producer, chain(number, number)) for number in range(4)]
     assert await many[0].answer() == AnswerHeld()
