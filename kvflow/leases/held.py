@@ -11,6 +11,8 @@ from kvflow.leases.tickets import Grant
 
 Blocks = tuple[tuple[int, ...], ...]
 
+SETTLES = frozenset(("full", "mla"))  # kinds of layers whose blocks settle one after another; others do at the seal
+
 ADVANCES_MAX = 256  # of one lease that are listed at its end. Beyond them every second is left out.
 
 

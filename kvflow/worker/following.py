@@ -25,6 +25,7 @@ from kvflow.errors import (
 from kvflow.ids import ABSENT, Clock
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import check_block_ids
+from kvflow.leases.held import SETTLES
 from kvflow.leases.tickets import MAC_BYTES, Ticket
 from kvflow.planning.bind import AnyBinding
 from kvflow.planning.pairs import UnitPairs, located, pair_units
@@ -33,8 +34,6 @@ from kvflow.reads.pulls import ReadRange
 from kvflow.rendezvous.questions import AnswerSettled
 from kvflow.worker.open_pulls import OpenPull
 from kvflow.worker.prepared import TicketRank, require_content
-
-SETTLES = frozenset(("full", "mla"))  # kinds of layers whose blocks settle one after another; others do at the seal
 
 WAIT_S_MAX = 30.0  # a question is asked again after so long
 
