@@ -7,10 +7,12 @@ mint, which allots them, and the table, which holds them.
 import math
 import operator
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvflow.errors import BlockIdsInvalid
 from kvflow.leases.epochs import EpochTable, judge
 from kvflow.leases.issuer import Issuer
 from kvflow.leases.table import LeaseTable, Reader
@@ -39,13 +41,15 @@ def chained(content):
 
 
 class Promise:
-    """What is known of one grant; ``content``: the tokens of one that is kept."""
+    """What is known of a grant. ``content``: the tokens of one that is kept; ``offered``: by what others are found."""
 
     def __init__(self, grant, now, content=()):
         self.grant = grant
         self.ends_at = math.inf if content else now + LEASE_S
         self.digests = chained(content)
         self.released_by = set()
+        self.offered = b""
+        self.unsealed = grant.kind == "open"
 
     @property
     def key(self):
@@ -78,16 +82,20 @@ class LeaseMachine(RuleBasedStateMachine):
     def kept(self):
         return [name for name, promise in self.held.items() if promise.digests]  # the oldest first
 
+    @property
+    def unsealed(self):
+        return sorted(name for name, promise in self.held.items() if promise.unsealed)
+
     def can_admit(self, name):
         return name not in self.held and (len(self.held) < SLOTS or self.kept)
 
-    def admit(self, grant, content=()):
+    def admit(self, grant, content=(), offered=()):
         """Admit a grant. If no slot was free, the oldest kept lease ends, and no other."""
         oldest = self.kept[0] if len(self.held) == SLOTS else None
         taken = {promise.grant.slot for name, promise in self.held.items() if name != oldest}
         assert grant.slot not in taken
         assert judge(grant.epoch_value, self.epochs[grant.slot]) == "early"
-        ended = self.leases.admit(grant, self.now, chained(content))
+        ended = self.leases.admit(grant, self.now, chained(content or offered))
         if oldest is not None:
             self.ended(ended.pop(0), "revoked", retired=True)
         self.held[grant.request_id] = Promise(grant, self.now, content)
@@ -105,6 +113,45 @@ class LeaseMachine(RuleBasedStateMachine):
             _, grant = self.mint.keep(name, block_ids=[ids], num_tokens=len(ids), digests=[chained(content)])
             assert grant.contents[0].digests == chained(content)[-1:]
             assert self.admit(grant, content) == []
+
+    @rule(name=names, content=tokens)
+    def offer_what_is_computed(self, name, content):
+        if self.can_admit(name):
+            _, grant = self.mint.offer_progressive(name, [[]], len(content), [chained(content)])
+            assert self.admit(grant, offered=content) == []
+            self.held[name].offered = chained(content)[-1]
+
+    @precondition(lambda self: self.unsealed)
+    @rule(data=st.data(), more=st.integers(0, 3), sealed=st.booleans())
+    def advance(self, data, more, sealed):
+        """What is told is served, the lease is renewed, and a seal is the last word."""
+        name = data.draw(st.sampled_from(self.unsealed))
+        promise, lease = self.held[name], self.leases.unsealed(name)
+        (told,) = self.leases.blocks_of(*promise.key)
+        blocks = (tuple(range(len(told) + more)),)
+        self.leases.advance(lease, blocks, len(blocks[0]), self.now, sealed=sealed)
+        assert self.leases.blocks_of(*promise.key) == blocks
+        promise.ends_at, promise.unsealed = self.now + LEASE_S, not sealed
+        if sealed:
+            with pytest.raises(BlockIdsInvalid):
+                self.leases.unsealed(name)
+
+    @rule(content=tokens, at_least=st.integers(1, 6))
+    def meet(self, content, at_least):
+        """The offer that ends last in what is asked for is found, the oldest of equal ones, once."""
+        ends = {
+            name: len(promise.offered)
+            for name, promise in self.held.items()
+            if promise.offered and promise.offered in chained(content)
+        }
+        last = max(ends.values(), default=0)
+        found = self.leases.find(chained(content), at_least, offers=True)
+        if last >= at_least:
+            name = next(name for name in ends if ends[name] == last)
+            assert (found[0].grant.request_id, found[1]) == (name, last)
+            self.held[name].offered = b""
+        else:
+            assert found is None or (found[0].kept and found[1] >= at_least)
 
     @rule(content=tokens)
     def find(self, content):
@@ -172,16 +219,21 @@ class LeaseMachine(RuleBasedStateMachine):
         if ended is not None:
             self.ended(ended, "revoked")
 
-    @rule(seconds=st.sampled_from((0.0, 1.0, 4.0, 5.0, 6.0, 10.0, 11.0)))
-    def let_time_pass(self, seconds):
-        """Exactly the leases that have run out end, and the table asked to be woken in time for the first."""
+    @rule(seconds=st.sampled_from((0.0, 1.0, 4.0, 5.0, 6.0, 10.0, 11.0)), awaited=st.sets(names))
+    def let_time_pass(self, seconds, awaited):
+        """Exactly the leases that have run out end, and the table asked to be woken in time for the first.
+
+        Those that a question waits for are renewed instead.
+        """
         self.now += seconds
         due = {name for name, promise in self.held.items() if promise.ends_at <= self.now}
         assert (self.leases.next_deadline() is None) == (len(self.kept) == len(self.held))
         if len(self.kept) < len(self.held):
             assert self.leases.next_deadline() <= min(promise.ends_at for promise in self.held.values())
-        ended = self.leases.expire(self.now)
-        assert {one.request_id for one in ended} == due
+        ended = self.leases.expire(self.now, awaited)
+        for name in due & awaited:
+            self.held[name].ends_at = self.now + LEASE_S
+        assert {one.request_id for one in ended} == due - awaited
         for one in ended:
             self.ended(one, "expired")
 
