@@ -4,6 +4,7 @@ import asyncio
 from functools import partial
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvflow.errors import (
@@ -16,6 +17,8 @@ from kvflow.errors import (
 from kvflow.events import LeaseEnded, OfferAdmitted
 from kvflow.layout.specs import FullAttention, Mamba, SlidingWindow, State
 from kvflow.leases.table import Reader
+from kvflow.reads.contract import Serving
+from kvflow.reads.serving import LeasedBlocks
 from kvflow.rendezvous.issuer import TicketMint
 from kvflow.rendezvous.questions import AnswerHeld, AnswerSettled, AskHeld, AskSettled
 from kvflow.worker import answers
@@ -163,6 +166,29 @@ async def test_what_cannot_have_settled_is_refused_and_changes_nothing(producer,
     for late in (lambda: offer.advance(17), offer.seal):
         with pytest.raises(BlockIdsInvalid, match="not open"):
             late()
+
+
+async def test_a_plane_that_serves_reads_gives_what_was_told_and_no_more(producer):
+    leases, blocks = producer._leases._leases, np.arange(10)
+    leased = LeasedBlocks(Serving((), leases.blocks_of, lambda key: True, b""))
+    offer = producer.offer_progressive("r", [[3]], 12)
+
+    def served():
+        held = leased.held(*lease_of(offer.ticket), 0, blocks)
+        ids = leased.ids(*lease_of(offer.ticket), 0)
+        assert ids is None if held is None else sorted(ids) == blocks[held].tolist()
+        return None if held is None else blocks[held].tolist()
+
+    assert served() == [3]
+    offer.advance(8, [[5]])
+    assert served() == [3, 5]
+    with pytest.raises(BlockIdsInvalid):
+        offer.advance(4, [[6]])
+    assert served() == [3, 5]
+    offer.seal([[1]])
+    assert served() == [1, 3, 5]
+    offer.abort()
+    assert served() is None
 
 
 async def test_a_block_that_receives_cannot_be_told(producer):
