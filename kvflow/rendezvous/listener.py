@@ -9,7 +9,7 @@ import msgspec
 
 import handshake
 from handshake import HandshakeServer, Peer, PeerKey, Publication, open_server
-from handshake.errors import Closed, HandshakeError
+from handshake.errors import CloseCode, Closed, HandshakeError
 from handshake.messages import (
     ANSWER_BYTES_MAX,
     Asked,
@@ -23,7 +23,7 @@ from handshake.messages import (
     Renewed,
     RenewReceived,
 )
-from kvflow.errors import ReleaseMismatch
+from kvflow.errors import ProtocolViolation, ReleaseMismatch
 from kvflow.events import ConsumerRejected
 from kvflow.ids import LeaseKey, worker_name
 from kvflow.leases.table import Answer, Reader
@@ -104,15 +104,23 @@ class Listener:
                 answered = tuple(map(self._explained, _answered(zip(refs, answers, strict=True))))
                 self._server.send(key, Renewed(leases=answered, lease_s=lease_s))
             case Asked(nonce=nonce, question=encoded):
-                question = questions.decode_question(encoded)
-                if question is None:
-                    self.answer(key, nonce, None)
-                else:
-                    self._leases.on_question(key, question, self._readers[key], partial(self.answer, key, nonce))
+                self._take_question(key, nonce, encoded)
             case ConnectionFailed(code=code, reason=reason):
                 self._report(ConsumerRejected(self._forget(key), code, reason))
             case _:
                 self._forget(key)
+
+    def _take_question(self, key: PeerKey, nonce: int, encoded: bytes) -> None:
+        """Pass a question on, or end the connection if it is malformed: what follows cannot be trusted either."""
+        try:
+            question = questions.decode_question(encoded, peer=self._names[key])
+        except ProtocolViolation as error:
+            self._server.disconnect(key, CloseCode.PROTOCOL_VIOLATION, error.message, error.remedy)
+            return
+        if question is None:
+            self.answer(key, nonce, None)
+        else:
+            self._leases.on_question(key, question, self._readers[key], partial(self.answer, key, nonce))
 
     def answer(self, key: PeerKey, nonce: int, answer: questions.Answer | None) -> None:
         """Answer an open question; None says that we do not know it. Does nothing if the connection has ended."""

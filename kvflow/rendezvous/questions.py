@@ -1,6 +1,7 @@
 """What a member asks a worker over the control channel, and what the worker answers: msgpack, all of it bounded."""
 
-from typing import Annotated, TypeVar
+from contextlib import suppress
+from typing import Annotated, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -10,6 +11,7 @@ from kvflow.errors import ProtocolViolation
 from kvflow.leases.tickets import DIGEST_BYTES_MAX, BlockIds
 
 Digest = Annotated[bytes, Meta(min_length=1, max_length=DIGEST_BYTES_MAX)]
+Digests = Annotated[tuple[Digest, ...], Meta(max_length=4096)]  # looked up in half a millisecond at most
 Count = Annotated[int, Meta(ge=0, le=1 << 20)]
 IDS_MAX = ANSWER_BYTES_MAX // 10  # block ids of one answer. Each takes at most 5 bytes.
 Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
@@ -27,7 +29,7 @@ class AskHeld(Struct, frozen=True, tag_field="type", tag="ask_held"):
         at_least: an answer with fewer digests of the first list is of no use.
     """
 
-    digests: Annotated[tuple[tuple[Digest, ...], ...], Meta(min_length=1, max_length=256)]
+    digests: Annotated[tuple[Digests, ...], Meta(min_length=1, max_length=256)]
     wait_ms: WaitMs = 0
     at_least: Count = 0
 
@@ -77,6 +79,10 @@ class AnswerSettled(Struct, frozen=True, tag_field="type", tag="settled"):
     ended: Annotated[str, Meta(max_length=32)] = ""
 
 
+class _Typed(Struct):
+    type: Annotated[str, Meta(max_length=32)]
+
+
 Question = AskHeld | AskSettled
 Answer = AnswerHeld | AnswerSettled
 AnswerT = TypeVar("AnswerT")
@@ -85,6 +91,8 @@ _encoder = msgspec.msgpack.Encoder()
 _questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 _answers = msgspec.msgpack.Decoder(AnswerHeld)
 _settled = msgspec.msgpack.Decoder(AnswerSettled)
+_types = msgspec.msgpack.Decoder(_Typed)
+_KNOWN = {each.__struct_config__.tag for each in get_args(Question)}
 _DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -93,12 +101,19 @@ def encode(message: Question | Answer) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_question(encoded: bytes) -> Question | None:
-    """Return a member's question; None if it is none that this release knows."""
+def decode_question(encoded: bytes, *, peer: str) -> Question | None:
+    """Return a member's question; None if it is of a type that only newer releases know.
+
+    Raises:
+        ProtocolViolation: it is malformed.
+    """
     try:
-        return _questions.decode(encoded)
-    except _DECODE_ERRORS:
-        return None
+        return _decode(encoded, _questions, peer)
+    except ProtocolViolation:
+        with suppress(*_DECODE_ERRORS):
+            if _types.decode(encoded).type not in _KNOWN:
+                return None
+        raise
 
 
 def decode_answer(encoded: bytes, *, peer: str) -> AnswerHeld:
@@ -119,4 +134,4 @@ def _decode(encoded: bytes, decoder: "msgspec.msgpack.Decoder[AnswerT]", peer: s
     try:
         return decoder.decode(encoded)
     except _DECODE_ERRORS as error:
-        raise ProtocolViolation(f"the peer's answer is invalid: {error}", peer=peer) from error
+        raise ProtocolViolation(f"what the peer asks or answers is invalid: {error}", peer=peer) from error

@@ -10,7 +10,7 @@ import pytest
 from handshake import Answer, open_client
 from handshake.connection import Conversation
 from handshake.limits import QUESTIONS_MAX, Limits
-from handshake.messages import ANSWER_BYTES_MAX, QUESTION_BYTES_MAX, Answered, Ask, VersionRange
+from handshake.messages import ANSWER_BYTES_MAX, QUESTION_BYTES_MAX, Answered, Ask, ConnectionFailed, VersionRange
 from handshake.rates import Allowance, Bucket
 from kvflow.errors import (
     ArgumentInvalid,
@@ -144,12 +144,12 @@ async def test_a_question_ends_with_its_connection(mute):
     async with producing() as producer:
         asker = asking(producer)
         opened = await asker.__aenter__()
-        waiting = asyncio.ensure_future(opened.held([DIGESTS], PATIENCE_S))
+        waiting = asyncio.ensure_future(opened.held(DIGESTS, PATIENCE_S))
         async with asyncio.timeout(PATIENCE_S):
             await mute.get()
     async with asyncio.timeout(PATIENCE_S):
         await opened.wait_ended()
-        for late in (waiting, opened.held([DIGESTS], PATIENCE_S)):
+        for late in (waiting, opened.held(DIGESTS, PATIENCE_S)):
             with pytest.raises(PeerLost, match=producer.endpoint):
                 await late
         await asker.__aexit__(None, None, None)
@@ -251,37 +251,56 @@ async def test_who_does_not_have_the_secret_asks_nobody():
                 pytest.fail("it was let in")
 
 
-UNKNOWN = [
+MALFORMED = [
     b"",
     b"\xc1",
     b"\x91" * 40_000,
+    msgspec.msgpack.encode({}),
+    msgspec.msgpack.encode({"type": 7}),
     msgspec.msgpack.encode({"type": "ask_settled", "digests": []}),
     msgspec.msgpack.encode({"type": "ask_held"}),
     msgspec.msgpack.encode({"type": "ask_held", "digests": []}),
     msgspec.msgpack.encode({"type": "ask_held", "digests": [[b""]]}),
     msgspec.msgpack.encode({"type": "ask_held", "digests": [[b"x" * 65]]}),
+    msgspec.msgpack.encode({"type": "ask_held", "digests": [[b"x"] * 4097]}),
     msgspec.msgpack.encode({"type": "ask_held", "digests": [["\ud7ff"]]}),
     msgspec.msgpack.encode({"type": "ask_held", "digests": [[b"x"]], "wait_ms": -1}),
     msgspec.msgpack.encode({"type": "ask_held", "digests": [[b"x"]], "at_least": 1 << 40}),
     msgspec.msgpack.encode({"type": "ask_held", "digests": [[]] * 257}),
 ]
+NEWER = msgspec.msgpack.encode({"type": "ask_of_a_newer_release", "digests": 7})
 
 
-async def test_a_question_that_is_none_is_answered_with_nothing_and_harms_nobody(answers):
+async def asked_raw(producer, encoded):
+    """Ask a worker whatever this is; return its answer, or how it ended the connection."""
     heard = asyncio.Queue()
     async with (
-        producing() as producer,
         open_client(
             producer.endpoint, identity=OURS.identity, publication=READER, security=SECURITY, on_event=heard.put_nowait
         ) as client,
         asyncio.timeout(PATIENCE_S),
     ):
-        newer = msgspec.msgpack.encode({"type": "ask_held", "digests": [[b"x"]], "of a newer release": 1})
-        for nonce, encoded in enumerate([*UNKNOWN, newer]):
-            client.send(Ask(nonce=nonce, question=encoded))
-            while not isinstance(event := await heard.get(), Answered):
-                pass
-            assert event == Answered(nonce=nonce, answer=questions.encode(AnswerHeld()) if encoded is newer else b"")
+        client.send(Ask(nonce=1, question=encoded))
+        while not isinstance(event := await heard.get(), Answered | ConnectionFailed):
+            pass
+    return event
+
+
+async def test_a_malformed_question_ends_its_connection_and_harms_nobody(answers):
+    async with producing() as producer, asking(producer) as asker:
+        for encoded in MALFORMED:
+            failed = await asked_raw(producer, encoded)
+            assert (failed.code, failed.refused) == ("protocol_violation", True)
+            assert "what the peer asks" in failed.reason
+        assert await asker.held([b"x"], PATIENCE_S) == (None, 0)
+
+
+async def test_a_question_of_a_newer_release_is_answered_with_nothing(answers):
+    later = msgspec.msgpack.encode({"type": "ask_held", "digests": [[b"x"]], "of a newer release": 1})
+    async with producing() as producer:
+        assert (await asked_raw(producer, NEWER)).answer == b""
+        assert answers[1] == []
+        assert (await asked_raw(producer, later)).answer == questions.encode(AnswerHeld())
     assert len(answers[1]) == 1
 
 
