@@ -1,5 +1,6 @@
 """An engine whose open leases are watched in the process of each rank: what has settled, and what lies there later."""
 
+import time
 from typing import Any
 
 from . import engine_process
@@ -56,29 +57,40 @@ def describe(_worker: Any) -> dict[str, Any]:
 class Served(engine_process.Served):
     """An engine that preempts requests on demand, and tells of its open leases; see ``engine_process``.
 
-    =======  =========  ======================================================================================
-    op       fields     answer
-    =======  =========  ======================================================================================
-    preempt  id, times  id; before so many of the next steps, every request that has computed some is preempted
-    opened   id         id, ranks: ``describe`` of each
-    =======  =========  ======================================================================================
+    =======  ==========  ======================================================================================
+    op       fields      answer
+    =======  ==========  ======================================================================================
+    preempt  id, times   id; before so many of the next steps, every request that has computed some is preempted
+    gather   id, number  id; the next step waits until so many requests are on offer
+    opened   id          id, ranks: ``describe`` of each
+    =======  ==========  ======================================================================================
     """
 
-    ops = engine_process.Served.ops | {"preempt", "opened"}
+    ops = engine_process.Served.ops | {"preempt", "gather", "opened"}
 
     def __init__(self, *arguments: Any) -> None:
         OPENED.watch()
-        self.preemptions = 0
+        self.preemptions = self.gathered = 0
         super().__init__(*arguments)
 
     def preempt(self, command: dict[str, Any]) -> None:
         self.preemptions = command["times"]
         self.answer(id=command["id"])
 
+    def gather(self, command: dict[str, Any]) -> None:
+        self.gathered = command["number"]
+        self.answer(id=command["id"])
+
     def opened(self, command: dict[str, Any]) -> None:
         self.answer(id=command["id"], ranks=self.core.model_executor.collective_rpc(describe))
 
     def step(self) -> None:
+        if self.gathered:
+            wanted = self.scheduler.connector._scheduler_side.offering._wanted.values()
+            if sum(each.told >= 0 for each in wanted) < self.gathered:
+                time.sleep(engine_process.IDLE_S)
+                return
+            self.gathered = 0
         if self.preemptions and any(request.num_computed_tokens for request in self.scheduler.running):
             self.preemptions -= 1
             while self.scheduler.running:  # as vLLM does between two steps, if its prefix cache is reset
