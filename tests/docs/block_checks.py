@@ -155,7 +155,9 @@ CHECKS: dict[str, list[Check] | CheckedBy] = {
         Step(),
     ],
     "docs/howto/routers.md": [
-        *[ROUTERS] * 6,
+        *[ROUTERS] * 3,
+        *[CheckedBy("tests/vllm/test_rendezvous.py", "starts engines with it")] * 2,
+        *[ROUTERS] * 3,
         *[Parsed("needs a package index"), *[RAY] * 6],
         *[Parsed("needs vLLM; tests/vllm/test_live.py runs it"), ROUTERS],
         *[OFFLOAD] * 3,

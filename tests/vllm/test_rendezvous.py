@@ -1,0 +1,121 @@
+"""Both servers asked at once, as docs/howto/routers.md says: a prompt is read while it is computed, in small steps.
+
+The answers are those of one server. ``vllm-router`` drops every ticket, so each of its prompts is found by its content.
+"""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
+
+import openai
+import pytest
+
+from .clients import LEASES, RELEASED, RUNNING, TRANSFERS, USAGE, said, text_of
+from .engines import free_port
+from .howto import DECODE_PORT, PREFILL_PORT, ROUTERS_PAGE, SOURCE_PORT, blocks, command
+from .pairs import await_all, model_folder
+from .prompts import prompt_of
+from .routers import STARTS
+from .servers import Deployment
+
+FRONTS = ("kvflow proxy", "vllm-router")
+FLAGS = " --dtype float32 --max-num-batched-tokens 128"
+"""In bfloat16, a part of a prompt computed alone differs from the whole where two tokens are equally likely."""
+
+LENGTHS = (500, 1500, 4000)
+AT_ONCE = 6
+
+
+class Both(Deployment):
+    """A prefill server that offers prompts when they arrive, a decode server that finds them, and a proxy."""
+
+    def start(self):
+        self.ports[SOURCE_PORT] = free_port()
+        offers, finds = (
+            next(block.strip()[1:-1] for block in blocks("json", ROUTERS_PAGE) if word in block)
+            for word in ('"dispatch"', '"rendezvous_from"')
+        )
+        finds += ', "rendezvous_s": 60, "follow_bytes_min": 1'  # a busy machine is slow, and the model is small
+        self.prefill = self.start_side("prefill", "kv_producer", offers, PREFILL_PORT)
+        self.decode = self.start_side("decode", "kv_consumer", finds, DECODE_PORT)
+        alone = f"vllm serve {self.model} --port {self.alone_port}{FLAGS}"
+        self.alone = self.serve("alone", alone, self.alone_port)
+        port, proxy = free_port(), f"kvflow proxy --prefill {self.prefill.url} --decode {self.decode.url}"
+        shell = f"{proxy} --dispatch concurrent --log proxy.jsonl --listen 127.0.0.1:{port}"
+        self.proxy = self.serve("proxy", shell, port)
+        return self.prefill, self.decode, self.alone, self.proxy
+
+    def start_side(self, name, role, settings, port):
+        shell = command("vllm serve", role).strip().replace('_config": {', f'_config": {{{settings}, ')
+        return self.serve(name, self.fitted(shell) + FLAGS, self.ports[port])
+
+    def reads(self, begun):
+        """Return the records of all reads but the first ones, in order."""
+        ended = [each for each in self.records("decode") if each["event"].startswith("transfer.")]
+        return sorted(ended, key=itemgetter("timestamp"))[begun:]
+
+
+@pytest.fixture(scope="module")
+def both(pairs, tmp_path_factory):
+    pairs.stop()
+    with Both(model_folder("llama-chat"), tmp_path_factory.mktemp("both")) as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def fronts(both):
+    """All that stands before the servers, each of which knows the prefill server from a first answer."""
+    fronts = {name: STARTS[name](both) for name in FRONTS}
+    for name, front in fronts.items():
+        first = text_of(100, name)
+        assert said(both, front, first) == said(both, both.alone, first)
+    return fronts
+
+
+@pytest.fixture
+def settled(both):
+    yield both
+    for server in (both.prefill, both.decode):
+        server.wait_metric(0, RUNNING)
+        server.wait_metric(0, USAGE)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("name", FRONTS)
+def test_a_prompt_is_read_while_it_is_computed(settled, fronts, name, stream):
+    for length in LENGTHS:
+        prompt = prompt_of(length, f"{name} {stream}")
+        alone = said(settled, settled.alone, prompt, stream=stream)
+        begun = len(settled.reads(0))
+        assert said(settled, fronts[name], prompt, stream=stream) == alone
+        [read] = await_all(lambda begun=begun: settled.reads(begun))
+        assert read["event"] == "transfer.completed"
+        assert read["ranges"] > 1, read
+
+
+@pytest.mark.parametrize("name", FRONTS)
+def test_concurrent_prompts_find_each_its_own_cache(settled, fronts, name):
+    prompts = [prompt_of(length, f"{name} at once") for length in range(700, 700 + AT_ONCE)]
+    prompts.append(prompts[0])  # the same prompt again, for which there is a second offer
+    alone = [said(settled, settled.alone, prompt) for prompt in prompts]
+    moved = settled.decode.metric(TRANSFERS), settled.prefill.metric(LEASES, **RELEASED)
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        assert list(threads.map(lambda prompt: said(settled, fronts[name], prompt), prompts)) == alone
+    assert settled.decode.metric(TRANSFERS) - moved[0] >= AT_ONCE
+    settled.prefill.wait_metric(moved[1] + len(prompts), LEASES, **RELEASED)
+
+
+def test_an_address_that_the_settings_do_not_name_is_refused(settled):
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "127.0.0.1", "remote_port": 9}
+    asked = {"extra_body": {"kv_transfer_params": params}}
+    with pytest.raises(openai.InternalServerError):
+        said(settled, settled.decode, prompt_of(300, "elsewhere"), **asked)
+    assert "rendezvous_from does not name tcp://127.0.0.1:9" in settled.decode.log.read_text()
+
+
+def test_the_proxy_has_asked_both_at_once(both, fronts):
+    del fronts
+    records = [json.loads(line) for line in (both.folder / "proxy.jsonl").read_text().splitlines()]
+    answered = [each for each in records if each["event"] == "request.answered"]
+    assert len(answered) > len(LENGTHS)
+    assert all(each["prefilled"] and not each["failed_attempts"] for each in answered)
