@@ -56,11 +56,12 @@ def _data(trace: Trace) -> str:
 
 
 def _without_details(request: RequestTrace) -> RequestTrace:
-    return replace(request, pulls=[replace(pull, groups=(), chunks=()) for pull in request.pulls])
+    pulls = [replace(pull, groups=(), chunks=(), ranges=()) for pull in request.pulls]
+    return replace(request, pulls=pulls)
 
 
 def _num_details(pull: PullTrace) -> int:
-    return len(pull.chunks) + sum(len(group.pairs) for group in pull.groups)
+    return len(pull.chunks) + len(pull.ranges) + sum(len(group.pairs) for group in pull.groups)
 
 
 Event = dict[str, Any]
@@ -106,6 +107,11 @@ class _Tracks:
             place = self._lane(f"prefill {offer.worker}", start_at + offer.start_s, offer.held_s or 0.0)
             held = {"outcome": offer.outcome, **arguments}
             self._span(place, "lease", start_at + offer.start_s, offer.held_s or 0.0, held)
+            before_s = 0.0
+            for at_s, tokens in offer.advances:
+                at = start_at + offer.start_s + before_s
+                self._span(place, f"to token {tokens}", at, max(0.0, at_s - before_s), {})
+                before_s = at_s
             begun.append((place, start_at + offer.start_s))
         for pull in request.pulls:
             (process, lane), moving_at = self._pull(pull, start_at, arguments)
@@ -124,6 +130,9 @@ class _Tracks:
         self._span(place, "pull", called_at, pull.total_s, {**arguments, **numbers, **_failed(pull.failure)})
         for phase in pull.phases:
             self._span(place, phase.name, start_at + phase.start_s, phase.seconds, {})
+        for _, end, posted_s, arrived_s in pull.ranges:
+            row = self._lane(f"ranges of {pull.worker}", called_at + posted_s, max(0.0, arrived_s - posted_s))
+            self._span(row, f"to token {end}", called_at + posted_s, max(0.0, arrived_s - posted_s), {})
         for group, posted_s, arrived_s, nbytes, descriptors in pull.chunks:
             known = {"group": pull.groups[group].target_group, "nbytes": nbytes, "descriptors": descriptors}
             seconds = max(0.0, arrived_s - posted_s)

@@ -354,7 +354,9 @@ class _Builder:
     def _offer(self, worker: str) -> Offer:
         at, held_s, outcome = self._offered[worker]
         start_s = at - self._clocks.of(worker).ahead_s - self._start_at
-        return Offer(worker=worker, start_s=start_s, held_s=held_s, outcome=outcome)
+        ends = [each.event for each in self._gathered.offers[worker] if isinstance(each.event, LeaseEnded)]
+        advances = ends[-1].advances if ends else ()
+        return Offer(worker=worker, start_s=start_s, held_s=held_s, outcome=outcome, advances=advances)
 
     def _pull(self, each: Logged) -> PullTrace:
         event = _pull_of(each)
@@ -382,6 +384,7 @@ class _Builder:
             groups=traced.groups if complete else (),
             chunks=tuple(chunk for chunk in traced.chunks if complete and chunk[0] < len(groups)),
             chunks_omitted=traced.chunks_omitted,
+            ranges=traced.ranges,
         )
 
     def _phases(

@@ -319,6 +319,7 @@ class PullTrace(Struct, frozen=True, kw_only=True):
     groups: tuple[TracedGroup, ...] = ()
     chunks: tuple[tuple[int, float, float, int, int], ...] = ()
     chunks_omitted: int = 0
+    ranges: tuple[tuple[int, int, float, float], ...] = ()
 
     @property
     def end_s(self) -> float:
@@ -339,12 +340,13 @@ READING = ("bind", "post", "wire", "scatter")
 
 
 class Offer(Struct, frozen=True, kw_only=True):
-    """A lease that a producer held for a request; ``held_s`` and ``outcome`` only if its end was recorded."""
+    """A lease that a producer held for a request; the fields after ``start_s`` only if its end was recorded."""
 
     worker: str
     start_s: float
     held_s: float | None = None
     outcome: str = ""
+    advances: tuple[tuple[float, int], ...] = ()
 
 
 class Routed(Struct, frozen=True, kw_only=True):

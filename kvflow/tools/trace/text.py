@@ -107,6 +107,7 @@ def printable(text: str, length: int = 200) -> str:
 BAR: Final = 40
 NAME: Final = 22
 ID_MAX: Final = 48
+OVERLAP_MAX: Final = 256  # lines of what was computed and read at the same time
 PARTS: Final = " ▏▎▍▌▋▊▉"
 
 
@@ -160,6 +161,8 @@ def waterfall_lines(request: RequestTrace) -> Iterator[str]:
     for phase in request.phases:
         yield _bar(phase.name, phase.start_s, phase.seconds, end_s)
     yield _bar("whole", 0.0, request.total_s, end_s)
+    for bar in sorted(_overlap(request), key=lambda bar: bar[1] + bar[2])[:OVERLAP_MAX]:
+        yield _bar(*bar, end_s)
     if request.router is not None:
         yield from _router_lines(request.router)
     for offer in request.offers:
@@ -167,6 +170,18 @@ def waterfall_lines(request: RequestTrace) -> Iterator[str]:
         yield f"offer of {printable(offer.worker)}: {_at(offer.start_s)}{held}"
     for pull in request.pulls:
         yield from _pull_lines(pull)
+
+
+def _overlap(request: RequestTrace) -> Iterator[tuple[str, float, float]]:
+    """Yield name, start and seconds of what was computed of open offers, and of what was read meanwhile."""
+    for offer in request.offers:
+        before_s = 0.0
+        for at_s, tokens in offer.advances:
+            yield f"computed to {tokens:,}", offer.start_s + before_s, max(0.0, at_s - before_s)
+            before_s = at_s
+    for pull in request.pulls:
+        for _, end, posted_s, arrived_s in pull.ranges:
+            yield f"read to {end:,}", pull.start_s + posted_s, max(0.0, arrived_s - posted_s)
 
 
 def _router_lines(router: Routed) -> Iterator[str]:

@@ -8,7 +8,9 @@ from datetime import datetime, timedelta
 import pytest
 
 from kvflow.errors import PeerLost
+from kvflow.tools.trace.export import perfetto
 from kvflow.tools.trace.joining import read_trace
+from kvflow.tools.trace.text import waterfall_lines
 from tests.unit.kvflow.worker.helpers import PATIENCE_S
 from tests.unit.kvflow.worker.pulling import failure, opened
 
@@ -78,6 +80,35 @@ async def test_chunks_and_blocks_are_those_of_the_pull(log):
         assert group.pairs == ((2, 4, 2), (6, 0, 1))
     for _, posted_s, arrived_s, _, _ in pull.chunks:
         assert 0.0 < posted_s <= arrived_s <= pull.total_s
+
+
+async def test_what_was_read_is_beside_what_was_computed_meanwhile(log):
+    async with opened(follow_bytes_min=1) as world:
+        offer = world.producer.offer_progressive("request-1", [[]], 16)
+        pull = world.start(offer.ticket, (1, 2, 3, 4))
+        for tokens in (4, 12):
+            offer.advance(tokens, [[5, 6, 7][tokens // 8 : tokens // 4]])
+            async with asyncio.timeout(PATIENCE_S):
+                while sum(each.nbytes for each in world.consumer.snapshot().open_pulls) < 128 * tokens:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+        offer.seal([[0]])
+        report = await asyncio.wait_for(pull, PATIENCE_S)
+        await released(world)
+    request = only(log)
+    adds_up(request)
+    ((offered,), (read,)) = request.offers, request.pulls
+    assert [tokens for _, tokens in offered.advances] == [4, 12, 16]
+    assert [(first, end) for first, end, _, _ in read.ranges] == [(0, 4), (4, 12), (12, 16)]
+    assert (read.traced, len(read.groups), len(read.chunks)) == (True, 1, 3)
+    assert sum(chunk[3] for chunk in read.chunks) == read.nbytes == report.nbytes
+    (record,) = records(log, "transfer.completed")
+    assert (record["ranges"], record["seal_s"]) == (3, report.seal_s)
+    bars = [line for line in waterfall_lines(request) if line.startswith(("computed", "read"))]
+    shown = [line[:22].strip() for line in bars]
+    assert sorted(shown) == sorted(f"{verb} to {tokens}" for verb in ("computed", "read") for tokens in (4, 12, 16))
+    assert shown.index("read to 4") < shown.index("computed to 16")
+    names = {event["name"] for event in json.loads(perfetto(read_trace([log])))["traceEvents"]}
+    assert {"to token 4", "to token 12", "to token 16"} <= names
 
 
 @pytest.mark.parametrize("inline_s_max", [0.0, 60.0])
