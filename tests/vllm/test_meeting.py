@@ -1,0 +1,128 @@
+"""A prefill and a decode engine that get a request at the same time: the decode engine reads what is computed."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from tests.ports import free_port
+
+from .engines import PREFILL_PARAMS, Options, Pair
+from .pairs import FULL, LEASE_S, model_folder
+from .prompts import prompt_of
+
+CHUNK = 128  # tokens of a step
+LENGTHS = (40, 128, 257, 700, 990)
+TOKENS = 8
+BASE = Options("llama", block_size=32)
+SIDES = {  # options of both sides, and ranks of the prefill engine
+    "llama": (BASE, 1),
+    "gptoss": (replace(BASE, model="gptoss"), 1),
+    "granite": (replace(BASE, model="granite", block_size=0), 1),
+    "llama-2-to-1": (replace(BASE, dtype="float32"), 2),
+}
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="module", params=list(SIDES) if FULL else ["llama-2-to-1", "gptoss"])
+def meeting(request, pairs):
+    """A pair whose decode engine asks its prefill engine, and the parameters that a router sends to the former."""
+    pairs.stop()
+    base, ranks = SIDES[request.param]
+    port = free_port()
+    endpoint = f"tcp://127.0.0.1:{port}"
+    prefill = replace(
+        base,
+        ranks=ranks,
+        extra={"lease_s": LEASE_S, "dispatch": "concurrent", "bind": endpoint},
+        llm={"max_num_batched_tokens": CHUNK},
+        served="tests.vllm.open_engine",
+    )
+    decode = replace(base, extra={"lease_s": LEASE_S, "rendezvous_from": [endpoint], "rendezvous_s": 60.0})
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "127.0.0.1", "remote_port": port}
+    with Pair(model_folder(base.model), prefill, decode, nursery=pairs.nursery) as pair:
+        yield pair, params
+
+
+@pytest.fixture(autouse=True)
+def settled(meeting):
+    """After every test, every block of both sides is free."""
+    yield
+    pair, _ = meeting
+    for op, fields in (("preempt", {"times": 0}), ("gather", {"number": 0})):
+        tell(pair, op, **fields)
+    pair.settle()
+
+
+def tell(pair, op, **fields):
+    return pair.prefill._await(pair.prefill._command(op, f"{op}-{next(NUMBERS)}", **fields), 120.0)
+
+
+def both(meeting, prompt, *, decode_first):
+    """Give a request to both sides at the same time; return the two requests, the prefill engine's first."""
+    pair, params = meeting
+    sides = [(pair.prefill, PREFILL_PARAMS, 1), (pair.decode, params, TOKENS)]
+    started = [
+        engine.submit(prompt, given, max_tokens=tokens)
+        for engine, given, tokens in (reversed(sides) if decode_first else sides)
+    ]
+    return started[::-1] if decode_first else started
+
+
+def expect(meeting, prompt, answer, *, reasons=()):
+    """Check that the decode engine says what one engine says, or has failed for one of these reasons."""
+    pair, _ = meeting
+    if answer["finish_reason"] == "error":
+        assert pair.decode.reason(answer["id"]) in reasons
+    else:
+        assert answer["tokens"] == pair.monolithic(prompt)[:TOKENS]
+
+
+@pytest.mark.parametrize("decode_first", [True, False])
+def test_a_prompt_is_read_while_it_is_computed(meeting, decode_first):
+    for length in LENGTHS:
+        prompt = prompt_of(length, f"met {decode_first}")
+        started = both(meeting, prompt, decode_first=decode_first)
+        _, answer = [request.wait() for request in started]
+        expect(meeting, prompt, answer)
+
+
+def test_equal_prompts_at_once_are_all_answered(meeting):
+    prompt = prompt_of(333, "equal")
+    started = [both(meeting, prompt, decode_first=bool(number % 2)) for number in range(4)]
+    for _, decode in started:
+        expect(meeting, prompt, decode.wait())
+    for prefill, _ in started:
+        prefill.wait()
+
+
+def test_a_prompt_that_is_preempted_is_not_mixed_up(meeting):
+    pair, _ = meeting
+    for number in range(6):
+        tell(pair, "preempt", times=1 + number)
+        prompt = prompt_of(700, f"preempted {number}")
+        started = both(meeting, prompt, decode_first=True)
+        _, answer = [request.wait() for request in started]
+        expect(meeting, prompt, answer, reasons={"stale_lease"})
+
+
+def test_a_prefill_that_is_aborted_fails_its_decode_leg_at_once(meeting):
+    pair, _ = meeting
+    tell(pair, "gather", number=2)  # the step that would compute it waits for another
+    prompt = prompt_of(500, "aborted")
+    prefill, decode = both(meeting, prompt, decode_first=True)
+    pair.prefill.wait_state(lambda state: state["held"] == 1)
+    prefill.abort()
+    answer = decode.wait()
+    assert answer["finish_reason"] == "error"
+
+
+def test_a_reset_leaves_no_wrong_token(meeting):
+    pair, _ = meeting
+    for number in range(4):
+        prompt = prompt_of(990, f"reset {number}")
+        started = both(meeting, prompt, decode_first=True)
+        pair.prefill.wait_state(lambda state: state["held"] >= 1)
+        pair.prefill.reset_prefix_cache(running=True, external=True)
+        _, answer = [request.wait() for request in started]
+        expect(meeting, prompt, answer, reasons={"stale_lease"})
