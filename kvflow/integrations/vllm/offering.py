@@ -96,8 +96,7 @@ class Offering:
 
     With ``renew_s``, seconds after which leases are renewed, a request that asks is offered when it arrives, and peers
     find it by its digests. Each step says how far it computes; the last ``unsettled`` tokens are computed once more.
-    The lease ends if the request is preempted, and is opened again. Samples, and further prompts of a call, are offered
-    when they end.
+    A preemption ends the lease, and opens another. Samples, and further prompts of a call, are offered at their end.
 
     Thread: the scheduler's.
     """
@@ -197,7 +196,6 @@ class Offering:
                 self._drop(name, self._wanted[name])
             self._wanted[name].listed = [[] for _ in self._wanted[name].listed]
             self._open_soon(name, self._wanted[name])
-        self._renew()
         counts, known, new = output.num_scheduled_tokens, output.scheduled_cached_reqs, output.scheduled_new_reqs
         wanted = {name: self._wanted[name] for name in self._wanted.keys() & counts.keys()}
         if not wanted:
@@ -299,8 +297,11 @@ class Offering:
         wanted.signed, wanted.told = None, -1
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while True:
             with suppress(Exception):  # the scheduler's thread, or the command of the next step, does the same
+                self._renew()
+                if (job := self._jobs.get(timeout=self._renew_s)) is None:
+                    return
                 job()
 
     def _prepare(self, request_id: str, wanted: _Prefill, end: int) -> None:
@@ -315,8 +316,7 @@ class Offering:
 
     def _open_soon(self, request_id: str, wanted: _Prefill) -> None:
         """Have the other thread offer a request before it is computed, if that is wanted."""
-        call = wanted.call
-        if self._renew_s is not None and call.asked and not call.sampled and not call.number:
+        if self._renew_s is not None and wanted.call.asked and not (wanted.call.sampled or wanted.call.number):
             self._jobs.put(partial(self._open, request_id, wanted))
 
     def _open(self, request_id: str, wanted: _Prefill) -> None:
@@ -343,12 +343,12 @@ class Offering:
                 wanted.told = settled
 
     def _renew(self) -> None:
-        """Renew the open leases, also of requests that wait for a step."""
+        """Renew the open leases, however long their requests wait for a step, or a step takes."""
         if self._renew_s is not None and time.monotonic() - self._renewed_at > self._renew_s:
             self._renewed_at = time.monotonic()
-            for name, each in self._wanted.items():
-                if each.told >= 0:  # as many tokens as the ranks know when that step has written
-                    self._order(Advance, name, each.told, ((),) * len(self.groups), each.step)
+            with self._lock:
+                for name in [name for name, each in list(self._wanted.items()) if each.told >= 0]:
+                    self._order(Advance, name, 0, (), 0)
 
     def _between(self, listed: Sequence[Sequence[int]], first: int, end: int) -> BlockIds:
         """Return the blocks of these tokens, of groups whose blocks are written once; none of others."""

@@ -82,6 +82,7 @@ class _HeldLease:
     # ``MultiConnector`` learns if another connector saves the blocks.
     number: float
     ended: bool
+    settled: int = 0  # tokens, if it is open
 
 
 class RankWorker:
@@ -369,7 +370,8 @@ class RankWorker:
             elif isinstance(command, Seal):
                 self._worker.seal(name, command.block_ids)
             else:
-                self._worker.advance(name, command.num_tokens, command.block_ids)
+                lease.settled = max(lease.settled, command.num_tokens)
+                self._worker.advance(name, lease.settled, command.block_ids)
         except Exception as error:  # noqa: BLE001 - as above
             self._worker.revoke(name)  # what follows would be taken for the blocks of other tokens
             logger.info("kvflow: the lease of request %s has ended while it was computed: %s", name, error)
