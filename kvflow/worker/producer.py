@@ -86,7 +86,7 @@ class LeaseManager:
         self._loop = asyncio.get_running_loop()
         self._report = shared.report
         self._lock = threading.Lock()
-        self.answers = Answers(leases, self._groups, issuer.seal, self._lock)
+        self.answers = Answers(leases, self._groups, issuer.seal_again, self._lock)
         self._ended: OrderedDict[str, Outcome] = OrderedDict()
         self._waiters: dict[str, list[asyncio.Future[Outcome]]] = {}
         self._waiting_offers: deque[_WaitingOffer] = deque()

@@ -592,3 +592,11 @@ def test_a_ticket_of_the_release_before_is_read():
 def test_a_mint_without_block_sizes_takes_no_digests():
     with pytest.raises(ConfigInvalid, match="block_sizes of the mint has length 0 for 1 group"):
         mint_of().offer("r", block_ids=[[1]], num_tokens=1, digests=[[b"a"]])
+
+
+@pytest.mark.parametrize("step", [1, 7])
+def test_a_ticket_that_is_signed_again_is_the_same_and_not_decoded(step, monkeypatch):
+    mint = mint_of()
+    ticket, grant = mint.offer("r", block_ids=[[block * step for block in range(500)]], num_tokens=500)
+    monkeypatch.setattr(tickets, "_runs_decoder", None)
+    assert mint.seal_again(grant).sealed == ticket.sealed
