@@ -71,18 +71,13 @@ class Keeping:
         Raises:
             BlockIdsInvalid: a list has fewer blocks than the tokens need.
         """
-        pool, last = self.pool, num_tokens - num_tokens % self._whole
-        if pool is None or not self._offering.slots:
+        pool, end = self.pool, num_tokens - num_tokens % self._whole
+        if pool is None or end <= 0 or not self._offering.slots:
             return
-        for end in (last, last - self._whole):  # vLLM may not have hashed the last block yet
-            if end <= 0:
-                return
-            block_ids = offered_blocks(self._groups, listed, end)
-            ids = [block for group in block_ids for block in group]
-            needed = sum([each.blocks_needed(end) for each in self._groups])
-            if len(ids) >= needed and ABSENT not in ids and all(pool.blocks[each].block_hash for each in ids):
-                break
-        else:
+        block_ids = offered_blocks(self._groups, listed, end)
+        ids = [block for group in block_ids for block in group]
+        needed = sum([each.blocks_needed(end) for each in self._groups])
+        if len(ids) < needed or ABSENT in ids or not all(pool.blocks[each].block_hash for each in ids):
             return
         if any(each.block_ids == block_ids for each in self._of_block.get(ids[-1], ())):
             return  # it is kept already: all its tokens were in the prefix cache
