@@ -172,7 +172,6 @@ CHECKS: dict[str, list[Check] | CheckedBy] = {
     "docs/explanation/planning.md": [PLANNING] * 2,
     "docs/contributing/faults.md": [
         Parsed("runs for minutes; tests/simulation run a short form"),
-        Program(),
         *[Parsed("runs for minutes; its tests run a short form")] * 5,
     ],
 }
