@@ -6,6 +6,7 @@ from math import lcm
 from msgspec import Struct
 
 from kvflow.errors import BlockIdsInvalid
+from kvflow.ids import LeaseKey
 from kvflow.leases.blocks import blocks_for
 from kvflow.leases.tickets import Grant
 
@@ -21,7 +22,8 @@ class Lease(Struct, eq=False):
 
     ``released_by``: by engine and number of its ranks, those that have released it; ``named_by``: the key that has
     named this engine first; ``text``: of its ticket, once a peer has found it. ``digests``: of the first group of a
-    kept one, and the last one of others that peers may find; ``first``: blocks of the request before these.
+    kept one, and the last one of others that peers may find; ``first``: blocks of the request before these; ``before``:
+    the lease that was found by the last digest that it shares.
     Of an open one, ``settled``: tokens; ``told``: its blocks, as ``OpenGroups`` compares them; ``advances``: seconds
     since the admission, and the tokens that had settled.
     """
@@ -36,6 +38,7 @@ class Lease(Struct, eq=False):
     named_by: dict[tuple[str, int], str] = {}
     digests: tuple[bytes, ...] = ()
     first: int = 0
+    before: LeaseKey = (0, 0)
     text: str = ""
     blocks: Blocks = ()
     sealed: bool = True
@@ -90,6 +93,7 @@ class Index:
         for digest in lease.digests:
             if digest in newest:
                 others[digest] = others.get(digest, 0) + 1
+                lease.before = (newest[digest].grant.slot, newest[digest].epoch)
             newest[digest] = lease
         newest.pop(b"", None)  # of absent blocks
         others.pop(b"", None)
@@ -108,7 +112,10 @@ class Index:
                 del newest[digest]
         while orphaned:
             place, digest = orphaned[-1]
-            heir = next((each for each in reversed(left.values()) if each.digest_at(place) == digest), None)
+            slot, epoch = lease.before
+            heir = left.get(slot)  # usually, so that not all leases are searched
+            if heir is None or heir.epoch != epoch or heir.digest_at(place) != digest:
+                heir = next((each for each in reversed(left.values()) if each.digest_at(place) == digest), None)
             if heir is None:  # the engine's digests are not chained: this one is found no more
                 newest.pop(digest, None)
                 orphaned.pop()
