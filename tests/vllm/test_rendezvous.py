@@ -13,7 +13,7 @@ import pytest
 from .clients import LEASES, RELEASED, RUNNING, TRANSFERS, USAGE, said, text_of
 from .engines import free_port
 from .howto import DECODE_PORT, PREFILL_PORT, ROUTERS_PAGE, SOURCE_PORT, blocks, command
-from .pairs import await_all, model_folder
+from .pairs import FULL, await_all, model_folder
 from .prompts import prompt_of
 from .routers import STARTS
 from .servers import Deployment
@@ -55,10 +55,10 @@ class Both(Deployment):
         return sorted(ended, key=itemgetter("timestamp"))[begun:]
 
 
-@pytest.fixture(scope="module")
-def both(pairs, tmp_path_factory):
+@pytest.fixture(scope="module", params=["llama-chat", *(["gptoss-chat"] if FULL else [])])
+def both(request, pairs, tmp_path_factory):
     pairs.stop()
-    with Both(model_folder("llama-chat"), tmp_path_factory.mktemp("both")) as both:
+    with Both(model_folder(request.param), tmp_path_factory.mktemp("both")) as both:
         yield both
 
 
