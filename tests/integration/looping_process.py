@@ -15,7 +15,18 @@ from .consuming import consuming
 from .producing import SECRET, producing
 from .shapes import Shape
 
-ANYWHERE = {"rank_address", "offer", "keep", "admit", "revoke", "read_ticket", "record_refusal"}
+ANYWHERE = {
+    "rank_address",
+    "offer",
+    "keep",
+    "offer_progressive",
+    "advance",
+    "seal",
+    "admit",
+    "revoke",
+    "read_ticket",
+    "record_refusal",
+}
 
 
 async def called(call):
