@@ -5,6 +5,7 @@ under a new incarnation.
 """
 
 import asyncio
+import atexit
 import inspect
 import sys
 import threading
@@ -36,6 +37,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 M = TypeVar("M", bound=Callable[..., object])
 
+PARK_S = 1.0  # longest time that the end of the interpreter waits for the event loop, which may hang
 FINISHED_MAX = 65536  # ends that are kept for an engine that does not call ``finished``. The oldest are dropped first.
 
 
@@ -196,8 +198,21 @@ def start_worker_thread(config: WorkerConfig, cache: Cache, hooks: Sequence[Hook
 
     # A daemon: an engine that exits without leaving this block must not wait for a thread that waits for it.
     thread = threading.Thread(target=run, name=f"kvflow-{config.engine_id}", daemon=True)
+    parked = threading.Event()
+
+    def park() -> None:
+        parked.set()
+        threading.Event().wait()
+
+    def stop_at_exit() -> None:
+        # A timer of uvloop that fires when the interpreter has ended would crash the process.
+        if thread.is_alive():
+            with suppress(WorkerClosed):
+                calls.call(park)
+                parked.wait(PARK_S)
 
     def end() -> None:
+        atexit.unregister(stop_at_exit)
         # Also if the loop has died, or Ctrl-C has interrupted the start: otherwise the thread never ends.
         if not left.done():
             left.set_result(None)
@@ -209,6 +224,7 @@ def start_worker_thread(config: WorkerConfig, cache: Cache, hooks: Sequence[Hook
     try:
         thread.start()
         worker, calls = opened.result()
+        atexit.register(stop_at_exit)
     except BaseException:
         end()
         raise
