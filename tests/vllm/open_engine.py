@@ -29,7 +29,8 @@ class Opened:
         def told(rank: Any, command: Any) -> None:
             name = command.request_id
             if isinstance(command, Advance):
-                self.told.setdefault(name, []).append((command.block_ids, contents(command.block_ids)))
+                if command.block_ids:  # otherwise it only renews the lease
+                    self.told.setdefault(name, []).append((command.block_ids, contents(command.block_ids)))
             else:
                 self.leave(name, "sealed")
             tell(rank, command)

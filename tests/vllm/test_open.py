@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from .engines import PREFILL_PARAMS, Engine, Options
-from .pairs import FULL, LEASE_S, model_folder
+from .pairs import FULL, LEASE_S, await_all, model_folder
 from .prompts import prompt_of
 
 CHUNK = 128  # tokens of a step
@@ -49,10 +49,15 @@ def opened(engine):
 
 def ends_of(engine, request_id):
     """Return how the leases of a request were left, on every rank alike: how, and how often something had settled."""
-    first, *others = [
-        [(how, count) for name, how, count, _ in rank["ended"] if name.startswith(f"{request_id}-")]
-        for rank in opened(engine)
-    ]
+
+    def found():
+        ends = [
+            [(how, count) for name, how, count, _ in rank["ended"] if name.startswith(f"{request_id}-")]
+            for rank in opened(engine)
+        ]
+        return ends if all(ends) else []
+
+    first, *others = await_all(found)  # a rank may learn of it with a later step
     assert all(each == first for each in others)
     return first
 
