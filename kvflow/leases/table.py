@@ -168,7 +168,8 @@ class LeaseTable:
         request_id, slot, epoch, lease_ms = grant.request_id, grant.slot, int(grant.epoch), grant.lease_ms
         if request_id in self._by_request:
             raise BlockIdsInvalid(f"request {request_id!r} is on offer already", remedy="Revoke it first.")
-        if slot >= self._slots or slot in self._by_slot:
+        holder = self._by_slot.get(slot)
+        if slot >= self._slots or (holder is not None and holder.epoch <= epoch):
             raise CapacityExceeded(
                 "lease slots", self._slots, remedy="Retire a lease in the issuer only after it has ended on every rank."
             )

@@ -245,6 +245,17 @@ def test_slots_that_are_taken_or_not_there_are_refused(leases):
         small.admit(grant_of(mint, "b"), now=0.0)
 
 
+def test_a_grant_whose_slot_has_gone_to_a_newer_one_is_too_old(leases):
+    mint = mint_of()
+    late = grant_of(mint, "late")
+    mint.retire("late")
+    newer = grant_of(mint, "newer")
+    assert newer.slot == late.slot
+    leases.admit(newer, now=0.0)
+    with pytest.raises(BlockIdsInvalid, match="not newer"):
+        leases.admit(late, now=0.0)
+
+
 def test_all_can_be_revoked(leases):
     mint = mint_of()
     for name in ("a", "b"):
