@@ -305,5 +305,7 @@ class Following:
     def gather(self) -> None:
         """Give the pull, which ends, the reads and answers of all ranges."""
         pull = self._pull
+        if self._arrived is not None:  # it has failed, and the range that is read will not be delivered
+            self._arrived.cancel()
         pull.reads, pull.submitted_at = tuple(self._reads), self._started_at
         pull.ended = [ended for each in pull.ranges for ended in each.ended]

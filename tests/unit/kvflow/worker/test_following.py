@@ -344,6 +344,27 @@ async def test_an_error_of_the_answers_waits_for_the_range_that_is_read(world, t
     world.producer.revoke("request-1")
 
 
+@pytest.mark.parametrize("steps", range(8))
+async def test_cancelling_at_the_instant_of_a_wrong_answer_leaves_no_task(teller, steps):
+    async with opened(num_blocks=32, follow_bytes_min=1, ranks=2) as world:
+        await world.connect()
+        world.faults.hung.add(0)
+        pull = world.start(open_ticket(world), TARGETS)
+        teller.say(8)
+        await world.faults.strike()
+        await teller.heard(4)
+        teller.said[0] = b""  # the other rank has not answered: a cancellation must not be lost between the two
+        teller._changed.set()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        pull.cancel()
+        await failure(pull)
+        world.faults.heal()
+        await ended(pull)
+        names = {task.get_coro().__name__ for task in asyncio.all_tasks()}
+        assert "_read_on" not in names
+
+
 async def test_a_peer_that_is_lost_ends_the_pull_that_waits_for_it(world, teller):
     pull = world.start(open_ticket(world), TARGETS)
     teller.say(8)
