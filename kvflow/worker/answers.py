@@ -118,9 +118,8 @@ class Answers:
 
     def _places_of(self, question: Question) -> tuple[Hashable, ...]:
         if isinstance(question, AskHeld):
-            enough = question.digests[0][
-                max(question.at_least, 1) - 1 :
-            ]  # a lease with more has the first of them, too
+            # A lease that has more than enough has the first of these, too.
+            enough = question.digests[0][max(question.at_least, 1) - 1 :]
             return tuple(dict.fromkeys((*enough[:1], *enough[-1:])))
         lease = self._leases.held(question.slot, question.epoch)
         return ((question.slot, question.epoch) if lease is None else lease.grant.request_id,)

@@ -598,9 +598,8 @@ class _FinishedQueue:
         return True
 
     def on_event(self, event: Event) -> None:
-        if (
-            isinstance(event, LeaseEnded) and event.kind != "kept"
-        ):  # the blocks of a kept one belong to the engine all along
+        # The blocks of a kept lease belong to the engine all along.
+        if isinstance(event, LeaseEnded) and event.kind != "kept":
             self.put(Finished(event.request_id, "producer", event.outcome))
 
     def settle(
