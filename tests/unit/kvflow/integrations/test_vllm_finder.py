@@ -38,6 +38,7 @@ from .vllm_like import (
     new_request,
     new_ticket,
     side,
+    wait_until,
 )
 
 WITHIN_S = 30.0
@@ -598,12 +599,3 @@ def test_a_defect_while_sources_are_asked_fails_no_request(engine, monkeypatch):
     prefill.on_new_request(request)
     assert prefill.matched(request, 0) == (0, False)
     assert prefill.take_counters()["defects"] == {"_seek": 1}
-
-
-def wait_until(holds):
-    tick = threading.Event()
-    for _ in range(30_000):
-        if holds():
-            return
-        tick.wait(0.001)
-    raise AssertionError("it never became true")

@@ -19,7 +19,7 @@ from tests.helpers.settings import flat_config
 from tests.ports import free_port
 from tests.unit.kvflow.worker.helpers import cache_of
 
-from .vllm_like import SECRET, SIDES, FullAttentionSpec, blocks_of, new_contents, new_key, new_request, side
+from .vllm_like import SECRET, SIDES, FullAttentionSpec, blocks_of, new_contents, new_key, new_request, side, wait_until
 
 PORT = free_port()
 ENDPOINT = f"tcp://127.0.0.1:{PORT}"
@@ -218,12 +218,3 @@ def test_a_host_and_a_port_name_an_engine(params, endpoint):
 def test_settings_of_a_rendezvous_that_are_wrong_are_refused(wrong):
     with pytest.raises(ConfigInvalid, match=r"rendezvous|no port"):
         read_settings({"cluster_secret": SECRET, **wrong}, EngineFacts(engine_id="e", kv_role="kv_both"))
-
-
-def wait_until(holds):
-    tick = threading.Event()
-    for _ in range(30_000):
-        if holds():
-            return
-        tick.wait(0.001)
-    raise AssertionError("it never became true")

@@ -1,5 +1,6 @@
 """Objects shaped as vLLM's, for tests of what needs no vLLM. Their classes have vLLM's names, which is what counts."""
 
+import threading
 from dataclasses import dataclass, field, make_dataclass
 from types import SimpleNamespace
 
@@ -196,3 +197,12 @@ def new_ticket(num_tokens=48, block_ids=((3, 4, 9),), request_id="request-1", *,
     offer = {"block_ids": block_ids, "num_tokens": num_tokens, "digests": digests}
     ticket = mint.offer(request_id, **offer, chained=not before)[0]
     return Ticket.from_params(of_release_before(ticket.to_params(), new_key().sign)) if before else ticket
+
+
+def wait_until(holds):
+    tick = threading.Event()
+    for _ in range(30_000):
+        if holds():
+            return
+        tick.wait(0.001)
+    raise AssertionError("it never became true")
