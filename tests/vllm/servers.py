@@ -128,6 +128,14 @@ class Server:
                 raise EngineFailed(f"{self.name}: {name} {labels} is {found} and not {value}")
             time.sleep(PAUSE_S)
 
+    def wait_logged(self, text: str) -> None:
+        """Wait until it has logged a text."""
+        deadline = time.monotonic() + START_S
+        while text not in self.log.read_text(errors="replace"):
+            if time.monotonic() > deadline:
+                raise EngineFailed(f"{self.name} has not logged {text!r}")
+            time.sleep(PAUSE_S)
+
 
 class Together:
     """Processes that start and stop together, also if one cannot start. Use it as a context manager."""

@@ -27,6 +27,8 @@ if FULL:
 def chats(request, pairs, tmp_path_factory):
     pairs.stop()
     with Chats(request.param, model_folder(request.param.model), tmp_path_factory.mktemp("chats")) as chats:
+        for server in (chats.prefill, chats.second):  # one that started before its source asks again later
+            server.wait_logged("is engine")
         yield chats
 
 
