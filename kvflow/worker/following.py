@@ -230,7 +230,7 @@ class Following:
         """Ask every rank until enough is settled for a read, or everything is. Cancellation: safe.
 
         Raises:
-            DeadlineExceeded: the offer was not sealed within ``compute_s``.
+            DeadlineExceeded: a question that was asked ``compute_s`` after the start has brought nothing new.
             KvflowError: of ``_Rank.ask``.
         """
         left_s = self._started_at + self._budgets.compute_s - self._clock()
@@ -238,27 +238,28 @@ class Following:
         if min(rank.readable for rank in self._ranks) == self._total:
             above = self._total + 1  # only the seal is news
         within_s = max(0.0, min(WAIT_S_MAX, left_s))
+        before = [rank.settled for rank in self._ranks]
         asking = [
             asyncio.ensure_future(rank.ask(above, within_s, self._budgets.handshake_s))
             for rank in self._ranks
             if not rank.sealed
         ]
         try:
-            async with asyncio.timeout(left_s):
-                await asyncio.gather(*asking)
-        except TimeoutError:
-            message = (
-                f"request {self._pull.request_id!r}: the offer was not sealed within {self._budgets.compute_s:g} s"
-            )
-            name = next((rank.name for rank in self._ranks if not rank.sealed), "")
-            raise DeadlineExceeded(
-                message, phase="compute", request_id=self._pull.request_id, peer=name, remedy=NEVER_SEALED
-            ) from None
+            await asyncio.gather(*asking)
         finally:
             for each in asking:
                 each.cancel()
         if self.sealed:
             self._pull.sealed_at = self._clock()
+        elif left_s <= 0 and before == [rank.settled for rank in self._ranks]:
+            request_id, compute_s = self._pull.request_id, self._budgets.compute_s
+            raise DeadlineExceeded(
+                f"request {request_id!r}: the offer was not sealed within {compute_s:g} s",
+                phase="compute",
+                request_id=request_id,
+                peer=next(rank.name for rank in self._ranks if not rank.sealed),
+                remedy=NEVER_SEALED,
+            )
 
     def cut(self, read_ids: Iterator[int]) -> tuple[RankRead, ...]:
         """Return the reads of the next range; none if nothing is worth one."""

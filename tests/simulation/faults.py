@@ -143,7 +143,7 @@ def draw_settings(world: World, faults: Faults) -> Settings:
             queue_s=30.0 + 200 * faults.fabric.piece_s,  # a read waits for the chunks of all others
             wire_s=30.0,
             fence_s=10.0,
-            compute_s=5.0 + 440 * faults.fabric.piece_s,  # reads take of it, too
+            compute_s=5.0,
             follow_bytes_min=256,
             quarantine_s_max=120.0,
             quarantine_bytes_max=1 << 32,

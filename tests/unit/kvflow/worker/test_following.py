@@ -22,9 +22,11 @@ from kvflow.rendezvous import questions
 from kvflow.rendezvous.dialer import Link
 from kvflow.rendezvous.issuer import TicketKey
 from kvflow.rendezvous.questions import AnswerSettled, AskSettled
+from tests.fakes import FabricFaults
 
 from .helpers import PATIENCE_S
 from .pulling import awaiting, config, failure, opened
+from .virtual import virtual
 
 BLOCK_BYTES = 2 * 2 * 2 * 2 * 4 * 8  # of both layers
 SOURCES = (10, 12, 11, 13, 20, 21, 22, 23)
@@ -52,9 +54,14 @@ class Teller:
         assert within_s * 1000 > asked.wait_ms
         self.asked.append(asked)
         self._changed.set()
-        while (answer := self._answer(rank, asked)) is None:
-            self._changed.clear()
-            await self._changed.wait()
+        try:
+            async with asyncio.timeout(asked.wait_ms / 1000):
+                while (answer := self._answer(rank, asked)) is None:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            self.hasty = True
+            answer = self._answer(rank, asked)
         return answer
 
     def _answer(self, rank, asked):
@@ -288,6 +295,28 @@ async def test_a_producer_that_never_seals_is_given_up(teller):
         assert (error.phase, error.quarantined) == ("compute", False)
         assert "compute_s" in error.remedy
         world.producer.revoke("request-1")
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_the_time_of_reads_does_not_count_if_the_producer_has_sealed(sealed):
+    with virtual(compute_s=1.0, follow_bytes_min=1, wire_s=60.0, fence_s=60.0, lease_s=60.0) as world:
+        world.fabric.faults = FabricFaults(at_once=0.0, piece_s=3.0, pieces_max=1)
+        (producer,) = world.producers
+        offer = world.do(lambda: producer.worker.offer_progressive("request-1", [[1]], 16), life=producer)
+        pull = world.start(offer.ticket, (4, 5, 6, 7))
+        world.do(lambda: offer.advance(4), life=producer)
+        world.pass_time(0.3)
+        world.do(lambda: offer.advance(8, [[2]]), life=producer)  # no question waits while this is to be read
+        world.pass_time(0.3)
+        if sealed:
+            world.do(lambda: offer.seal([[3, 8]]), life=producer)
+        world.pass_time(0.4)
+        assert world.fabric.in_flight()  # and the budget has run out
+        world.pass_time(120.0)
+        if sealed:
+            assert pull.result().ranges == 3
+        else:
+            assert (type(pull.exception()), pull.exception().phase) == (DeadlineExceeded, "compute")
 
 
 async def test_cancelling_while_it_computes_frees_our_blocks_at_once(world, teller):
