@@ -105,6 +105,10 @@ def _parallel() -> dict[str, tuple[Options, Options]]:
         "gemma3-stages-1-to-2": _stages(_ranks(Options("gemma3"), 1, 1), 1, 2),
         "gptoss-stages-2-to-2": _stages(_ranks(replace(GPTOSS, failure_policy="fail"), 1, 1), 2, 2),
         "llama-stages-2-ranks-2-to-1": _stages(_ranks(LLAMA, 2, 1), 2, 2),
+        "llama-stages-4-to-1": _stages(_ranks(LLAMA, 1, 1), 4, 1),
+        "llama-stages-1-to-4": _stages(_ranks(LLAMA, 1, 1), 1, 4),
+        "llama-stages-4-to-2": _stages(_ranks(LLAMA, 1, 1), 4, 2),
+        "llama-stages-2-to-4": _stages(_ranks(LLAMA, 1, 1), 2, 4),
     }
 
 

@@ -30,6 +30,7 @@ def test_there_are_pairs_to_read_and_pairs_to_be_read():
     for number in ("ranks", "stages"):
         sizes = {tuple(getattr(side, number) for side in sides) for sides in PARALLEL.values()}
         assert sizes >= {(1, 2), (2, 1), (2, 2)}
+    assert sizes >= {(1, 4), (4, 1), (2, 4), (4, 2)}, "of stages"
 
 
 @pytest.mark.parametrize("length", PROMPT_LENGTHS if FULL else [150])
