@@ -28,9 +28,11 @@ from kvflow.report import TransferReport
 from kvflow.tools.cli import build_parser
 from kvflow.tools.doctor.codes import CODES
 from tests.docs import performance
+from tests.vllm.pairs import PAIRS
 from tests.vllm.replaying import facts
 
-REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+TESTS = Path(__file__).parents[1]
+REFERENCE = TESTS.parent / "docs" / "reference"
 
 LINKS = {
     "staged reads": "[staged reads](../explanation/planning.md#direct-or-staged)",
@@ -50,6 +52,39 @@ BOUNDS = {
 
 ROUTED = ("completions", "chat", "stream", "n=2", "concurrent", "prefill fails")
 VERDICTS = {"works": "yes", "otherwise": "otherwise", "refused": "refused", "no": "no", "": ""}
+
+ENGINES = ("real", "stand-in", "bytes")
+PARITY = {
+    "packed layouts (`BLHNC`, `BHLNC`)": "yes, also on one side only",
+    "hybrid models, sliding windows": "yes: the blocks that the next token needs",
+    "states of Mamba and gated delta nets": "yes, in both state layouts",
+    "states of unequal numbers of ranks": "those whose parts `kvflow.models` knows; others are refused by name",
+    "MLA, sparse indexers": "yes, each read from one replica",
+    "caches of fp8, NVFP4, int8, int4, with scales per head": "yes; unequal formats are refused (`layout_mismatch`)",
+    "packed rows of DeepSeek V4, compressed caches, CSA, HiSparse, PLE": "refused at the start, by name",
+    "encoder-decoder models": "no, as NixlConnector",
+    "unequal block sizes": "yes, any two, in hybrid models too",
+    "unequal tensor parallelism": "yes, any two sizes",
+    "pipeline stages": "yes, by pull, on both sides",
+    "stages by push, prefill writes to decode (`NixlPushConnector`)": "no, decode always reads",
+    "context parallelism": "refused at the start; the library moves divided tokens",
+    "data parallelism": "yes, each engine has ports of its own",
+    "draft models": "yes, if both sides have them; tokens looked ahead are left to decode",
+    "prefix caching": "yes: the missing blocks are read",
+    "next turn read from decode (`bidirectional_kv_xfer`)": "[prefixes](../howto/share-prefixes.md) of any engine",
+    "KV events": "those of vLLM; kvflow adds none",
+    "`kv_load_failure_policy`": "yes, with the reason in the log",
+    "leases, renewed": "yes, without an engine step, and fenced",
+    "restart of prefill": "yes, old tickets are refused",
+    "aborted requests": "yes: prefill has its blocks at once",
+    "sleep and wake": "yes, from vLLM 0.33 on",
+    "`MultiConnector`": "yes, at any place",
+    "host staging (`kv_buffer_device`)": "refused by name; the TCP plane serves such GPUs in portions of 1 MiB",
+    "several NIXL backends (`backends`)": "refused by name: UCX alone",
+    "EFA": "as UCX or TCP; not the backend `LIBFABRIC`",
+    "other devices (TPU, XPU, NPU)": "CPUs, CUDA and ROCm; others are refused by name",
+}
+"""What NixlConnector can do, and what KVFlowConnector makes of it: rows that tests prove by the marker ``proves``."""
 
 LEVEL_EXCEPTIONS = {
     LeaseEnded: ", `WARNING` if the lease has expired",
@@ -283,6 +318,55 @@ def routers() -> str:
     )
 
 
+def is_proof(node: ast.AST) -> bool:
+    """Return whether a part of a source is ``pytest.mark.proves(...)``."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.proves"
+
+
+def proofs(folder: Path = TESTS) -> dict[str, list[tuple[str, str, Path]]]:
+    """Return what tests prove: row -> (engine, name of the test, its file). Reads the sources and imports none.
+
+    Raises:
+        AssertionError: a marker names no row, engine or pair that exists, or does not mark a test that pytest collects.
+    """
+    found: dict[str, list[tuple[str, str, Path]]] = {row: [] for row in PARITY}
+    for path in sorted(folder.rglob("*.py")):
+        if "mark.proves(" not in (text := path.read_text()):
+            continue
+        module = ast.parse(text)
+        marked = 0
+        for test in module.body if path.name.startswith("test_") else []:
+            if not isinstance(test, ast.FunctionDef | ast.AsyncFunctionDef) or not test.name.startswith("test_"):
+                continue
+            for marker in filter(is_proof, test.decorator_list):
+                assert isinstance(marker, ast.Call)
+                rows = [ast.literal_eval(row) for row in marker.args]
+                told = {str(option.arg): ast.literal_eval(option.value) for option in marker.keywords}
+                where, engine, pairs = f"{path.name}::{test.name}", told.pop("engine", ""), told.pop("pairs", "")
+                assert rows, f"{where} names no row"
+                assert not told, f"{where}: unknown {coded(told)}"
+                assert set(rows) <= set(PARITY), f"{where} proves an unknown row: {coded(set(rows) - set(PARITY))}"
+                assert engine in ENGINES, f"{where}: the engine is one of {coded(ENGINES)}"
+                assert any(pairs in name for name in PAIRS), f"{where}: no pair of engines has {pairs!r} in its name"
+                marked += 1
+                for row in rows:
+                    found[row].append((engine, test.name, path))
+        assert marked == sum(map(is_proof, ast.walk(module))), f"{path.name}: a marker stands at no test"
+    return found
+
+
+def parity() -> str:
+    """Return what KVFlowConnector makes of each capability, and the tests that prove it."""
+    rows = []
+    for row, shown in proofs().items():
+        kinds = []
+        for engine in ENGINES:
+            links = [f"[{name}](../../tests/{path.relative_to(TESTS)})" for kind, name, path in shown if kind == engine]
+            kinds += [f"{engine}: {', '.join(dict.fromkeys(links))}"] * bool(links)
+        rows.append([row, PARITY[row], "; ".join(kinds) or "no test"])
+    return table(["capability of NixlConnector", "KVFlowConnector", "shown by"], rows)
+
+
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "errors.md": {
         "errors": errors,
@@ -295,6 +379,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "events.md": {"events": events},
     "cli.md": {"commands": command_line},
     "../howto/routers.md": {"routers": routers},
+    "../explanation/comparison.md": {"parity": parity},
     "../explanation/performance.md": {"figures": performance.figures, "others": performance.others},
 }
 """Page -> generated part -> what writes it."""

@@ -57,6 +57,29 @@ def test_every_flag_and_command_has_a_meaning():
     assert [line for line in flags if not re.search(r"`: \w", line)] == []
 
 
+@pytest.mark.parametrize(
+    ("named", "source", "said"),
+    [
+        ("test_a.py", '@pytest.mark.proves("telepathy", engine="real")\ndef test_a(): ...', "unknown row: `telepathy`"),
+        ("test_a.py", '@pytest.mark.proves("EFA")\nasync def test_a(): ...', "test_a.py::test_a: the engine is one of"),
+        ("test_a.py", '@pytest.mark.proves("EFA", engine="bytes", pairs="x-")\ndef test_a(): ...', "no pair of"),
+        ("test_a.py", '@pytest.mark.proves("EFA", engine="bytes", pair="x")\ndef test_a(): ...', "unknown `pair`"),
+        ("test_a.py", '@pytest.mark.proves(engine="bytes")\ndef test_a(): ...', "names no row"),
+        ("test_a.py", '@pytest.mark.proves("EFA", engine="bytes")\ndef helper(): ...', "stands at no test"),
+        ("helper.py", '@pytest.mark.proves("EFA", engine="bytes")\ndef test_a(): ...', "stands at no test"),
+    ],
+)
+def test_a_marker_that_proves_nothing_is_named(tmp_path, named, source, said):
+    (tmp_path / named).write_text(source)
+    with pytest.raises(AssertionError, match=said):
+        reference_tables.proofs(tmp_path)
+
+
+def test_a_row_without_a_test_says_so(monkeypatch):
+    monkeypatch.setattr(reference_tables, "proofs", lambda: {row: [] for row in reference_tables.PARITY})
+    assert reference_tables.parity().count("| no test |") == len(reference_tables.PARITY) > 20
+
+
 def test_a_missing_section_is_noticed():
     with pytest.raises(AssertionError, match="has no section"):
         section("config.md", "Nothing")

@@ -76,6 +76,7 @@ async def refused(consumer, params, blocks=SMALL_BLOCKS):
     return caught.value.code
 
 
+@pytest.mark.proves("sleep and wake", engine="bytes")
 @pytest.mark.parametrize("memory", ["unmapped", "overwritten"])
 @pytest.mark.nixl
 @pytest.mark.processes

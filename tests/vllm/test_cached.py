@@ -6,6 +6,7 @@ from .pairs import CACHED
 from .prompts import prompt_of
 
 
+@pytest.mark.proves("prefix caching", engine="real")
 @pytest.mark.parametrize("pair", CACHED, indirect=True)
 def test_only_what_the_decode_engine_lacks_is_read(pair):
     prompt = prompt_of(700, "cached")

@@ -47,6 +47,7 @@ def note(name, connector, cells):
     table.append((name, connector, *cells))
 
 
+@pytest.mark.proves("packed layouts (`BLHNC`, `BHLNC`)", engine="real", pairs="-packed-heads-first")
 @pytest.mark.parametrize("pair", MEASURED, indirect=True)
 def test_no_more_descriptors_than_the_engines_own_connector(pair, request):
     name = request.node.callspec.params["pair"]

@@ -16,6 +16,7 @@ RANKS = "llama-ranks-2-to-2"
 """Two ranks on both sides: what ends, ends for both."""
 
 
+@pytest.mark.proves("`kv_load_failure_policy`", engine="real")
 @pytest.mark.parametrize("pair", chosen("llama", "gptoss", "llama-recompute", "gptoss-fail", RANKS), indirect=True)
 def test_a_ticket_that_is_used_up_fails_or_is_computed_again(pair):
     prompt = prompt_of(LENGTH)

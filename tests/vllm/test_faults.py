@@ -72,6 +72,7 @@ def overwrite(engine):
         engine.generate(prompt_of(length, f"overwrite {number}"), max_tokens=1)
 
 
+@pytest.mark.proves("restart of prefill", engine="real")
 @pytest.mark.parametrize("at", ["data", "fence"])
 def test_a_prefill_engine_is_killed_and_started_again(cluster, at):
     # Those whose read is over go on, those in the middle of one and those before it do not.
@@ -162,6 +163,7 @@ def test_a_decode_engine_is_killed_with_requests_in_flight(cluster):
     cluster.restart("failing")
 
 
+@pytest.mark.proves("leases, renewed", engine="real")
 @pytest.mark.parametrize("late", ["failing", "recomputing"] if FULL else ["recomputing"])
 def test_an_expired_lease_frees_its_blocks_unless_a_read_renews_it(cluster, late):
     # Both reads take longer than a lease. What one engine says of that gets through, what the other says does not.
@@ -183,6 +185,7 @@ def test_an_expired_lease_frees_its_blocks_unless_a_read_renews_it(cluster, late
     unused.submit().expect_policy("lease over before it is asked", {"stale_lease"}, SETTINGS["handshake_s"])
 
 
+@pytest.mark.proves("leases, renewed", engine="real")
 def test_a_request_that_waits_for_room_keeps_its_lease(cluster):
     with ExitStack() as stack:
         for decode in cluster.decodes:
@@ -232,6 +235,7 @@ def flooded(end, secret, path):
     strangers.join()
 
 
+@pytest.mark.proves("aborted requests", engine="real")
 @pytest.mark.parametrize("stage", ["waiting", "loading"])
 def test_a_decode_request_is_aborted(cluster, stage):
     prompt, decode = prompt_of(LENGTH, "aborted"), cluster.failing

@@ -46,6 +46,7 @@ def page_of(told):
     return told["backend"], told["heads"], told["blocks"], by_head
 
 
+@pytest.mark.proves("MLA, sparse indexers", "caches of fp8, NVFP4, int8, int4, with scales per head", engine="bytes")
 @pytest.mark.parametrize("model", MODELS if FULL else SAMPLE)
 def test_every_byte_is_where_the_gpu_backend_looks_for_it(model):
     ranks = (1, 2, 4, 8) if FULL else (1, 8)

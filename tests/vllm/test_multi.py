@@ -104,6 +104,7 @@ def test_what_was_read_from_the_prefill_engine_is_kept_on_disk(pair):
     assert records_of(pair.decode, second["id"]) == []
 
 
+@pytest.mark.proves("`MultiConnector`", engine="real", pairs="-multi-last-")
 @pytest.mark.parametrize("pair", ALL, indirect=True)
 def test_the_first_child_that_has_a_prompt_loads_it(pair):
     prompt = prompt_of(LENGTH, "both")

@@ -41,6 +41,7 @@ def test_the_decode_engine_alone_says_what_both_say(pair, length):
     assert pair.alone(pair.decode, prompt, max_tokens=tokens) == pair.disaggregated(prompt, max_tokens=tokens)
 
 
+@pytest.mark.proves("pipeline stages", "unequal tensor parallelism", engine="real")
 @pytest.mark.parametrize("pair", ALL, indirect=True)
 def test_one_ticket_names_every_rank_once(pair):
     prompt = prompt_of(LENGTH)

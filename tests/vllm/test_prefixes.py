@@ -43,6 +43,7 @@ def grown(chats, computed, prompt, held):
     assert chats.computed() == computed + len(prompt) - held
 
 
+@pytest.mark.proves("next turn read from decode (`bidirectional_kv_xfer`)", engine="real")
 @pytest.mark.parametrize("name", FRONTS)
 def test_a_chat_computes_only_what_no_engine_holds(chats, fronts, name):
     front, messages, turns = fronts[name], [], []

@@ -15,6 +15,7 @@ def refused(pair, prompt):
     assert failed(answer), answer
 
 
+@pytest.mark.proves("states of unequal numbers of ranks", engine="real", pairs="lfm2")
 @pytest.mark.skipif(not FULL, reason="takes two engines of several ranks")
 @pytest.mark.parametrize("pair", REFUSED, indirect=True)
 def test_states_of_another_number_of_ranks_are_refused(pair):
@@ -23,6 +24,7 @@ def test_states_of_another_number_of_ranks_are_refused(pair):
     assert pair.alone(pair.decode, prompt) == pair.monolithic(prompt)
 
 
+@pytest.mark.proves("caches of fp8, NVFP4, int8, int4, with scales per head", engine="real", pairs="-e4m3-to-e5m2")
 @pytest.mark.parametrize("pair", REFUSED_FLOAT8, indirect=True)
 def test_caches_of_another_float8_format_are_refused(pair):
     prompt = prompt_of(LENGTH)

@@ -16,6 +16,14 @@ OURS = chosen(*(name for name, sides in PAIRS.items() if sides[0].connector == K
 BASE = chosen(*MODELS)
 
 
+@pytest.mark.proves("packed layouts (`BLHNC`, `BHLNC`)", engine="real", pairs="-packed-to-layers")
+@pytest.mark.proves("hybrid models, sliding windows", engine="real", pairs="gptoss")
+@pytest.mark.proves("states of Mamba and gated delta nets", engine="real", pairs="-turned")
+@pytest.mark.proves("states of unequal numbers of ranks", engine="real", pairs="granite-ranks-2-to-1")
+@pytest.mark.proves("unequal tensor parallelism", engine="real", pairs="-ranks-2-to-1")
+@pytest.mark.proves("caches of fp8, NVFP4, int8, int4, with scales per head", engine="real", pairs="-fp8-")
+@pytest.mark.proves("pipeline stages", engine="real", pairs="-stages-")
+@pytest.mark.proves("unequal block sizes", engine="real", pairs="-to-128")
 @pytest.mark.parametrize("length", PROMPT_LENGTHS)
 @pytest.mark.parametrize("pair", OURS, indirect=True)
 def test_two_engines_say_what_one_says(pair, length):

@@ -169,6 +169,7 @@ def test_a_cache_may_be_named_as_its_own_buffer(buffered, device):
     buffered(device, device)
 
 
+@pytest.mark.proves("host staging (`kv_buffer_device`)", engine="stand-in")
 @pytest.mark.parametrize(("wanted", "has"), [("cpu", "cuda"), ("cpu", "xpu"), ("cuda", "cpu"), ("xpu", "cuda")])
 def test_a_buffer_on_another_device_is_refused_by_name(buffered, wanted, has):
     with pytest.raises(ConfigInvalid, match=f"kv_buffer_device is {wanted}, but the cache is on {has}") as refused:

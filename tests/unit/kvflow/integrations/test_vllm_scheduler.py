@@ -168,6 +168,7 @@ def test_a_prompt_that_is_not_read_from_caches_is_not_cut():
     assert request.num_prompt_tokens == 48
 
 
+@pytest.mark.proves("draft models", engine="stand-in")
 def test_tokens_that_a_draft_model_looks_ahead_are_left_to_decode():
     producer = side(FullAttentionSpec(), lookahead=4)
     request = new_request(OFFER)

@@ -70,6 +70,7 @@ def test_an_unknown_key_is_refused_with_those_that_are_known():
     assert "lease_s" in caught.value.remedy
 
 
+@pytest.mark.proves("several NIXL backends (`backends`)", engine="stand-in")
 @pytest.mark.parametrize("key", [*REPLACED, "lmcache.mp.port", "lmcache_rpc_port"])
 def test_a_key_of_another_connector_is_refused_with_what_replaces_it(key):
     with pytest.raises(ConfigInvalid, match=f"unknown setting: a_key, {re.escape(key)}") as caught:
@@ -109,6 +110,7 @@ def test_an_error_does_not_show_the_secret():
     assert SECRET not in str(caught.value)
 
 
+@pytest.mark.proves("data parallelism", engine="stand-in")
 def test_ranks_of_one_host_listen_on_different_ports():
     extra = {"cluster_secret": SECRET, "bind": "tcp://0.0.0.0:5000", "advertise": "tcp://node:6000"}
     extra |= {"tcp_bind": "tcp://0.0.0.0:5100", "tcp_advertise": "tcp://node:6100", "transport": "tcp"}
@@ -236,6 +238,7 @@ def test_a_model_in_a_folder_has_the_name_of_the_folder(model, name):
     assert model_name(model) == name
 
 
+@pytest.mark.proves("context parallelism", engine="stand-in")
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_parallelism_that_is_not_described_is_refused(name):
     require_parallelism(SimpleNamespace(tensor_parallel_size=8, pipeline_parallel_size=2))

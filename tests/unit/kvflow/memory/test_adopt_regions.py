@@ -102,6 +102,7 @@ def test_memory_is_described_as_host_memory():
     assert (region.memory, region.device) == ("DRAM", 0)
 
 
+@pytest.mark.proves("other devices (TPU, XPU, NPU)", engine="stand-in")
 @pytest.mark.parametrize("kind", ["xpu", "hpu", "xla", "mps", "privateuseone"])  # XLA: TPUs; the last one: NPUs
 def test_memory_of_another_kind_of_device_is_refused_by_name(kind):
     storage = SimpleNamespace(device=torch.device(kind, 1), data_ptr=lambda: 4096, nbytes=64)
