@@ -149,17 +149,7 @@ class Consumer:
         self._lifecycle.require_running("releases nothing")
         _check_ticket(ticket)
         self.key.check(ticket)
-        self._renewals.end_ticket(ticket.members(), local_request_id)
-        errors: list[KvflowError] = []
-        for member in ticket.members():
-            try:
-                await self.peers.connect_link(member)
-            except KvflowError as error:
-                errors.append(error)  # release the other ranks nevertheless
-            else:
-                self._renewals.release([(member.peer, member.grant.slot, member.grant.epoch_value)], read=False)
-        if errors:
-            raise errors[0]
+        await self._renewals.release_ticket(tuple(ticket.members()), local_request_id)
 
     def check(self) -> None:
         """Check the invariants of destination blocks and of reads in flight."""

@@ -110,6 +110,20 @@ class LeaseRenewer:
                 if found in names:
                     self._end_hold(key, found)
 
+    async def release_ticket(self, members: Sequence[Member], name: str = "") -> None:
+        """End the hold of one request, and release a ticket that it does not read. Raises as ``PeerPool.connect``."""
+        self.end_ticket(members, name)
+        errors: list[KvflowError] = []
+        for member in members:
+            try:
+                await self._pool.connect_link(member)
+            except KvflowError as error:
+                errors.append(error)  # release the other ranks nevertheless
+            else:
+                self.release([_key(member)], read=False)
+        if errors:
+            raise errors[0]
+
     def _end_hold(self, key: HeldLease, name: str) -> None:
         names = self.held[key]
         names.remove(name)
