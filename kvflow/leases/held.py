@@ -23,7 +23,7 @@ class Lease(Struct, eq=False):
     ``released_by``: by engine and number of its ranks, those that have released it; ``named_by``: the key that has
     named this engine first; ``text``: of its ticket, once a peer has found it. ``digests``: of the first group of a
     kept one, and the last one of others that peers may find; ``first``: blocks of the request before these; ``before``:
-    the lease that was found by the last digest that it shares.
+    the lease that was found by the last digest that it shares. ``found``: whether its one reader has found it.
     Of an open one, ``settled``: tokens; ``told``: its blocks, as ``OpenGroups`` compares them; ``advances``: seconds
     since the admission, and the tokens that had settled.
     """
@@ -39,6 +39,7 @@ class Lease(Struct, eq=False):
     digests: tuple[bytes, ...] = ()
     first: int = 0
     before: LeaseKey = (0, 0)
+    found: bool = False
     text: str = ""
     blocks: Blocks = ()
     sealed: bool = True
@@ -135,8 +136,8 @@ class OfferIndex:
         self._by_digest: dict[bytes, dict[int, Lease]] = {}  # then by slot, the oldest first
 
     def add(self, lease: Lease, digest: bytes) -> None:
-        """Add an offer; empty bytes name none."""
-        if digest:
+        """Add an offer that was not found yet; empty bytes name none."""
+        if digest and not lease.found:
             lease.digests = (digest,)
             self._by_digest.setdefault(digest, {})[lease.grant.slot] = lease
 
@@ -146,6 +147,7 @@ class OfferIndex:
             if digests[at] in self._by_digest:
                 lease = next(iter(self._by_digest[digests[at]].values()))
                 self.forget(lease)
+                lease.found = True
                 return lease, at + 1
         return None
 

@@ -347,6 +347,18 @@ async def test_equal_prompts_at_once_are_given_one_offer_each(producer):
         assert (await held(producer, chain(1, 2)).answer()).ticket == kept.to_params()["kvflow"]
 
 
+async def test_an_offer_that_was_found_is_not_found_again_when_its_digests_come_again(producer):
+    offer = producer.offer_progressive("r", [[]], 9, digests=[chain(1, 2, 3)])
+    assert (await held(producer, chain(1, 2, 3)).answer()).count == 3
+    waiting = held(producer, chain(1, 2, 3))
+    offer.advance(4, [[3]], digests=[chain(1, 2, 3)])
+    offer.seal([[4, 5]], digests=[chain(1, 2, 3)])
+    await asyncio.sleep(0)
+    assert waiting.answers == []
+    other = producer.offer("other", [[1, 2, 6]], 9, digests=[chain(1, 2, 3)])
+    assert (await waiting.answer()).ticket == other.to_params()["kvflow"]
+
+
 async def test_an_offer_that_ends_between_what_is_enough_and_all_is_found(producer):
     waiting = held(producer, chain(1, 2, 3, 4), at_least=2)
     offer = producer.offer_progressive("r", [[]], 12, digests=[chain(1, 2, 3)])
