@@ -5,7 +5,7 @@ import math
 import secrets
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -55,7 +55,7 @@ from kvflow.rendezvous.endpoint import (
     security_of,
 )
 from kvflow.rendezvous.issuer import TicketKey
-from kvflow.rendezvous.questions import AnswerSettled, AskHeld, AskSettled
+from kvflow.rendezvous.questions import AnswerSettled, AskHeld, AskSettled, Withdraw
 from kvflow.version import __version__
 
 
@@ -172,7 +172,9 @@ class Asker:
         return self._client.clock_offset
 
     async def ask(self, question: bytes, within_s: float) -> bytes:
-        """Ask a question, no faster than a worker takes them, and return its answer. Cancellation: safe.
+        """Ask a question, no faster than a worker takes them, and return its answer.
+
+        Cancellation: safe; the worker forgets the question.
 
         Raises:
             ArgumentInvalid: it has more than 48 KiB.
@@ -195,8 +197,18 @@ class Asker:
                 self._client.send(Ask(nonce=nonce, question=question))
             except LocalProtocolError as error:
                 raise CapacityExceeded(f"questions to {self.endpoint}", QUESTIONS_MAX) from error
-            answer: bytes = await self._awaited.wait(nonce, within_s)
+            try:
+                answer: bytes = await self._awaited.wait(nonce, within_s)
+            except (asyncio.CancelledError, TimeoutError):
+                self._withdraw(nonce)
+                raise
         return answer
+
+    def _withdraw(self, nonce: int) -> None:
+        """Have the worker forget a question, unless it takes no more now: it then waits for as long as it said."""
+        if self._pace.take(1, self._now()):
+            with suppress(LocalProtocolError, Closed):
+                self._client.send(Ask(nonce=next(self._nonces), question=questions.encode(Withdraw(nonce=nonce))))
 
     async def read_manifest(self) -> Advertisement:
         """Return what the worker publishes, checked. Raises as ``decode``."""

@@ -44,9 +44,9 @@ class Leases(Protocol):
         ...
 
     def on_question(
-        self, key: PeerKey, question: Question, reader: Reader, answer: Callable[[questions.Answer], None]
+        self, key: PeerKey, question: Question, reader: Reader, answer: Callable[[questions.Answer], None], nonce: int
     ) -> None:
-        """Answer a member's question, once, now or later. ``key``: of its connection."""
+        """Answer a member's question, once, now or later. ``key``: of its connection; ``nonce``: its number there."""
         ...
 
     def forget_questions(self, key: PeerKey) -> None:
@@ -120,7 +120,7 @@ class Listener:
         if question is None:
             self.answer(key, nonce, None)
         else:
-            self._leases.on_question(key, question, self._readers[key], partial(self.answer, key, nonce))
+            self._leases.on_question(key, question, self._readers[key], partial(self.answer, key, nonce), nonce)
 
     def answer(self, key: PeerKey, nonce: int, answer: questions.Answer | None) -> None:
         """Answer an open question; None says that we do not know it. Does nothing if the connection has ended."""

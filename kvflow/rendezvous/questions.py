@@ -6,7 +6,7 @@ from typing import Annotated, TypeVar, get_args
 import msgspec
 from msgspec import Meta, Struct
 
-from handshake.messages import ANSWER_BYTES_MAX
+from handshake.messages import ANSWER_BYTES_MAX, Nonce
 from kvflow.errors import ProtocolViolation
 from kvflow.leases.tickets import DIGEST_BYTES_MAX, BlockIds
 
@@ -79,11 +79,17 @@ class AnswerSettled(Struct, frozen=True, tag_field="type", tag="settled"):
     ended: Annotated[str, Meta(max_length=32)] = ""
 
 
+class Withdraw(Struct, frozen=True, tag_field="type", tag="withdraw"):
+    """Answer an open question at once, with nothing: nobody waits for it. ``nonce``: its number on this connection."""
+
+    nonce: Nonce
+
+
 class _Typed(Struct):
     type: Annotated[str, Meta(max_length=32)]
 
 
-Question = AskHeld | AskSettled
+Question = AskHeld | AskSettled | Withdraw
 Answer = AnswerHeld | AnswerSettled
 AnswerT = TypeVar("AnswerT")
 

@@ -13,7 +13,16 @@ from threading import Lock
 from kvflow.leases.held import Lease, OpenGroups
 from kvflow.leases.table import LeaseTable, Reader
 from kvflow.leases.tickets import Grant, Ticket
-from kvflow.rendezvous.questions import IDS_MAX, Answer, AnswerHeld, AnswerSettled, AskHeld, Question
+from kvflow.rendezvous.questions import (
+    IDS_MAX,
+    Answer,
+    AnswerHeld,
+    AnswerSettled,
+    AskHeld,
+    AskSettled,
+    Question,
+    Withdraw,
+)
 
 WAITING_MAX = 1 << 18
 """Digests of all questions that wait: about 20 MiB. Beyond it, one of the key that has most is answered at once."""
@@ -21,10 +30,11 @@ WAITING_MAX = 1 << 18
 
 @dataclass(slots=True, eq=False)
 class _WaitingQuestion:
-    question: Question
+    question: AskHeld | AskSettled
     connection: Hashable
     public_key: str
     answer: Callable[[Answer], None]
+    nonce: int
     places: tuple[Hashable, ...] = ()
     timer: asyncio.TimerHandle = field(init=False)
 
@@ -47,13 +57,23 @@ class Answers:
         self._sizes: Counter[str] = Counter()  # in digests, by public key
         self.found = self.not_held = 0
 
-    def ask(self, connection: Hashable, question: Question, reader: Reader, answer: Callable[[Answer], None]) -> None:
-        """Answer a question once, now or later."""
+    def ask(
+        self, connection: Hashable, question: Question, reader: Reader, answer: Callable[[Answer], None], nonce: int
+    ) -> None:
+        """Answer a question once, now or later. ``nonce``: its number on the connection."""
+        if isinstance(question, Withdraw):
+            for gone in [each for each in self._of.get(connection, ()) if each.nonce == question.nonce]:
+                gone.timer.cancel()
+                with self._lock:
+                    self._remove(gone)
+                gone.answer(AnswerHeld())
+            answer(AnswerHeld())
+            return
         with self._lock:
             found = self._try(question, last=not question.wait_ms)
             waits = found is None and question.wait_ms > 0
             if waits:
-                waiting = _WaitingQuestion(question, connection, reader.public_key, answer)
+                waiting = _WaitingQuestion(question, connection, reader.public_key, answer, nonce)
                 waiting.timer = self._loop.call_later(question.wait_ms / 1000, self._end, waiting)
                 self._add(waiting)
         if not waits:
@@ -116,7 +136,7 @@ class Answers:
         [(key, _)] = self._sizes.most_common(1)
         return next(each for waiting in self._of.values() for each in waiting if each.public_key == key)
 
-    def _places_of(self, question: Question) -> tuple[Hashable, ...]:
+    def _places_of(self, question: AskHeld | AskSettled) -> tuple[Hashable, ...]:
         if isinstance(question, AskHeld):
             # A lease that has more than enough has the first of these, too.
             enough = question.digests[0][max(question.at_least, 1) - 1 :]
@@ -134,7 +154,7 @@ class Answers:
         lease.text = lease.text or self._seal(lease.grant).to_params()["kvflow"]
         return AnswerHeld(ticket=lease.text, count=count)
 
-    def _try(self, question: Question, *, last: bool) -> "Answer | tuple[Lease, int] | None":
+    def _try(self, question: AskHeld | AskSettled, *, last: bool) -> "Answer | tuple[Lease, int] | None":
         """Return the answer, or the lease that was found; None if there is none. ``last``: it waits no more."""
         if isinstance(question, AskHeld):
             return self._leases.find(question.digests[0], question.at_least, offers=question.wait_ms > 0)
@@ -163,5 +183,5 @@ class Answers:
         return AnswerSettled(num_tokens=tokens, block_ids=tuple(lists), sealed=sealed)
 
 
-def _size_of(question: Question) -> int:
+def _size_of(question: AskHeld | AskSettled) -> int:
     return max(1, len(question.digests[0])) if isinstance(question, AskHeld) else 1

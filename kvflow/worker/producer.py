@@ -224,10 +224,15 @@ class LeaseManager:
             return self._leases.renew(leases, self._clock(), reader), self._lease_s
 
     def on_question(
-        self, key: Hashable, question: Question, reader: Reader, answer: Callable[[questions.Answer], None]
+        self,
+        key: Hashable,
+        question: Question,
+        reader: Reader,
+        answer: Callable[[questions.Answer], None],
+        nonce: int = 0,
     ) -> None:
-        """Answer a member's question, once, now or later. ``key``: of its connection."""
-        self.answers.ask(key, question, reader, answer)
+        """Answer a member's question, once, now or later. ``key``: of its connection; ``nonce``: its number there."""
+        self.answers.ask(key, question, reader, answer, nonce)
 
     def forget_questions(self, key: Hashable) -> None:
         """Forget the questions of a connection that has ended."""

@@ -49,7 +49,7 @@ def answers(monkeypatch):
     """Return what workers answer, one after the other, and what they were asked."""
     said, asked = [], []
 
-    def on_question(_self, _key, question, reader, answer):
+    def on_question(_self, _key, question, reader, answer, _nonce):
         asked.append((question, reader))
         answer(said.pop(0) if said else AnswerHeld())
 
@@ -132,12 +132,25 @@ async def test_a_late_answer_is_nobodys(mute):
         assert caught.value.peer == producer.endpoint
         patient = asyncio.ensure_future(asker.held(DIGESTS, PATIENCE_S))
         async with asyncio.timeout(PATIENCE_S):
-            (listener, *late), (_, *current) = [await mute.get() for _ in range(2)]
+            (listener, *late), _, (_, *current) = [await mute.get() for _ in range(3)]  # the second one is withdrawn
         for asked, count in ((late, 1), (current, 2)):
             encoded = questions.encode(AnswerHeld(ticket=minted(), count=count))
             listener._server.send(asked[0], Answer(nonce=asked[1], answer=encoded))
         assert (await patient)[1] == 2
         assert asker._awaited._waiting == {}
+
+
+async def test_a_question_that_is_cancelled_is_forgotten_and_gets_no_offer():
+    async with producing() as producer, asking(producer) as asker:
+        waiting = producer._leases.answers._of
+        gone, stays = (asyncio.ensure_future(asker.held(DIGESTS, PATIENCE_S, wait_s=PATIENCE_S)) for _ in range(2))
+        for number in (2, 1):
+            await asyncio.sleep(0)  # what they send is answered in order
+            await asker.held([b"other"], PATIENCE_S)
+            assert [len(each) for each in waiting.values()] == [number]
+            gone.cancel()
+        producer.offer_progressive("r", [()], 12, digests=[DIGESTS])
+        assert (await stays)[1] == len(DIGESTS)
 
 
 async def test_a_question_ends_with_its_connection(mute):

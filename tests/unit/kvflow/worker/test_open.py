@@ -20,7 +20,7 @@ from kvflow.leases.table import Reader
 from kvflow.reads.contract import Serving
 from kvflow.reads.serving import LeasedBlocks
 from kvflow.rendezvous.issuer import TicketMint
-from kvflow.rendezvous.questions import AnswerHeld, AnswerSettled, AskHeld, AskSettled
+from kvflow.rendezvous.questions import AnswerHeld, AnswerSettled, AskHeld, AskSettled, Withdraw
 from kvflow.worker import answers
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.threaded import run_worker
@@ -51,10 +51,10 @@ def lease_of(ticket):
 class Asked:
     """One question, and its answers."""
 
-    def __init__(self, worker, question, key="connection", reader=ASKER):
+    def __init__(self, worker, question, key="connection", reader=ASKER, nonce=0):
         self.answers = []
         self._come = asyncio.Event()
-        worker._leases.on_question(key, question, reader, self._take)
+        worker._leases.on_question(key, question, reader, self._take, nonce)
 
     def _take(self, answer):
         self.answers.append(answer)
@@ -394,6 +394,25 @@ async def test_an_offer_that_has_ended_is_not_found(producer):
     assert (await held(producer, chain(1)).answer()).count == 1
     assert await held(producer, chain(1), wait_ms=1).answer() == AnswerHeld()
     producer.revoke("second")
+
+
+async def test_a_question_that_is_withdrawn_is_answered_with_nothing(producer):
+    asked = [held(producer, chain(1), key="connection"), held(producer, chain(1), key="connection", nonce=1)]
+    assert await Asked(producer, Withdraw(nonce=0), nonce=2).answer() == AnswerHeld()
+    assert await Asked(producer, Withdraw(nonce=0), nonce=2).answer() == AnswerHeld()
+    assert await asked[0].answer() == AnswerHeld()
+    offer = producer.offer_progressive("r", [[]], 4, digests=[chain(1)])
+    assert (await asked[1].answer()).count == 1
+    offer.abort()
+
+
+async def test_an_offer_that_comes_while_a_question_is_withdrawn_stays(producer):
+    gone = held(producer, chain(1))
+    offer = producer.offer_progressive("r", [[]], 4, digests=[chain(1)])
+    assert await Asked(producer, Withdraw(nonce=0), nonce=2).answer() == AnswerHeld()
+    assert await gone.answer() == AnswerHeld()
+    assert (await held(producer, chain(1)).answer()).count == 1
+    offer.abort()
 
 
 async def test_a_connection_that_ends_takes_its_questions_with_it(producer):
