@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from msgspec import Struct
 
 from kvflow import Manifest, Ticket
 from kvflow.addresses import host_and_port
-from kvflow.errors import DeadlineExceeded, DefectFound, KvflowError, StaleLease, TicketInvalid
+from kvflow.errors import CapacityExceeded, DeadlineExceeded, DefectFound, KvflowError, StaleLease, TicketInvalid
 from kvflow.integrations.vllm.blocks import NO_CHAIN, Chain, Contents, Request
 from kvflow.integrations.vllm.settings import Settings, logger
 from kvflow.rendezvous.dialer import Asker
@@ -77,13 +78,8 @@ class _Meeting:
     """The question for one request that names a prefill engine."""
 
     name: str  # of the prompt, whose samples share the ticket
-    found: Ticket | KvflowError | None = None  # None while it waits
-    task: asyncio.Task[None] | None = None  # of the other thread
-
-    def cancel(self) -> None:
-        """Ask no more. Thread: the other one."""
-        if self.task is not None:
-            self.task.cancel()
+    asked: Future[Ticket] = field(init=False)
+    given: Ticket | None = None  # even if nothing of it is computed yet
 
 
 class Finder:
@@ -99,7 +95,8 @@ class Finder:
         self._searches: dict[str, _Search] = {}
         self._meetings: dict[str, _Meeting] = {}
         self._addresses: dict[str, frozenset[str]] = {each: frozenset() for each in settings.sources}  # of each source
-        self._hosts: dict[str, frozenset[str]] = {}  # addresses of each entry of ``rendezvous_from``
+        self._hosts: dict[str, tuple[frozenset[str], float]] = {}  # of names, and until when they are not asked again
+        self._looking = asyncio.Lock()
         self._sources: dict[str, _Source | None] = {}  # by address and key; None if it could not be reached
         self._counts: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -144,16 +141,26 @@ class Finder:
         """Start to wait for the ticket of the first tokens of a prompt, which this prefill engine computes now.
 
         It is there when the engine has computed some of them. Requests of the same ``name`` get the same.
+        Raises ``CapacityExceeded`` if too many wait.
         """
         meeting = next((each for each in self._meetings.values() if each.name == name), None)
         if meeting is None:
+            if len(self._meetings) >= SEARCHES_MAX:
+                raise CapacityExceeded("requests that wait for a prefill engine", SEARCHES_MAX)
             meeting = _Meeting(name)
-            self._loop.call_soon_threadsafe(self._spawn, self._meet, request, endpoint, num_tokens, meeting)
+            asking = self._ticket_of(request, endpoint, num_tokens, meeting)
+            meeting.asked = asyncio.run_coroutine_threadsafe(asking, self._loop)
         self._meetings[request.request_id] = meeting
 
     def met(self, request_id: str) -> Ticket | KvflowError | None:
         """Return the ticket of a request that names a prefill engine, or why there is none; None while it waits."""
-        return self._meetings[request_id].found
+        asked = self._meetings[request_id].asked
+        if not asked.done():
+            return None
+        error = asked.exception()
+        if error is None:
+            return asked.result()
+        return error if isinstance(error, KvflowError) else DefectFound(f"{type(error).__name__}: {error!s:.200}")
 
     def meets(self, request_id: str) -> bool:
         """Return whether a request names a prefill engine, and ``forget`` was not called."""
@@ -165,8 +172,7 @@ class Finder:
         meeting = self._meetings.pop(request_id, None)
         if meeting is None or meeting in self._meetings.values():
             return None
-        self._loop.call_soon_threadsafe(meeting.cancel)
-        return meeting.found if isinstance(meeting.found, Ticket) else None
+        return meeting.given if meeting.asked.cancel() or not meeting.asked.exception() else None
 
     def clear(self) -> None:
         """End all searches, so that their requests are computed."""
@@ -237,17 +243,7 @@ class Finder:
             logger.log(level, "kvflow: no prefixes come from %s: %s", endpoint, error)
             self._sources[address] = None
 
-    async def _meet(self, request: Request, endpoint: str, num_tokens: int, meeting: _Meeting) -> None:
-        meeting.task = asyncio.current_task()
-        try:
-            meeting.found = await self._ticket_of(request, endpoint, num_tokens)
-        except KvflowError as error:
-            meeting.found = error
-        except Exception as error:
-            meeting.found = DefectFound(f"{type(error).__name__}: {error!s:.200}")
-            raise
-
-    async def _ticket_of(self, request: Request, endpoint: str, num_tokens: int) -> Ticket:
+    async def _ticket_of(self, request: Request, endpoint: str, num_tokens: int, meeting: _Meeting) -> Ticket:
         """Wait until a prefill engine offers a prompt and has computed some of it, and return the ticket.
 
         Raises:
@@ -267,7 +263,7 @@ class Finder:
             remedy = 'Set "dispatch": "concurrent" on the prefill engines, or raise rendezvous_s.'
             raise DeadlineExceeded(message, phase="handshake", peer=endpoint, remedy=remedy)
         self._contents.require(request, ticket)
-        grant = ticket.grants[0]
+        meeting.given, grant = ticket, ticket.grants[0]
         lease, known = (grant.slot, grant.epoch_value), [0] * len(grant.num_tokens)
         has_begun = grant.kind != "open"
         while not has_begun:
@@ -279,16 +275,23 @@ class Finder:
 
     async def _allowed(self, endpoint: str) -> str:
         """Return an endpoint that a request names, with its key if it has one; TicketInvalid if no setting names it."""
-        for entry in self._settings.rendezvous_from:
-            name, mark, key = entry.partition("#")
-            if endpoint != name and endpoint not in self._hosts.get(entry, ()):
-                self._hosts[entry] = await self._look_up(name) or self._hosts.get(entry, frozenset())
-            if endpoint == name or endpoint in self._hosts[entry]:
+        entries = [each.partition("#") for each in self._settings.rendezvous_from]
+        for name, mark, key in sorted(entries, key=lambda entry: entry[0] != endpoint):
+            if endpoint == name or endpoint in await self._hosts_of(name):
                 return endpoint + mark + key
         raise TicketInvalid(
             f"the request has no ticket, and rendezvous_from does not name {endpoint}",
             remedy="Add the control endpoint of the prefill engine to rendezvous_from of the decode engine.",
         )
+
+    async def _hosts_of(self, name: str) -> frozenset[str]:
+        """Return the endpoints that a name has, or had ``LOOK_S`` ago: requests name addresses as fast as they come."""
+        async with self._looking:
+            known, until = self._hosts.get(name, (frozenset(), 0.0))
+            if (now := time.monotonic()) >= until:
+                known = await self._look_up(name) or known
+                self._hosts[name] = known, now + LOOK_S
+            return known
 
     async def _look_up(self, name: str) -> frozenset[str] | None:
         """Return the endpoints of every address of a host; None if it has none."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvflow.errors import ConfigInvalid
+from kvflow.integrations.vllm import finder
 from kvflow.integrations.vllm.messages import Fail, GiveBack, Load
 from kvflow.integrations.vllm.params import OfferWanted, RendezvousWanted, read_params
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
@@ -178,6 +179,54 @@ def test_a_request_that_ends_gives_its_offer_back(prefill):
     (command,) = found.take_commands()
     assert isinstance(command, GiveBack)
     assert not found._finder.meets("r")
+
+
+def questions(prefill):
+    """Return how many questions wait at a prefill engine."""
+    return sum(map(len, prefill.worker._thread.worker._leases.answers._of.values()))
+
+
+def test_a_request_that_ends_while_it_waits_leaves_no_question(prefill):
+    found = decode()
+    gone, stays = (arrived(found, 48, name) for name in ("gone", "stays"))
+    wait_until(lambda: questions(prefill) == 2)
+    found.on_finished(gone, [[]])
+    wait_until(lambda: questions(prefill) == 1)
+    prefill.offer().seal([(1, 2, 3)])
+    assert matched(found, stays) == (48, True)
+
+
+def test_a_request_that_ends_before_anything_is_computed_gives_its_offer_back(prefill):
+    found = decode()
+    request = arrived(found, 48)
+    offer = prefill.offer()
+    wait_until(lambda: found._finder._meetings["r"].given is not None)
+    found.on_finished(request, [[]])
+    (command,) = found.take_commands()
+    assert command == GiveBack("r", offer.ticket)
+    wait_until(lambda: questions(prefill) == 0)
+
+
+def test_requests_that_wait_are_bounded(prefill, monkeypatch):
+    monkeypatch.setattr(finder, "SEARCHES_MAX", 1)
+    found = decode()
+    arrived(found, 48, "a")
+    assert refusal(found, arrived(found, 48, "b")).code == "capacity_exceeded"
+
+
+def test_names_are_looked_up_once_however_many_requests_name_others(prefill, monkeypatch):
+    looked_up, look_up = [], finder.Finder._look_up
+
+    async def looked(finder, name):
+        looked_up.append(name)
+        return await look_up(finder, name)
+
+    monkeypatch.setattr(finder.Finder, "_look_up", looked)
+    found = decode(rendezvous_from=[f"tcp://localhost:{PORT}"])
+    for number in range(5):
+        request = arrived(found, 49, f"{number}", NAMED | {"remote_host": f"127.0.0.{10 + number}"})
+        assert refusal(found, request).code == "ticket_invalid"
+    assert looked_up == [f"tcp://localhost:{PORT}"]
 
 
 def test_requests_that_wait_for_prompts_share_a_quarter_of_the_blocks(prefill):
