@@ -20,6 +20,8 @@ from kvflow.layout.specs import LAYER_NAME_MAX
 from kvflow.validation import find_fault
 
 MANIFEST_SCHEMA = 3
+STAGE_SCHEMA = 4
+"""Of a manifest with a group that has no layers. Releases that cannot read such a manifest refuse it by this number."""
 
 MANIFEST_BYTES_MAX = 256 << 10  # 128 layers of 8 components take about 60 KiB. Decoding blocks other threads
 
@@ -162,7 +164,7 @@ class Manifest(Struct, frozen=True, dict=True):
         )
 
     def check(self) -> None:
-        """Check that every component lies in its region and has no byte twice, and that every layer is named once.
+        """Check that every component lies in a region and has no byte twice, every region has layers, names are unique.
 
         After it, sums do not overflow int64; the planner and the binding rely on that. The result is cached, because a
         manifest does not change.
@@ -198,6 +200,9 @@ class Manifest(Struct, frozen=True, dict=True):
                     raise SpecInvalid(f"{layer.name}: role {_first_duplicate(roles)!r} is named twice")
                 for component in layer.components:
                     self._check_component(f"{layer.name}.{component.role}", group, component)
+        used = {part.region for group in self.groups for layer in group.layers for part in layer.components}
+        if unused := set(range(len(self.regions))) - used:  # memory of a group without layers, say
+            raise SpecInvalid(f"region {min(unused)} is memory of no layer")
         _ = self.aliases  # a pull needs them, and must not wait until thousands of components are sorted
         return True
 

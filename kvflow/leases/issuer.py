@@ -61,7 +61,7 @@ class Issuer:
 
         Raises:
             ArgumentInvalid: a rank is something else than a ``RankAddress``.
-            ConfigInvalid: there is no rank.
+            ConfigInvalid: there is no rank, or two have one number.
         """
         remedy = "Pass the rank_address of every worker of the engine."
         if not ranks:
@@ -69,6 +69,9 @@ class Issuer:
         for rank, address in enumerate(ranks):
             if not isinstance(address, RankAddress):
                 raise ArgumentInvalid(f"ranks[{rank}]", "a RankAddress", address, remedy=remedy)
+        if len({address.rank for address in ranks}) != len(ranks):
+            numbers = sorted(address.rank for address in ranks)
+            raise ConfigInvalid(f"two ranks have one number: {shown(numbers)}", remedy=remedy)
         self.engine_id = engine_id
         self.ranks = tuple(ranks)
         self._sign = sign

@@ -135,6 +135,7 @@ class PreparedTable:
             CapacityExceeded: a plan would be too large, or a rank is read with too many different sets of others.
             DeadlineExceeded: planning for other peers took too long.
             PeerLost: a rank was dropped meanwhile.
+            TicketInvalid: the ranks are not those of one engine.
         """
         key = tuple(peer.link.peer for peer in peers)
         if key not in self._divisions:
@@ -165,12 +166,13 @@ class PreparedTable:
             if key in self._divisions:
                 return []
             known = [frozenset(each) for each in prepared]
-            return await self._in_thread(self._bind_shares, [peer.manifest for peer in peers], known)
+            return await self._in_thread(self._bind_shares, key, [peer.manifest for peer in peers], known)
 
     def _bind_shares(
-        self, manifests: Sequence[Manifest], known: Sequence[frozenset[Taken | None]]
+        self, key: Sequence[PeerId], manifests: Sequence[Manifest], known: Sequence[frozenset[Taken | None]]
     ) -> list[_BoundShare]:
         """Divide, plan and bind. Thread: any, one at a time."""
+        _require_one_engine(key, manifests)
         bound = []
         for share in assign_sources(self._manifest, manifests, rotation=self._rotation):
             taken = None if share.head_ranges is None else tuple(sorted(share.head_ranges.items()))
@@ -237,6 +239,18 @@ class PreparedTable:
             )
         )
         return self._last_id, binding
+
+
+def _require_one_engine(ranks: Sequence[PeerId], manifests: Sequence[Manifest]) -> None:
+    """Check that an engine has all these ranks, and that two of them have equal layers, or none in common."""
+    stages: dict[str, tuple[PeerId, frozenset[str]]] = {}
+    for rank, manifest in zip(ranks, manifests, strict=True):
+        if manifest.identity.num_ranks <= ranks[-1].rank:
+            raise TicketInvalid(f"the ticket names {ranks[-1]}, but {rank} has {manifest.identity.num_ranks} ranks")
+        own = rank, frozenset(layer.name for group in manifest.groups for layer in group.layers)
+        for other, layers in {stages.setdefault(name, own) for name in own[1]}:
+            if layers != own[1]:
+                raise TicketInvalid(f"{rank} has some layers of {other}, but not all: they are of no pipeline stage")
 
 
 def parts_of(grant: Grant, peer: Source, groups: PreparedGroups, targets: Sequence[Ids]) -> tuple[Part, ...]:

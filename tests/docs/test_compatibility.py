@@ -7,7 +7,7 @@ import pytest
 
 from handshake.messages import SUPPORTED, WIRE_VERSION
 from kvflow.integrations.vllm.versions import NEWEST, OLDEST, features_of
-from kvflow.layout.manifest import MANIFEST_SCHEMA
+from kvflow.layout.manifest import MANIFEST_SCHEMA, STAGE_SCHEMA
 from kvflow.leases.tickets import FORMAT, FORMAT_BEFORE
 from tests.integration.earlier import EARLIER
 
@@ -44,7 +44,7 @@ def test_each_release_of_vllm_is_described(release):
 
 def test_formats_are_those_of_this_release():
     assert row_of("ticket")[0] == f"{FORMAT}`, and reads `{FORMAT_BEFORE}"
-    assert row_of("manifest")[0] == str(MANIFEST_SCHEMA)
+    assert row_of("manifest")[0].startswith(f"{MANIFEST_SCHEMA}; {STAGE_SCHEMA} ")
     assert row_of("wire version")[0] == f"{WIRE_VERSION}, and speaks {SUPPORTED.lowest}"
 
 

@@ -10,7 +10,7 @@ import handshake
 import kvflow
 from kvflow.errors import ReleaseMismatch, StaleLease
 from kvflow.events import ConsumerRejected
-from kvflow.layout.manifest import MANIFEST_SCHEMA
+from kvflow.layout.manifest import MANIFEST_SCHEMA, STAGE_SCHEMA
 from kvflow.leases.tickets import FORMAT, FORMAT_BEFORE
 
 from .conftest import OVER_TCP
@@ -138,7 +138,7 @@ async def test_this_release_refuses_the_tickets_of_an_earlier_one(start, commit)
             assert (error.what, error.theirs, error.ours) == ("ticket format", earlier.ticket, FORMAT)
         else:
             assert (error.what, error.theirs) == ("manifest schema", str(earlier.manifest))
-            assert error.ours == str(MANIFEST_SCHEMA)
+            assert error.ours == f"{MANIFEST_SCHEMA} or {STAGE_SCHEMA}"
             assert "'kvflow 0.1.0'" in str(error), "it says what the other side runs"
             assert heard.the_failure().code == "release_mismatch"
         assert str(error).endswith("Install the same release of kvflow on the prefill and the decode side.")
@@ -156,7 +156,7 @@ async def test_a_producer_of_another_release_is_told_why_it_is_left(near_world):
         handshake.open_server(
             bind="tcp://127.0.0.1:0",
             identity=IDENTITY,
-            publication=handshake.Publication.of(b"of the future", schema=MANIFEST_SCHEMA + 1),
+            publication=handshake.Publication.of(b"of the future", schema=STAGE_SCHEMA + 1),
             security=SECURITY,
             on_event=lambda _key, event: isinstance(event, handshake.ConnectionFailed) and ended.set_result(event),
         ) as server,
@@ -166,7 +166,7 @@ async def test_a_producer_of_another_release_is_told_why_it_is_left(near_world):
         async with asyncio.timeout(PATIENCE_S):
             told = await ended
         assert (told.code, told.refused) == ("release_mismatch", True)
-        assert f"manifest schema {MANIFEST_SCHEMA + 1}" in told.reason
+        assert f"manifest schema {STAGE_SCHEMA + 1}" in told.reason
 
 
 async def test_an_earlier_release_refuses_the_tickets_of_this_one(start, commit):

@@ -22,6 +22,7 @@ from kvflow.errors import (
 )
 from kvflow.events import PeerConnected, PeerDropped
 from kvflow.layout.groups import Group
+from kvflow.layout.shards import Shard
 from kvflow.leases.tickets import join_tickets
 from kvflow.worker import open_pulls
 from kvflow.worker.connections import FAILURES_MAX
@@ -447,8 +448,10 @@ async def test_what_is_remembered_of_sets_of_ranks_is_bounded(monkeypatch):
     monkeypatch.setattr("kvflow.worker.prepared.SHARES_MAX", 1)
     monkeypatch.setattr("kvflow.worker.prepared.DIVISIONS_MAX", 1)
     monkeypatch.setattr("kvflow.worker.peers.ROUTES_MAX", 1)
-    specs = dict.fromkeys("abc", SPECS["a"])
-    sources = [cache_of(specs={name: specs[name] for name in names}) for names in ("a", "ab", "bc", "abc")]
+    specs = {"a": msgspec.structs.replace(SPECS["a"], num_kv_heads=8)}
+    # Heads 0-3, 0-2, 4-7, all, and 3-5.
+    shards = [Shard(tp_rank=rank, tp_size=size) for rank, size in ((0, 2), (0, 3), (1, 2), (0, 1), (1, 3))]
+    sources = [cache_of(specs=specs, shard=shard) for shard in shards]
     async with opened(sources=sources, target=cache_of(specs=specs)) as world:
 
         def start(*ranks):
@@ -462,7 +465,7 @@ async def test_what_is_remembered_of_sets_of_ranks_is_bounded(monkeypatch):
             await start(2, 0)
         pool = world.consumer._consumer.peers
         assert (len(pool._routes), len(pool._prepared._divisions)) == (1, 1)
-        error = await failure(start(1, 2))  # the second would give one layer less than before
+        error = await failure(start(1, 2, 4))  # the second would give fewer heads than before
         assert isinstance(error, CapacityExceeded)
         assert "different shares" in error.message
         assert prepared == 3

@@ -1,0 +1,176 @@
+"""Engines whose ranks have some of the layers each: what fits is read, what does not is refused before a byte is."""
+
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from msgspec.structs import replace
+
+import kvflow
+from kvflow import errors
+from kvflow.events import ConsumerRejected
+from kvflow.layout.component import Region
+from kvflow.rendezvous.endpoint import encode
+
+from .consuming import Consumer, consuming, until
+from .earlier import child_of, unpack
+from .producing import SECRET, Producer, configured
+from .shapes import UNTOUCHED
+from .strangers import publishing, ticket_to
+from .test_hostile import published
+from .test_records import Heard
+from .test_releases import NIXL, consuming_there
+
+COMMON = {"block_size": 4, "num_kv_heads": 4, "head_size": 8, "dtype": "bfloat16"}
+KINDS = [kvflow.FullAttention(**COMMON), kvflow.SlidingWindow(**COMMON, window=8)]
+SPECS = {f"layers.{layer}": KINDS[layer % 2] for layer in range(4)}
+"""Those of ``Shape()``: two groups of two layers."""
+GROUPS = kvflow.plan_groups(SPECS, layout="BLHNC")
+FULL, SLIDING = ("layers.0", "layers.2"), ("layers.1", "layers.3")
+BLOCKS, NUM_TOKENS = [[0, 1], [2, 3]], 8
+LAST_WITHOUT = "569bc14"
+"""The last commit that reads the tickets of this release, and no manifest with a group without layers."""
+
+
+def stage_of(layers):
+    """Allocate the cache of a stage; it has every group of the model, some without layers."""
+    groups = [replace(group, layers=tuple(name for name in group.layers if name in layers)) for group in GROUPS]
+    specs = {name: SPECS[name] for name in layers}
+    return kvflow.allocate(specs, num_blocks=32, layout="BLHNC", groups=groups)
+
+
+def states_of(channels, tp_rank, tp_size=2):
+    """Allocate what a rank has of the states of a recurrent layer."""
+    conv = kvflow.State("conv_x", (channels, 3), "bfloat16", shard_axis=0)
+    states = (conv, kvflow.State("ssm", (4, 8), "float32", shard_axis=0))
+    shard = kvflow.Shard(tp_rank=tp_rank, tp_size=tp_size)
+    return kvflow.allocate({"layers.0": kvflow.Mamba(block_size=4, states=states)}, num_blocks=32, shard=shard)
+
+
+@asynccontextmanager
+async def engine(*caches, num_ranks=(), hooks=(), transport="loopback"):
+    """Open a producer for each rank of one engine; yield them."""
+    async with AsyncExitStack() as stack:
+        producers = []
+        for rank, cache in enumerate(caches):
+            size = num_ranks[rank] if num_ranks else len(caches)
+            config = configured("prefill-0", rank=rank, num_ranks=size, transport=transport)
+            worker = await stack.enter_async_context(kvflow.open_worker(config, cache, hooks=hooks))
+            producers.append(Producer(worker, cache))
+        yield producers
+
+
+@asynccontextmanager
+async def consumer_of(cache):
+    cache.backing.fill_(UNTOUCHED)
+    async with kvflow.open_worker(configured("decode-0", transport="loopback"), cache) as worker:
+        yield Consumer(worker, cache)
+
+
+async def ticket_of(producers, blocks=BLOCKS):
+    """Offer a request on every rank, and return one ticket that names them all."""
+    offers = [await producer.offer("r", blocks, NUM_TOKENS) for producer in producers]
+    return kvflow.join_tickets([kvflow.Ticket.from_params(params) for params in offers]).to_params()
+
+
+async def refused(world, caches, error, match, *, num_ranks=()):
+    """Assert that a ticket of these ranks is refused by name, that nothing is read, and that others are read then."""
+    async with engine(*caches, num_ranks=num_ranks) as producers, world.consuming() as consumer:
+        params = await ticket_of(producers)
+        for _ in range(2):  # the second time, too
+            with pytest.raises(error, match=match) as caught:
+                await consumer.pull(params, BLOCKS)
+            assert caught.value.remedy
+        consumer.untouched()
+        consumer.at_rest()
+        async with world.producing(engine_id="prefill-1") as another:
+            await consumer.pull(await another.offer("other", BLOCKS, NUM_TOKENS), BLOCKS)
+            consumer.has("other", BLOCKS, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("stages", [(FULL, SLIDING), (FULL + SLIDING[:1], SLIDING[1:])], ids=["groups", "layers"])
+async def test_groups_whose_layers_other_stages_have_are_read_there(near_world, stages):
+    async with engine(*map(stage_of, stages)) as producers, near_world.consuming() as consumer:
+        await consumer.pull(await ticket_of(producers), BLOCKS)
+        consumer.has("r", BLOCKS, NUM_TOKENS)
+        consumer.untouched(but=BLOCKS)
+        for producer in producers:
+            assert await producer.outcome("r") == "released"
+    async with near_world.producing() as producer:
+        for layers in stages:
+            async with consumer_of(stage_of(layers)) as consumer:
+                await consumer.pull(await producer.offer("r", BLOCKS, NUM_TOKENS), BLOCKS)
+                consumer.has("r", BLOCKS, NUM_TOKENS)
+                consumer.untouched(but=BLOCKS)
+
+
+async def test_a_peer_with_fewer_stages_than_its_ticket_names(near_world):
+    caches = [stage_of(FULL), stage_of(SLIDING)]
+    match = r"the ticket names prefill-0/1/\w+, but prefill-0/0/\w+ has 1 ranks"
+    await refused(near_world, caches, errors.TicketInvalid, match, num_ranks=(1, 2))
+
+
+async def test_a_stage_whose_layers_overlap_those_of_another(near_world):
+    caches = [stage_of(FULL), stage_of((*SLIDING, FULL[0]))]
+    await refused(near_world, caches, errors.TicketInvalid, r"prefill-0/1/\w+ has some layers of prefill-0/0/\w+, but")
+
+
+async def test_two_ranks_with_one_number(near_world):
+    async with near_world.producing() as first, near_world.producing() as second:
+        addresses = [producer.worker.rank_address for producer in (first, second)]
+        with pytest.raises(errors.ConfigInvalid, match=r"two ranks have one number: \[0, 0\]"):
+            kvflow.TicketMint("prefill-0", addresses, cluster_secret=SECRET)
+        with pytest.raises(errors.TicketInvalid, match="rank 0 is in two of the tickets"):
+            await ticket_of([first, second])
+
+
+async def test_a_manifest_that_gives_a_group_without_layers_memory(near_world):
+    async with engine(stage_of(FULL)) as (producer,), near_world.consuming() as consumer:
+        about = await published(producer.endpoint)
+        regions = (*about.manifest.regions, Region(address=1 << 20, nbytes=4096))
+        lie = encode(replace(about, manifest=replace(about.manifest, regions=regions)))
+        async with publishing(lie) as endpoint:
+            with pytest.raises(errors.ProtocolViolation, match="region 1 is memory of no layer"):
+                await consumer.pull(ticket_to(endpoint), BLOCKS)
+        consumer.untouched()
+        consumer.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("caches", "field"),
+    [
+        ([states_of(8, 0), states_of(12, 1)], r"layers.0.conv_x.shape\[0\] differs"),
+        ([states_of(8, 0), states_of(8, 0)], "layers.0.conv_x differs: source has 'slices 0-3 of 8'"),
+        ([states_of(12, 0, 1), states_of(12, 0, 1)], r"layers.0.conv_x.shape\[0\] differs"),
+    ],
+    ids=["unlike totals", "a part that no rank has", "another total"],
+)
+async def test_parts_of_a_state_that_do_not_add_up(caches, field):
+    ours = states_of(8, 0, 1)
+    async with engine(*caches) as producers, consumer_of(ours) as consumer:
+        tickets = [kvflow.Ticket.from_params(await each.offer_as_is("r", [[3]], NUM_TOKENS)) for each in producers]
+        with pytest.raises(errors.LayoutMismatch, match=field):
+            await consumer.worker.pull(kvflow.join_tickets(tickets), [[5]])
+        assert (ours.backing == UNTOUCHED).all()
+        consumer.at_rest()
+
+
+@pytest.mark.nixl
+@pytest.mark.processes
+async def test_an_older_release_refuses_stages_with_groups_of_no_layers(tmp_path):
+    heard, child = Heard(), child_of(unpack(LAST_WITHOUT, tmp_path), "consumer_process")
+    try:
+        pull = await consuming_there(child)
+        caches = [stage_of(FULL), stage_of(SLIDING)]
+        async with engine(*caches, hooks=[heard], **NIXL) as producers, consuming(**NIXL) as consumer:
+            assert await pull(await ticket_of(producers)) == "release_mismatch"
+            await until(lambda: heard.of(ConsumerRejected))
+            assert {event.code for event in heard.of(ConsumerRejected)} == {"release_mismatch"}
+            assert "manifest schema 4" in heard.of(ConsumerRejected)[0].detail
+            assert [await producer.revoke("r") for producer in producers] == [True, True]
+            await consumer.pull(await ticket_of(producers), BLOCKS)
+            consumer.has("r", BLOCKS, NUM_TOKENS)
+        async with engine(stage_of(FULL + SLIDING), **NIXL) as (producer,):
+            params = await producer.offer("r", BLOCKS, NUM_TOKENS)
+            assert await pull(params) == "right", "what has layers in every group is read as ever"
+    finally:
+        child.go()
