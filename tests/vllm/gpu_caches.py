@@ -17,7 +17,8 @@ here: nothing is quantized, and what a kernel would write for a token and head i
 included where they are in the cache.
 
 Not vLLM's own here: ``flashinfer``, which does not install without CUDA, is an empty module, and the kernel of the
-indexer follows ``csrc/libtorch_stable/cache_kernels.cu`` and ``rocm_aiter_mla_sparse.py``.
+indexer follows ``csrc/libtorch_stable/cache_kernels.cu`` and ``rocm_aiter_mla_sparse.py``. DeepSeek-V4's layers, whose
+kernels are Triton's, are written as ``deepseek_v4/common/ops`` of vLLM describes them.
 """
 
 import argparse
@@ -36,7 +37,7 @@ import numpy as np
 import torch
 
 from kvflow.errors import KvflowError
-from kvflow.integrations.vllm.caches import adopt_caches
+from kvflow.integrations.vllm.caches import adopt_caches, layer_specs
 from kvflow.integrations.vllm.engine import engine_shape
 from kvflow.planning.assignment import assign_sources
 from kvflow.planning.plan import plan_transfer
@@ -114,14 +115,24 @@ def put_latent(latent, rope, cache, slots, **_):
     put(torch.cat([latent, rope], -1), cache, slots)
 
 
-def put_indices(content, cache, slots):
+def put_indices(content, cache, slots, scale=4):
     """Stand in for ``indexer_k_quant_and_cache``: a kernel block has all values first, and then all scales."""
     size, width = cache.shape[1:]
     pages = cache.flatten(1)
-    values = pages[:, : size * (width - 4)].unflatten(1, (size, width - 4))
-    scales = pages[:, size * (width - 4) :].unflatten(1, (size, 4))
-    values[slots // size, slots % size] = content[:, :-4]
-    scales[slots // size, slots % size] = content[:, -4:]
+    values = pages[:, : size * (width - scale)].unflatten(1, (size, width - scale))
+    scales = pages[:, size * (width - scale) :].unflatten(1, (size, scale))
+    values[slots // size, slots % size] = content[:, :-scale]
+    scales[slots // size, slots % size] = content[:, -scale:]
+
+
+def put_compressed(content, cache, slots, spec):
+    """Stand in for the kernels of DeepSeek-V4: what a layer keeps of some tokens, once the last of them is there."""
+    slots = slots[spec.tokens_per_state - 1 :: spec.tokens_per_state] // spec.tokens_per_state
+    content = content((len(slots), cache.shape[-1]), cache.dtype)
+    if spec.dtype != torch.uint8:  # the state of a compressor
+        put(content, cache, slots)
+    else:
+        put_indices(content, cache, slots, scale=4 if spec.state_content_bytes is None else 8)
 
 
 flash_attn.flash_attn_supports_sinks = lambda: True
@@ -235,7 +246,7 @@ class Rank:
         self.memory, self.address = self._raw.numpy(), self._raw.data_ptr()
         self.memory[:] = rng.integers(256, size=self.memory.shape, dtype=np.uint8)
         travelling = placed.transfer_groups
-        layers = [name for group in travelling for name in group.layer_names]
+        layers = dict(itertools.chain.from_iterable(map(layer_specs, travelling)))
         self.cache = adopt_caches(tensors, travelling, engine_shape(config, layers), tp_rank=tp_rank)
         free = list(rng.permutation(np.arange(1, placed.num_blocks)))
         self.block_ids = [
@@ -275,6 +286,9 @@ class Rank:
 
     def _write_layer(self, name, slots, content):
         module, view, spec = self.engine.modules[name], self.views[name], self.engine.specs[name]
+        if "deepseek_v4" in str(self.engine.config.model_config.hf_config.model_type):
+            put_compressed(lambda *told: content(name, *told), view, slots, spec)
+            return
         if type(module).__name__.endswith("IndexerCache"):
             put_indices(content(name, (len(slots), spec.head_size), torch.uint8), view, slots)
             return

@@ -78,6 +78,7 @@ BACKENDS = {
         (FLASH_SPARSE, "LBNHC"), (FLASH_SPARSE, "BLHNC"), (FLASH_SPARSE, "LBNHC", 128),
         formats=("auto", "fp8_ds_mla", "nvfp4_ds_mla"),
     ),
+    "compressed": ways(("", "BLHNC"), ("", "BLNHC"), formats=("fp8_ds_mla",)),  # its layers name their backends
 }  # fmt: skip
 """Kind of a model -> cache dtype -> the ways in which backends of GPUs keep its cache."""
 
@@ -96,6 +97,7 @@ MODELS = {
     "moonshotai/Kimi-K2-Instruct": Published("latent"),
     "deepseek-ai/DeepSeek-V3.2": Published("sparse"),
     "zai-org/GLM-5.2": Published("sparse", 5),
+    "deepseek-ai/DeepSeek-V4-Flash": Published("compressed", 4),
     "qwen3_next": Published("hybrid", 4),
     "granitemoehybrid": Published("hybrid", 7, ("granite-4-hybrid",)),
     "nvidia/Nemotron-H-56B-Base-8K": Published("hybrid", 8),
@@ -115,6 +117,8 @@ def config_of(model):
     for bundled in chosen.overrides:
         config |= json.loads((ROOT / "kvflow" / "models" / "configs" / f"{bundled}.json").read_text())
     whole = config["num_hidden_layers"]
+    if "compress_ratios" in config:
+        config["compress_ratios"] = config["compress_ratios"][:whole]  # those of drafts stand behind
     cut = {
         key: value[: chosen.layers]
         for key, value in config.items()

@@ -39,7 +39,8 @@ INDEXER = "DeepseekV32IndexerCache"
 block has all values first and then all scales, though its shape says otherwise; on ROCm the values lie in tiles, unless
 a kernel block is one token. Source: vLLM 0.32, ``indexer_k_quant_and_cache``, and ``rocm_aiter_mla_sparse.py``."""
 
-HEADED = ("FullAttentionSpec", "SlidingWindowSpec")
+LATENT = ("MLAAttentionSpec", "SlidingWindowMLASpec")
+WHOLE = ("FullAttentionSpec", "SlidingWindowSpec", *LATENT)
 """Classes of vLLM whose pages move whole where their contents cannot be described."""
 
 STRIDED_KERNEL = "vec"
@@ -97,7 +98,7 @@ def state_block(ids: list[int], spec: Any) -> int | None:
 
 def opaque(spec: Any) -> bool:
     """Return whether the pages of one of vLLM's specs can only move whole: between equal ones, and never cut."""
-    return type(spec).__name__ in HEADED and bool(_undescribed(spec))
+    return type(spec).__name__ in WHOLE and bool(_undescribed(spec))
 
 
 def arranged_by_kernel_block(module: Any) -> bool:
@@ -155,7 +156,6 @@ def _read_chunked(name: str, spec: Any, shape: EngineShape) -> ChunkedLocal:
 
 def _read_latent(name: str, spec: Any, shape: EngineShape) -> MLA:
     """Describe one vector per token: all that it is made of lies together and moves as a whole."""
-    _require_plain(name, spec)
     nbytes = spec.state_content_size_bytes
     dense = nbytes == spec.head_size * spec.dtype.itemsize
     return MLA(
@@ -168,7 +168,6 @@ def _read_latent(name: str, spec: Any, shape: EngineShape) -> MLA:
 
 
 def _read_opaque(name: str, spec: Any, shape: EngineShape) -> Opaque:
-    _require_plain(name, spec)
     arrangement = shape.arrangements.get(name, "")
     if not arrangement:
         raise SpecInvalid(
@@ -178,7 +177,7 @@ def _read_opaque(name: str, spec: Any, shape: EngineShape) -> Opaque:
         block_size=spec.block_size,
         nbytes=spec.unpadded_page_size_bytes,
         arrangement=arrangement,
-        ranks=shape.tp_size,
+        ranks=1 if getattr(spec, "max_tp_shards", None) == 1 else shape.tp_size,
         window=getattr(spec, "sliding_window", None) or 0,
         page_bytes=spec.page_size_padded,
     )
@@ -224,7 +223,6 @@ def _convolved(
 
 
 def _attention(name: str, spec: Any, shape: EngineShape) -> dict[str, Any]:
-    _require_plain(name, spec)
     problem = _undescribed(spec)
     if problem:
         raise SpecInvalid(f"{name}: {problem}", remedy="Use another attention backend or kv_cache_dtype.")
@@ -244,7 +242,12 @@ def quantization(spec: Any) -> str:
 
 
 def _undescribed(spec: Any) -> str:
-    """Return why the keys and values of one token and head cannot be told apart; empty if they can."""
+    """Return why what is kept of one token, of one head if there are several, is not known; empty if it is."""
+    if spec.tokens_per_state != 1:
+        return f"{spec.tokens_per_state} tokens share a cell of its cache"
+    if type(spec).__name__ in LATENT:
+        version = getattr(spec, "model_version", None)  # a block has the values of all tokens first, then all scales
+        return f"a cache of {version} cannot be described" if version else ""
     mode = quantization(spec)
     if mode not in QUANTIZATIONS:
         return f"a cache quantized as {mode} cannot be described"
@@ -272,11 +275,6 @@ def _element_type(name: str, spec: Any, shape: EngineShape) -> Any:
             remedy="Use a kv_cache_dtype of auto, bfloat16, fp8, fp8_e4m3 or fp8_e5m2.",
         )
     return found
-
-
-def _require_plain(name: str, spec: Any) -> None:
-    if spec.tokens_per_state != 1:
-        raise SpecInvalid(f"{name}: {spec.tokens_per_state} tokens share a cell of the cache: expected 1")
 
 
 def _pages(name: str, spec: Any, shape: EngineShape) -> dict[str, Any]:
@@ -353,7 +351,7 @@ def adopt_caches(
     kernel_tokens = {name: tensor.shape[2] for name, tensor in tensors.items() if not hasattr(named[name], "shapes")}
     whole = {name for name, spec in named.items() if opaque(spec)}
     arrangements = {
-        name: f"{found}_{quantization(named[name]).lower()}_{geometry(tensors[name])}" if name in whole else found
+        name: f"{found}_{_contents(named[name])}_{geometry(tensors[name])}" if name in whole else found
         for name, found in shape.arrangements.items()
         if name in named
     }
@@ -405,6 +403,12 @@ def states_of(tensor: Tensor, spec: Any, described: CacheSpec, shape: EngineShap
     return [*views[0].split(shares, dim=1), *views[1:]]
 
 
+def _contents(spec: Any) -> str:
+    """Return the name of what vLLM keeps in pages that cannot be described."""
+    kept: str = dtype_name(spec.dtype)
+    return kept if type(spec).__name__ in LATENT and kept != "uint8" else quantization(spec).lower()
+
+
 def geometry(tensor: Tensor) -> str:
     """Return what two tensors ``[blocks, heads, tokens, content]`` must have in common for their pages to be alike."""
     _, heads, tokens, content = tensor.shape
@@ -415,8 +419,7 @@ def geometry(tensor: Tensor) -> str:
 def page_of(name: str, tensor: Tensor, spec: Any) -> Tensor:
     """Return a layer's tensor as its pages, ``[blocks, bytes]``; SpecInvalid if a page does not lie together."""
     size = tensor.element_size()
-    tokens = tensor.shape[2]
-    nbytes = spec.unpadded_page_size_bytes * tokens // spec.block_size
+    nbytes = size * prod(tensor.shape[1:])
     axes = sorted((tensor.stride(axis), tensor.shape[axis]) for axis in (1, 2, 3) if tensor.shape[axis] > 1)
     expected = 1
     for stride, extent in axes:
@@ -426,8 +429,9 @@ def page_of(name: str, tensor: Tensor, spec: Any) -> Tensor:
                 remedy="Use another VLLM_KV_CACHE_LAYOUT: BLHNC or LBHNC.",
             )
         expected *= extent
-    kernel_blocks = spec.block_size // tokens
+    kernel_blocks = spec.unpadded_page_size_bytes // nbytes or 1
     if kernel_blocks > 1 and tensor.stride(0) != expected:
+        tokens = spec.block_size // kernel_blocks
         raise SpecInvalid(
             f"{name}: its pages cannot be described, and its kernel blocks of {tokens} tokens do not lie together",
             remedy=f"Use a --block-size of {tokens}.",

@@ -6,6 +6,7 @@ A wrong configuration raises at the start.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvflow import RankAddress, configure_logging
 from kvflow.integrations.vllm import versions
 from kvflow.integrations.vllm.admission import Contact
-from kvflow.integrations.vllm.caches import adopt_caches, cpu_kernels, marker, set_scales
+from kvflow.integrations.vllm.caches import adopt_caches, cpu_kernels, layer_specs, marker, set_scales
 from kvflow.integrations.vllm.engine import (
     engine_facts,
     engine_shape,
@@ -255,7 +256,7 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Open this rank's worker over its cache, and log its address."""
         config = self._settings.worker
-        layers = [name for group in self._groups for name in group.layer_names]
+        layers = dict(chain.from_iterable(map(layer_specs, self._groups)))
         shape = engine_shape(self._vllm_config, layers)
         kernels = cpu_kernels(self._vllm_config, layers)
         tp_rank = config.rank % shape.tp_size

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvflow import Mamba, models
 from kvflow.errors import ConfigInvalid, SpecInvalid
 from kvflow.integrations.vllm.blocks import TransferGroup
-from kvflow.integrations.vllm.caches import EngineShape, arranged_by_kernel_block, byte_format, dtype_name
+from kvflow.integrations.vllm.caches import EngineShape, arranged_by_kernel_block, byte_format, dtype_name, opaque
 from kvflow.integrations.vllm.settings import EngineFacts, logger, model_name
 
 if TYPE_CHECKING:
@@ -185,11 +185,10 @@ def can_keep(vllm_config: "VllmConfig", cache_config: "KVCacheConfig", groups: S
     return not reason
 
 
-def engine_shape(vllm_config: "VllmConfig", layers: Iterable[str]) -> EngineShape:
-    """Return what the specs of these layers of the engine must be read with."""
+def engine_shape(vllm_config: "VllmConfig", layers: Mapping[str, Any]) -> EngineShape:
+    """Return what vLLM's specs of these layers of the engine must be read with."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first  # noqa: PLC0415 - loads models
 
-    layers = tuple(layers)
     return EngineShape(
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
         num_kv_heads=head_counts(vllm_config, layers),
@@ -294,19 +293,18 @@ def element_types(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str,
     return found
 
 
-def arrangements(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, str]:
+def arrangements(vllm_config: "VllmConfig", layers: Mapping[str, Any]) -> dict[str, str]:
     """Name the arrangement of caches that strides do not describe, by platform and backend: layer name -> name."""
     modules = vllm_config.compilation_config.static_forward_context
     platform = str(_platform().device_name)
     found = {}
-    for name in layers:
+    for name, spec in layers.items():
         module = modules.get(name)
-        backend = getattr(module, "attn_backend", None)
         if arranged_by_kernel_block(module):
             shuffled = "_shuffled" if getattr(module, "uses_shuffled_layout", False) else ""
             found[name] = f"{platform}_indexer{shuffled}"
-        elif backend is not None and not backend.is_mla():
-            found[name] = f"{platform}_{backend.get_name().lower()}"
+        elif module is not None and opaque(spec):
+            found[name] = f"{platform}_{module.get_attn_backend().get_name().lower()}"
     return found
 
 

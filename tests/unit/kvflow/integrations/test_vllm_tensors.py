@@ -28,6 +28,7 @@ from .vllm_like import (
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     group,
 )
@@ -250,6 +251,82 @@ def test_kernel_blocks_of_a_page_apart_from_each_other_are_refused():
     spec, shape = nvfp4(block_size=32), EngineShape(arrangements={"a": "cuda_x"})
     with pytest.raises(SpecInvalid, match="kernel blocks of 16 tokens"):
         adopt_caches({"a": tensor}, [group(spec, "a")], shape, tp_rank=0)
+
+
+def compressed(kind=MLAAttentionSpec, **fields):
+    """The spec of a cache of DeepSeek-V4: four tokens share an entry of 584 bytes, in padded pages."""
+    pages = {"block_size": 256, "tokens_per_state": 4, "page_size_padded": 37440, "model_version": "deepseek_v4"}
+    mode = SimpleNamespace(name="FP8_PER_TENSOR")
+    of_a_vector = {"num_kv_heads": 1, "num_heads": 1, "head_size": 512, "head_size_v": 0, "max_tp_shards": 1}
+    pages |= of_a_vector | {"content": 584, "dtype": torch.uint8, "kv_quant_mode": mode}
+    return kind(**pages | fields)
+
+
+def entries(spec, *, kernel_blocks=1, tp_size=1, tp_rank=0, backend="cuda_flashmla_sparse_dsv4"):
+    """Adopt three blocks of such a cache."""
+    held = spec.block_size // spec.tokens_per_state // kernel_blocks
+    content = spec.content // spec.dtype.itemsize
+    page = (spec.page_size_padded or spec.unpadded_page_size_bytes) // spec.dtype.itemsize // kernel_blocks
+    raw = torch.zeros(3 * kernel_blocks * page, dtype=spec.dtype)
+    tensor = raw.as_strided((3 * kernel_blocks, 1, held, content), (page, held * content, content, 1))
+    shape = EngineShape(tp_size=tp_size, arrangements={"a": backend})
+    return adopt_caches({"a": tensor}, [group(spec, "a")], shape, tp_rank=tp_rank)
+
+
+def test_pages_of_entries_that_tokens_share_move_whole_without_their_padding():
+    source, target = entries(compressed()), entries(compressed())
+    (part,) = target.manifest().groups[0].layers[0].components
+    assert (part.role, part.nbytes) == ("cuda_flashmla_sparse_dsv4_fp8_per_tensor_1x64x584hn", 64 * 584)
+    plan = plan_transfer(source.manifest(), target.manifest())
+    assert plan.descriptors(num_blocks=3, consecutive=False) == 3
+    assert plan.certificate.complete
+
+
+def test_windows_of_deepseek_v4_are_pages_and_its_compressors_states_are_not():
+    window = {"block_size": 64, "tokens_per_state": 1}
+    state = {"block_size": 4, "tokens_per_state": 1, "sliding_window": 8, "model_version": None}
+    state |= {"dtype": torch.float32, "head_size": 2048, "content": 8192, "page_size_padded": 32832}
+    found = [entries(compressed(SlidingWindowMLASpec, **fields)).groups[0] for fields in (window, state)]
+    assert [(each.kind, each.window, each.block_size) for each in found] == [("opaque", 128, 64), ("mla", 8, 4)]
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        ({"backend": "rocm_flashmla_sparse_dsv4"}, {}),
+        ({"backend": "cuda_flashinfer_mla_sparse_dsv4"}, {}),
+        ({"spec": compressed(tokens_per_state=128, page_size_padded=1728)}, {}),
+        ({"spec": compressed(content=580)}, {}),
+        ({"spec": compressed(kv_quant_mode=SimpleNamespace(name="NVFP4_DS_MLA"))}, {}),
+        ({"spec": compressed(block_size=512, tokens_per_state=8)}, {}),
+        ({"spec": compressed(page_size_padded=None), "kernel_blocks": 4}, {}),
+        (
+            {"spec": compressed(dtype=torch.float16, content=1024, page_size_padded=None)},
+            {"spec": compressed(dtype=torch.bfloat16, content=1024, page_size_padded=None)},
+        ),
+        ({"spec": compressed(max_tp_shards=None), "tp_size": 2}, {}),
+        (
+            {"spec": compressed(max_tp_shards=None), "tp_size": 2},
+            {"spec": compressed(max_tp_shards=None), "tp_size": 4},
+        ),
+    ],
+    ids=["platform", "backend", "tokens", "content", "mode", "block", "kernel block", "dtype", "ranks", "more ranks"],
+)
+def test_pages_of_entries_of_another_geometry_are_refused_by_name(there, here):
+    source, target = (entries(each.pop("spec", compressed()), **each) for each in (dict(there), dict(here)))
+    with pytest.raises(LayoutMismatch, match=r"^.*a\."):
+        plan_transfer(source.manifest(), target.manifest())
+
+
+def test_pages_that_every_rank_has_are_read_by_any_number_of_ranks():
+    source, target = entries(compressed(), tp_size=2, tp_rank=1), entries(compressed(), tp_size=4, tp_rank=3)
+    assert plan_transfer(source.manifest(), target.manifest()).certificate.complete
+
+
+def test_a_tensor_of_other_pages_than_its_spec_is_refused():
+    large = torch.zeros(3, 1, 64, 600, dtype=torch.uint8)
+    with pytest.raises(SpecInvalid, match="a: "):
+        adopt_caches({"a": large}, [group(compressed(), "a")], EngineShape(arrangements={"a": "cuda_x"}), tp_rank=0)
 
 
 def indexer(block_size, kernel_tokens, arrangement):

@@ -47,7 +47,7 @@ class Attention:
 
     @property
     def unpadded_page_size_bytes(self):
-        return self.num_heads * self.block_size * self.state_content_size_bytes
+        return self.num_heads * (self.block_size // self.tokens_per_state) * self.state_content_size_bytes
 
 
 FullAttentionSpec = make_dataclass("FullAttentionSpec", [], bases=(Attention,))
@@ -55,7 +55,11 @@ SlidingWindowSpec = make_dataclass("SlidingWindowSpec", [("sliding_window", int,
 ChunkedLocalAttentionSpec = make_dataclass(
     "ChunkedLocalAttentionSpec", [("attention_chunk_size", int, 64)], bases=(Attention,)
 )
-MLAAttentionSpec = make_dataclass("MLAAttentionSpec", [], bases=(Attention,))
+LATENT = [("model_version", str, ""), ("max_tp_shards", int, None)]
+MLAAttentionSpec = make_dataclass("MLAAttentionSpec", LATENT, bases=(Attention,))
+SlidingWindowMLASpec = make_dataclass(
+    "SlidingWindowMLASpec", [*LATENT, ("sliding_window", int, 128)], bases=(Attention,)
+)
 SinkFullAttentionSpec = make_dataclass("SinkFullAttentionSpec", [], bases=(Attention,))
 
 
