@@ -2,10 +2,9 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
-PATIENCE_S = 60.0
+from tests.helpers.waiting import wait_until
 
 
 def stop_process(pid: int) -> None:
@@ -15,10 +14,7 @@ def stop_process(pid: int) -> None:
     core the others go on, a data plane's among them.
     """
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + PATIENCE_S
-    while not all(_state(task) in "TtZX" for task in Path(f"/proc/{pid}/task").iterdir()):
-        assert time.monotonic() < deadline, f"process {pid} does not stop"
-        time.sleep(0.001)
+    wait_until(lambda: all(_state(task) in "TtZX" for task in Path(f"/proc/{pid}/task").iterdir()))
 
 
 def _state(task: Path) -> str:

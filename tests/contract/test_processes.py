@@ -13,7 +13,8 @@ import pytest
 
 from kvflow.reads.contract import PeerAdded, PeerFailed
 from kvflow.reads.nixl.binding import Agent
-from tests.contract.conftest import NIXL_KIND, PATIENCE_S, TCP_KINDS
+from tests.contract.conftest import NIXL_KIND, TCP_KINDS
+from tests.helpers.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -173,10 +174,7 @@ def test_a_peer_that_comes_and_goes_leaves_no_descriptor_on_either_side(world, r
         world.connect_again(reader, exporter, "p")
         reader.transport.prepare(prepared_list)
     # An exporter sees later that a connection has ended, and a reader opens as many connections as its load needs.
-    deadline = time.monotonic() + PATIENCE_S
-    while any(descriptors(pid) > count for pid, count in most.items()):
-        assert time.monotonic() < deadline, (most, {pid: descriptors(pid) for pid in most})
-        time.sleep(0.01)
+    wait_until(lambda: all(descriptors(pid) <= count for pid, count in most.items()))
 
 
 @only_nixl

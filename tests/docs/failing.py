@@ -16,6 +16,7 @@ from pathlib import Path
 import kvflow
 from kvflow import models
 from tests.helpers.settings import flat_config
+from tests.helpers.waiting import until
 from tests.stopping import stop_process
 
 SECRET = "a long random string, the same on every worker"
@@ -87,12 +88,6 @@ async def decode():
                 await until(lambda: [each.state for each in worker.snapshot().producers] == ["connected"] * connected)  # noqa: B023
                 await worker.pull(ticket, BLOCKS)
             await lose(worker, good.process, kvflow.Ticket.from_params(good.offer("chat-3")))
-
-
-async def until(condition):
-    """Wait for something that nothing reports."""
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
 
 
 async def lose(worker, process, ticket):

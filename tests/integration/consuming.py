@@ -9,19 +9,13 @@ import kvflow
 from handshake.sockets import ZeroMqNetwork
 from kvflow import errors
 from kvflow.worker.environment import PRODUCTION
+from tests.helpers.waiting import until
 
 from .producing import configured
 from .shapes import Shape, touched, wrong
 
 PATIENCE_S = 60.0
 AT_REST = {"pulls": 0, "quarantined": ()}
-
-
-async def until(condition):
-    """Wait for something that nobody reports."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - memory and file descriptors announce nothing
-            await asyncio.sleep(0.001)
 
 
 class Consumer:

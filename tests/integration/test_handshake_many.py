@@ -15,6 +15,7 @@ import handshake.sockets
 from handshake.errors import Closed, SocketsExhausted
 from handshake.limits import Limits
 from handshake.sockets import DESCRIPTORS_OF_A_LINK, open_dialer
+from tests.helpers.waiting import until
 from tests.unit.handshake.helpers import LIMITS, SECURITY, connected, patiently, serving
 
 LINKS = 1024
@@ -45,9 +46,7 @@ async def test_one_process_has_a_thousand_links(many_files):
         stacks = [AsyncExitStack() for _ in range(LINKS)]
         try:
             clients = await asyncio.gather(*(link(stack, server.endpoint) for stack in stacks))
-            async with asyncio.timeout(PATIENT.handshake_s):
-                while len(server.peers) < LINKS:  # noqa: ASYNC110 - the server hears of the last ones a moment later
-                    await asyncio.sleep(0.01)
+            await until(lambda: len(server.peers) == LINKS, PATIENT.handshake_s)  # it hears of the last ones later
             assert all(client.publication == clients[0].publication for client in clients)
         finally:
             await asyncio.gather(*(stack.aclose() for stack in stacks))

@@ -12,12 +12,12 @@ from handshake.codec import encode
 from handshake.limits import Limits
 from handshake.messages import WIRE_VERSION, Answered, Ask, Publish, Welcome
 from handshake.sockets import Delivery, open_listener, running
+from tests.helpers.waiting import until
 from tests.integration.handshake_processes import client_process, server_process
 from tests.unit.handshake.helpers import (
     CONSUMED,
     EXAMPLES,
     LIMITS,
-    PATIENCE_S,
     PRODUCER,
     SECRET,
     SECURITY,
@@ -186,9 +186,7 @@ async def test_what_a_peer_never_takes_is_dropped_with_its_connection():
         name = await patiently(met)
         for _ in range(40):
             assert listener.send([name, bytes(1 << 20)]) is Delivery.QUEUED
-        async with asyncio.timeout(PATIENCE_S):
-            while listener.send([name, b""]) is Delivery.QUEUED:  # noqa: ASYNC110 - no event tells
-                await asyncio.sleep(0.01)
+        await until(lambda: listener.send([name, b""]) is not Delivery.QUEUED)
         assert listener.send([name, b""]) is Delivery.GONE
 
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tests.helpers.waiting import until
 from tests.unit.kvflow.tools.trace.conftest import log  # noqa: F401 - a fixture
 
 from .test_records import several
@@ -174,8 +175,7 @@ async def test_a_stream_that_has_begun_outlives_the_prefill(log):  # noqa: F811
         async with rig.post(stream=True) as answer:
             assert await answer.content.readany() == EVENTS[0]
             begun.set()
-            while "prefill.failed" not in log.read_text():  # noqa: ASYNC110 - a file tells nobody
-                await asyncio.sleep(0.01)
+            await until(lambda: "prefill.failed" in log.read_text())
             ended.set()
             assert await answer.read() == EVENTS[1]
         assert len(rig.decode[0].bodies) == 2

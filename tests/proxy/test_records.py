@@ -12,6 +12,7 @@ from kvflow.tools.cli import main
 from kvflow.tools.proxy.completions import ERROR_CHARACTERS_MAX, REMEDIES, Outcome, shown_error
 from kvflow.tools.trace.joining import read_trace
 from kvflow.tools.trace.text import waterfall_lines
+from tests.helpers.waiting import until
 from tests.unit.kvflow.tools.trace.conftest import log  # noqa: F401 - a fixture
 
 from .test_server import ASKED, open_rig
@@ -37,10 +38,7 @@ async def only(path):
 
 async def several(path, number):
     """Return the records of requests once there are so many."""
-    async with asyncio.timeout(PATIENCE_S):
-        while len(told(path)) < number:  # noqa: ASYNC110 - a file tells nobody
-            await asyncio.sleep(0.001)
-    return told(path)
+    return await until(lambda: len(found := told(path)) >= number and found)
 
 
 def shown(path):

@@ -11,11 +11,11 @@ from handshake.limits import LEASES_MAX, Limits
 from handshake.messages import ConnectionClosed, ConnectionFailed, LeaseRef, PeerReady, Release, ReleaseReceived
 from handshake.security import AllowedKeys, ClusterSecurity, CurveKeys, draw_secret, sign
 from handshake.sockets import ZeroMqNetwork
+from tests.helpers.waiting import until
 
 from .helpers import (
     EXAMPLES,
     OTHER_SECURITY,
-    PATIENCE_S,
     PRODUCER,
     SECURITY,
     Recorder,
@@ -78,9 +78,7 @@ async def test_a_client_that_is_not_on_the_list_is_turned_away_and_counted():
         await refused(server.endpoint, stranger.security, server_key=producer.public_key)
         await refused(server.endpoint, SECURITY)  # the secret opens no door where each worker has a key
         async with connected(server.endpoint, security=consumer.security, server_key=producer.public_key):
-            async with asyncio.timeout(PATIENCE_S):
-                while not server.failures.keys() >= {"key_unknown", "unauthenticated"}:  # noqa: ASYNC110 - nothing tells it
-                    await asyncio.sleep(0.001)
+            await until(lambda: server.failures.keys() >= {"key_unknown", "unauthenticated"})
             assert server.failures["key_unknown"] == 1
 
 

@@ -27,6 +27,7 @@ from handshake.messages import (
 from handshake.security import AllowedKeys
 from handshake.server import HELLO_BYTES_MAX, WAITING_MAX, HandshakeServer, open_server
 from handshake.sockets import Channel, Delivery
+from tests.helpers.waiting import until
 
 from .helpers import (
     ANSWERS,
@@ -372,9 +373,7 @@ async def test_a_client_waits_until_another_has_left():
                 return client.identity
 
         coming = asyncio.ensure_future(come())
-        async with asyncio.timeout(PATIENCE_S):
-            while not server._waiting:  # noqa: ASYNC110 - nothing is said of those that wait
-                await asyncio.sleep(0.01)
+        await until(lambda: server._waiting)
         await first.send_multipart(frames_of(Bye()))
         assert await patiently(coming) == PRODUCER
 

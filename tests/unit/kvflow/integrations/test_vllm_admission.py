@@ -8,7 +8,6 @@ import socket as sockets
 import stat
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import msgspec
@@ -23,6 +22,7 @@ from kvflow.integrations.vllm.messages import Admit, Reset
 from kvflow.integrations.vllm.runtime import RankRuntime
 from kvflow.integrations.vllm.worker import MARKS_MAX
 from tests.helpers.settings import flat_config
+from tests.helpers.waiting import wait_until
 
 from .vllm_like import SECRET, FullAttentionSpec, new_request, new_ticket, rank_address, side, step_output
 
@@ -372,10 +372,7 @@ def test_an_early_admission_needs_no_further_step(late, device, monkeypatch):
     late.early()
     assert late.held() == 0
     device.done = 1
-    deadline = time.monotonic() + PATIENCE_S
-    while not late.held():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(late.held)
     late.command()
     assert late.held() == 1
 

@@ -13,6 +13,7 @@ from kvflow.errors import ConfigInvalid, ReleaseMismatch
 from kvflow.events import ConsumerRejected
 from kvflow.rendezvous.endpoint import READER
 from kvflow.worker.runtime import open_worker
+from tests.helpers.waiting import until
 from tests.unit.kvflow.worker.pulling import FaultyNetwork
 
 from .helpers import OURS, PATIENCE_S, READER_INCARNATION, SECURITY, cache_of, config, linked, producing, side
@@ -104,12 +105,9 @@ async def test_a_reader_that_leaves_in_peace_is_forgotten():
     heard = []
     async with producing(heard.append) as producer:
         listener = producer._listener
-        async with linked(producer), asyncio.timeout(PATIENCE_S):
-            while len(listener._readers) != 1:  # noqa: ASYNC110 - linked before the producer knows, and nothing tells
-                await asyncio.sleep(0.001)
-        async with asyncio.timeout(PATIENCE_S):
-            while listener._readers:  # noqa: ASYNC110 - nothing tells
-                await asyncio.sleep(0.001)
+        async with linked(producer):
+            await until(lambda: len(listener._readers) == 1)  # linked before the producer knows
+        await until(lambda: not listener._readers)
         assert listener._names == {}
     assert not [event for event in heard if isinstance(event, ConsumerRejected)]
 

@@ -23,6 +23,7 @@ from kvflow.rendezvous.issuer import TicketKey, TicketMint
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
 from tests.helpers.settings import flat_config
+from tests.helpers.waiting import until
 
 from .helpers import PATIENCE_S, SECRET, cache_of
 
@@ -260,9 +261,7 @@ class FaultyNetwork(ZeroMqNetwork):
 
     async def heard(self, count):
         """Wait until so many dials were made."""
-        async with asyncio.timeout(PATIENCE_S):
-            while len(self.dialed) < count:  # noqa: ASYNC110 - nothing tells
-                await asyncio.sleep(0.001)
+        await until(lambda: len(self.dialed) >= count)
 
 
 class World:
@@ -318,9 +317,7 @@ class World:
 
     async def idle(self):
         """Wait until the consumer looks at no deadline, as it has nothing open."""
-        async with asyncio.timeout(PATIENCE_S):
-            while self.consumer._consumer._busy.is_set():  # noqa: ASYNC110 - nothing tells
-                await asyncio.sleep(0.001)
+        await until(lambda: not self.consumer._consumer._busy.is_set())
 
     def holds(self, targets, sources):
         """Tell whether our blocks hold what the producer's held."""
@@ -337,22 +334,15 @@ class World:
 
     async def heard(self, kind, count=1):
         """Wait until the consumer has reported so many events of a kind; return them."""
-        async with asyncio.timeout(PATIENCE_S):
-            while len(found := self.of(kind)) < count:  # noqa: ASYNC110 - a hook is no task
-                await asyncio.sleep(0.001)
-        return found
+        return await until(lambda: len(found := self.of(kind)) >= count and found)
 
     async def checked(self, count):
         """Wait until so many checks before the data, or probes, were posted since they were last cleared."""
-        async with asyncio.timeout(PATIENCE_S):
-            while len(self.faults.checks) < count:  # noqa: ASYNC110 - likewise
-                await asyncio.sleep(0.001)
+        await until(lambda: len(self.faults.checks) >= count)
 
     async def records(self, count=1):
         """Wait until so many pulls have their record; return them by the name of their request."""
-        async with asyncio.timeout(PATIENCE_S):
-            while len(found := self.of(TransferCompleted, PullFailed)) < count:  # noqa: ASYNC110 - likewise
-                await asyncio.sleep(0.001)
+        found = await until(lambda: len(found := self.of(TransferCompleted, PullFailed)) >= count and found)
         assert len(found) == count
         return {record.request_id: record for record in found}
 
@@ -443,8 +433,6 @@ async def opened(
             yield world
         finally:
             faults.heal()
-        async with asyncio.timeout(PATIENCE_S):
-            while consumer.snapshot().pulls:  # noqa: ASYNC110 - a healed data plane ends them all
-                await asyncio.sleep(0.001)
+        await until(lambda: not consumer.snapshot().pulls)  # a healed data plane ends them all
         consumer.check()
         assert consumer.snapshot().quarantined == ()

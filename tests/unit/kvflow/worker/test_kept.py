@@ -22,6 +22,7 @@ from kvflow.leases.table import Reader
 from kvflow.rendezvous.issuer import TicketMint, draw_pair
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.threaded import run_worker
+from tests.helpers.waiting import until
 from tests.ports import free_port
 
 from .helpers import PATIENCE_S, SECRET, Reports, cache_of
@@ -161,8 +162,7 @@ async def test_draining_ends_what_is_kept():
         ticket = keep(world.producer, "kept", 3, 4)
         offered = world.producer.offer("offered", [[5]], 4)
         draining = asyncio.ensure_future(world.producer.drain(PATIENCE_S))
-        while "kept" in held(world.producer):  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0)
+        await until(lambda: "kept" not in held(world.producer))
         with pytest.raises(StaleLease):
             await world.pull(ticket)
         with pytest.raises(WorkerDraining):
@@ -248,8 +248,7 @@ async def test_one_connection_is_kept_and_dialed_again_when_it_has_ended():
         assert [count for _, count in answers] == [1] * 5
         assert network.dialed == [endpoint]
         network.cut(endpoint)
-        while world.consumer._consumer.askers._dialed:  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0)
+        await until(lambda: not world.consumer._consumer.askers._dialed)
         assert (await find(world, chain(3)))[1] == 1
         assert network.dialed == [endpoint] * 2
 

@@ -12,6 +12,7 @@ from kvflow.events import TransferCompleted
 from kvflow.layout.groups import Group
 from kvflow.observability.logs import configure_logging, event_fields
 from kvflow.worker import open_pulls
+from tests.helpers.waiting import until
 
 from .helpers import SPECS, cache_of
 from .pulling import opened
@@ -118,9 +119,8 @@ async def test_records_are_written_soon_if_nothing_else_is(path, monkeypatch):
     monkeypatch.setattr(open_pulls, "KEPT_S", 0.001)
     async with logged(path) as world:
         await world.pull(world.ticket("soon"))
-        while not completed(path):  # noqa: ASYNC110 - a timer of the loop writes it
-            await asyncio.sleep(0.001)
-        assert [line["request_id"] for line in completed(path)] == ["soon"]
+        lines = await until(lambda: completed(path))  # a timer of the loop writes it
+        assert [line["request_id"] for line in lines] == ["soon"]
 
 
 async def test_a_handler_that_is_added_gets_the_next_record(path):

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from kvflow.worker.snapshot import LISTED_MAX
+from tests.helpers.waiting import until
 
 from .helpers import PATIENCE_S
 from .pulling import opened
@@ -18,12 +19,9 @@ async def world():
 
 async def listed(world, phase):
     """Wait until the only pull is in a phase; return what is listed of it."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            found = world.consumer.snapshot().open_pulls
-            if len(found) == 1 and found[0].phase == phase:
-                return found[0]
-            await asyncio.sleep(0.001)
+    [found] = await until(lambda: [each for each in world.consumer.snapshot().open_pulls if each.phase == phase])
+    assert world.consumer.snapshot().pulls == 1
+    return found
 
 
 async def test_a_pull_whose_bytes_do_not_move_is_listed_until_it_is_quiet(world):
@@ -84,9 +82,7 @@ async def test_a_lease_is_listed_with_the_reader_that_renews_it(short_leases):
     assert 0 < before.expires_in_s <= 6
 
     world.consumer.hold(ticket)
-    async with asyncio.timeout(PATIENCE_S):
-        while not (readers := world.producer.snapshot().held_leases[0].readers):  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.001)
+    readers = await until(lambda: world.producer.snapshot().held_leases[0].readers)
     assert [(reader.engine_id, reader.num_ranks, reader.released) for reader in readers] == [("decode-0", 1, 0)]
     await world.pull(ticket)
     async with asyncio.timeout(PATIENCE_S):

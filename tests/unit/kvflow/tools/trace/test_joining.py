@@ -11,6 +11,7 @@ from kvflow.errors import PeerLost
 from kvflow.tools.trace.export import perfetto
 from kvflow.tools.trace.joining import read_trace
 from kvflow.tools.trace.text import waterfall_lines
+from tests.helpers.waiting import until
 from tests.unit.kvflow.worker.helpers import PATIENCE_S
 from tests.unit.kvflow.worker.pulling import failure, opened
 
@@ -34,9 +35,8 @@ def only(path, *more, request_id="request-1"):
 
 
 async def released(world):
-    async with asyncio.timeout(PATIENCE_S):
-        while any(each.snapshot().leases for each in world.producers):  # noqa: ASYNC110 - the consumer releases later
-            await asyncio.sleep(0.001)
+    """Wait for the releases, which the consumer sends later."""
+    await until(lambda: not any(each.snapshot().leases for each in world.producers))
 
 
 def adds_up(request):
@@ -88,9 +88,7 @@ async def test_what_was_read_is_beside_what_was_computed_meanwhile(log):
         pull = world.start(offer.ticket, (1, 2, 3, 4))
         for tokens in (4, 12):
             offer.advance(tokens, [[5, 6, 7][tokens // 8 : tokens // 4]])
-            async with asyncio.timeout(PATIENCE_S):
-                while sum(each.nbytes for each in world.consumer.snapshot().open_pulls) < 128 * tokens:  # noqa: ASYNC110
-                    await asyncio.sleep(0.001)
+            await until(lambda: sum(each.nbytes for each in world.consumer.snapshot().open_pulls) >= 128 * tokens)  # noqa: B023
         offer.seal([[0]])
         report = await asyncio.wait_for(pull, PATIENCE_S)
         await released(world)
