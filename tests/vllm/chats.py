@@ -12,11 +12,12 @@ from tokenizers import Tokenizer
 from .clients import RUNNING, USAGE, client_of
 from .engines import free_port
 from .howto import DECODE_PORT, PREFILL_PORT, SHARING_PAGE, SOURCE_PORT, command
+from .pairs import FULL
 from .prompts import prompt_of
 from .servers import Deployment, Server
 from .tiny_models import CHAT_WINDOW
 
-TURNS = 6
+TURNS = 6 if FULL else 4
 ANSWER = 300  # tokens
 WORDS = 60  # of what a user says
 TOKENS_MAX = 3072
