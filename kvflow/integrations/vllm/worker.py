@@ -109,11 +109,10 @@ class RankWorker:
         self._counters: Counters | None = None
         self._lock = threading.RLock()
         self._taken = self._confirmed = 0  # numbers of the last ordered command, and of the last that came with a step
-        self._unwritten: list[Admit | Advance | Seal] = []  # their steps may not have written
+        self._unwritten: list[Admit | Advance | Seal | KeepBlocks] = []  # their steps may not have written
         self._retries = False  # whether a timer is to look at them
         self._leases: dict[str, _HeldLease] = {}
         self._unreported: Counter[str] = Counter()  # ends of open leases that vLLM does not wait for
-        self._kept: dict[str, KeepBlocks] = {}  # whose blocks may not be written yet
         self._void: set[str] = set()  # requests that a reset has ended, while commands may still name them
         self._mark = mark
         self._marks: deque[tuple[int, Passed]] = deque(maxlen=MARKS_MAX)  # a device does its work in order
@@ -160,8 +159,9 @@ class RankWorker:
                 self._keep(request_id, ticket)
             case KeepBlocks(request_id=name):
                 if name not in self._void:
-                    self._kept[name] = command
-                    self._keep_written(command)
+                    with self._lock:
+                        self._unwritten.append(command)
+                        self._execute_unwritten()
             case Cancel(request_id=request_id):
                 self._cancel(request_id)
             case GiveBack(request_id=request_id, ticket=ticket):
@@ -285,12 +285,14 @@ class RankWorker:
             if (command := self._unwritten[at]).step <= self._written:
                 if isinstance(command, Admit):
                     self._hold(command)
+                elif isinstance(command, KeepBlocks):
+                    self._keep_blocks(command)
                 else:
                     self._tell(command)
                 del self._unwritten[at]  # only now: an admission that is interrupted is refused the next time
             else:
                 at += 1
-        if not self._retries and any(isinstance(each, Admit | Seal) for each in self._unwritten):
+        if not self._retries and any(not isinstance(each, Advance) for each in self._unwritten):
             self._retries = True
             _soon(self._retry)
 
@@ -299,23 +301,12 @@ class RankWorker:
             self._retries = False
             self._execute_unwritten()
 
-    def _keep_written(self, command: KeepBlocks) -> None:
-        """Hold a kept lease when its blocks are written, which may be after the last step, unless it has ended.
-
-        Thread: any.
-        """
-        name = command.request_id
-        with self._lock:
-            if self._kept.get(name) is not command or self._is_stopped:
-                return
-            if self._has_written(command.step):
-                del self._kept[name]
-                try:
-                    self._worker.admit(command.grant, command.digests)
-                except KvflowError as error:
-                    logger.info("kvflow: the blocks of %s are not kept: %s", name, error)
-                return
-        _soon(self._keep_written, command)
+    def _keep_blocks(self, command: KeepBlocks) -> None:
+        """Hold a kept lease."""
+        try:
+            self._worker.admit(command.grant, command.digests)
+        except Exception as error:  # noqa: BLE001 - an exception must fail this command, not those behind it
+            logger.info("kvflow: the blocks of %s are not kept: %s", command.request_id, error)
 
     def prepare(self, commands: Sequence[Command]) -> None:
         """Execute what must end leases before a step writes, and the commands for leases that come with it."""
@@ -326,8 +317,11 @@ class RankWorker:
     def revoke(self, names: Iterable[str]) -> None:
         """End kept leases now."""
         with self._lock:
-            for name in names:
-                self._kept.pop(name, None)
+            gone = frozenset(names)
+            self._unwritten = [
+                each for each in self._unwritten if not isinstance(each, KeepBlocks) or each.request_id not in gone
+            ]
+            for name in gone:
                 self._worker.revoke(name)
 
     def stop(self) -> None:
@@ -480,8 +474,8 @@ class RankWorker:
             logger.info("kvflow: the ticket of request %s was not released: %s", request_id, error)
 
 
-def _soon(call: Callable[..., None], *args: object) -> None:
-    again = threading.Timer(WRITTEN_PAUSE_S, call, args)
+def _soon(call: Callable[[], None]) -> None:
+    again = threading.Timer(WRITTEN_PAUSE_S, call)
     again.daemon = True
     again.start()
 
