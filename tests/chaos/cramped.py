@@ -5,7 +5,7 @@ import time
 from contextlib import asynccontextmanager
 
 from .engine import RIGHT
-from .victims import OFFERED, PATIENCE_S, Victim
+from .victims import KINDS, OFFERED, PATIENCE_S, Victim
 
 LEASE_SLOTS = 4
 """Leases at once, of whoever has too few."""
@@ -42,13 +42,15 @@ class Cramped(Victim):
 
     async def _one(self, row, fate, num_blocks, patience_s):
         number, successor = self.chaos.numbers.take(), self.chaos.numbers.take()
-        params = await self.node.offer(number, successor, num_blocks, patience_s=patience_s)
+        computing = not patience_s
+        params = await self.node.offer(number, successor, num_blocks, patience_s=patience_s, computing=computing)
         if isinstance(params, str):
             row.ends[params] += 1
         elif fate == "left":
             row.ends["never pulled"] += 1
         else:
-            pull = asyncio.create_task(self.chaos.pulled(self.chaos.survivor, number, params, num_blocks))
+            kind = KINDS[computing]
+            pull = asyncio.create_task(self.chaos.pulled(self.chaos.survivor, number, params, num_blocks, kind))
             if fate == "revoked":
                 await self.node.revoke(number)
             row.ends[await pull] += 1

@@ -10,17 +10,18 @@ import time
 import traceback
 from collections import Counter
 from contextlib import AsyncExitStack
+from itertools import cycle
 
 from . import faults, network
 from .cramped import Cramped
 from .engine import HELD, RIGHT, engine
 from .nodes import NodeDied, NodeFailed
 from .record import Record
-from .victims import PATIENCE_S, Chaos, DoomedProducer, DoomedReader, Numbers, Served
+from .victims import KINDS, PATIENCE_S, Chaos, DoomedProducer, DoomedReader, Numbers, Served
 
 TCP = {"transport": "tcp"}
 TLS = {**TCP, "tcp_encryption": "tls"}
-SURVIVOR = {"wire_s": 3.0, "quarantine_s_max": 4.0, "handshake_s": 4.0}
+SURVIVOR = {"wire_s": 3.0, "quarantine_s_max": 4.0, "handshake_s": 4.0, "follow_bytes_min": 1}
 """Settings of whoever pulls from victims: who hangs is found out within seconds, and its blocks are freed."""
 SLOTS = 32
 """Pulls that the survivor may have open: the load of every victim, and what hangs meanwhile."""
@@ -99,7 +100,7 @@ async def _run(chaos, seed, until, life, names):
     await asyncio.gather(*(life.enter_async_context(victim.living()) for victim in victims))
     await _recover(victims)
     for producer in steady:
-        await chaos.moves(producer.node, chaos.survivor)
+        await chaos.moves_all(producer.node, chaos.survivor)
     calm = await _descriptors(chaos, witnesses)
     over = asyncio.Event()
     until.begin()
@@ -127,16 +128,18 @@ async def _torment(victim, rng, until):
 
 async def _beside(chaos, steady, over):
     """Pull from somebody whom nobody harms, until all is over; each of these pulls must succeed, at every time."""
-    while not over.is_set():
+    for kind in cycle(KINDS):
+        if over.is_set():
+            return
         begun_s = time.monotonic()
         try:
             async with asyncio.timeout(PATIENCE_S):
-                end = await chaos.moves(steady.node, chaos.survivor)
+                end = await chaos.moves(steady.node, chaos.survivor, kind)
         except TimeoutError:
             chaos.record.complain(f"an offer of {steady.name}, or its pull, has not ended within {PATIENCE_S:.0f} s")
             return
         if end != RIGHT:
-            chaos.record.complain(f"a pull from {steady.name} ended with {end}")
+            chaos.record.complain(f"a pull from {steady.name} ended with {end}; it was {kind}")
         chaos.record.beside.append(time.monotonic() - begun_s)
         await asyncio.sleep(PAUSE_S)
 

@@ -8,14 +8,15 @@ that comes from a block too late, or goes into one, is seen, and tells where it 
 
 import asyncio
 import logging
+import random
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import kvflow
 from kvflow import errors
 from tests.integration.producing import configured
 from tests.integration.shapes import Shape
-from tests.integration.words import Words
+from tests.integration.words import Words, digests_of
 
 from .blame import foreign
 from .descriptors import descriptors
@@ -27,6 +28,13 @@ HELD = ("leases", "pulls", "quarantined", "blocks", "slots")
 """What an audit counts that must be nothing in the end."""
 RIGHT = "right"
 WRONG = "wrong"
+NOT_HELD = "not_held"
+"""Nobody has offered what was asked for."""
+STEP_S_MAX = 0.02
+STEP_BLOCKS_MAX = 8
+"""Of what is computed while it is on offer: some four steps for the largest request, and as many reads."""
+FIND_S = 8.0
+"""How long a question for content waits: longer than a busy machine takes to offer it."""
 
 
 def shape(num_offered, num_slots):
@@ -83,7 +91,7 @@ class Engine:
         self._tasks = set()
         self._overwritten = []
 
-    async def offer(self, number, successor, num_blocks, *, patience_s=0.0):
+    async def offer(self, number, successor, num_blocks, *, patience_s=0.0, computing=False):
         """Write a request and offer it; return what a router carries, or the code of the refusal.
 
         Args:
@@ -91,20 +99,28 @@ class Engine:
             successor: of whoever gets its blocks.
             num_blocks: of each group.
             patience_s: how long to wait for a lease slot.
+            computing: offer it first, and write it while it is read.
         """
         ids = await self._take(2 * num_blocks)
         block_ids = [ids[:num_blocks], ids[num_blocks:]]
-        self._words.write(number, block_ids)
         request = (str(number), block_ids, num_blocks * BLOCK_SIZE)
+        computed = None
         try:
-            if patience_s:
-                ticket = await self.worker.offer_when_possible(*request, timeout_s=patience_s)
+            if computing:
+                digests = digests_of(number, num_blocks)
+                request = (request[0], [[], []], request[2])
+                offer = self.worker.offer_progressive(*request, digests=[digests, digests])
+                ticket, computed = offer.ticket, self._spawn(self._compute(offer, number, *block_ids))
             else:
-                ticket = self.worker.offer(*request)
+                self._words.write(number, block_ids)
+                if patience_s:
+                    ticket = await self.worker.offer_when_possible(*request, timeout_s=patience_s)
+                else:
+                    ticket = self.worker.offer(*request)
         except errors.CapacityExceeded as error:
             await self._give_back(ids)
             return error.code
-        self._spawn(self._reuse(number, successor, block_ids))
+        self._spawn(self._reuse(number, successor, block_ids, computed))
         return ticket.to_params()
 
     def revoke(self, number):
@@ -117,14 +133,21 @@ class Engine:
         Args:
             number: of the request.
             mark: number that is written over it when it is over.
-            params: of its ticket.
+            params: of its ticket; or the endpoint of who is asked for one.
             num_blocks: of each group.
         """
         slot = await self._slots.get()
         self._look_at(slot)
         targets = slot.of(num_blocks)
         try:
-            await self.worker.pull(kvflow.Ticket.from_params(params), targets)
+            if isinstance(params, str):
+                digests = digests_of(number, num_blocks)
+                ticket, _ = await self.worker.find(params, digests, FIND_S, at_least=num_blocks)
+                if ticket is None:
+                    return NOT_HELD, []
+            else:
+                ticket = kvflow.Ticket.from_params(params)
+            await self.worker.pull(ticket, targets)
         except errors.KvflowError as error:
             return error.code, []
         else:
@@ -173,8 +196,24 @@ class Engine:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _reuse(self, number, successor, block_ids):
+    async def _compute(self, offer, number, full, window):
+        """Write and settle some blocks after the other; what a window holds settles with the last of them."""
+        rng, done = random.Random(number), 0
+        with suppress(errors.RequestUnknown):  # its lease has ended
+            while done < len(full):
+                await asyncio.sleep(rng.uniform(0, STEP_S_MAX))
+                blocks = [full[done : done + rng.randint(1, STEP_BLOCKS_MAX)], []]
+                self._words.write(number, blocks, first=done)
+                done += len(blocks[0])
+                if done < len(full):
+                    offer.advance(done * BLOCK_SIZE, blocks)
+            self._words.write(number, [[], window])
+            offer.seal([blocks[0], window])
+
+    async def _reuse(self, number, successor, block_ids, computed):
         await self.worker.wait_offer(str(number))
+        if computed is not None:
+            computed.cancel()
         self._words.write(successor, block_ids)
         await self._give_back([block for ids in block_ids for block in ids])
 
@@ -202,6 +241,7 @@ class Engine:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 @asynccontextmanager

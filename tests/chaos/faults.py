@@ -10,13 +10,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from msgspec import Struct
 
-from .engine import RIGHT
+from .engine import NOT_HELD, RIGHT
 
 HELD_BACK_S = 0.05
 """Longest wait of a message of a slow control channel. There are some ten of them in a pull from a new peer."""
 
 HARMLESS = frozenset({RIGHT})
-STALE = HARMLESS | {"stale_lease"}
+STALE = HARMLESS | {"stale_lease", NOT_HELD}
 LOST = STALE | {"peer_lost", "peer_unavailable"}
 HUNG = LOST | {"deadline_exceeded"}
 SHUT = HUNG | {"authentication_failed"}

@@ -130,7 +130,7 @@ class Netted(Victim):
 
     async def attempt(self):
         try:
-            return await self.chaos.moves(self._producer, self.node)
+            return await self.chaos.moves_all(self._producer, self.node)
         except NodeDied:
             dead = self._producer if self._producer.process.poll() is not None else self.node
             await self.crashed(dead)
@@ -148,7 +148,7 @@ class Netted(Victim):
         if self.node is not None:
             self.chaos.end(self.node)
         self.node = self._start("far reader", 1)
-        await self.node.open(num_slots=4 * LOAD, transport="tcp", **PATIENT)
+        await self.node.open(num_slots=4 * LOAD, transport="tcp", follow_bytes_min=1, **PATIENT)
 
     def _start(self, name, side):
         return self.chaos.start(name, namespace=self._wire.namespaces[side])

@@ -1,7 +1,7 @@
 """What a run of chaos has done, and what came of it."""
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 HEADER = ("what was done", "times", "pulls", "how they ended", "worst recovery")
@@ -28,11 +28,13 @@ class Record:
 
     Attributes:
         rows: (victim, fault) -> what came of it.
+        kinds: how pulls of each kind of offer ended.
         complaints: what must not be; none after a good run.
         beside: seconds of each pull of the control group.
     """
 
     rows: dict[tuple[str, str], Row] = field(default_factory=dict)
+    kinds: dict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
     complaints: list[str] = field(default_factory=list)
     beside: list[float] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
@@ -57,6 +59,8 @@ class Record:
             lines.append((f"{victim}: {fault}", times, pulls, ends, f"{row.recovery_s:.2f} s"))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        for kind, ends in self.kinds.items():
+            text.append(f"{kind}: " + ", ".join(f"{number} {end}" for end, number in ends.most_common()))
         if self.beside:
             text.append(f"undisturbed beside it: {len(self.beside):,} pulls, the slowest {max(self.beside):.2f} s")
         return "\n".join(line.rstrip() for line in [*text, *self.complaints])

@@ -34,6 +34,7 @@ async def test_whoever_is_harmed_gets_well_and_nobody_else_notices(tmp_path, mon
         assert done == {fault.name for fault in OF_PROCESSES if fault.brief}
     assert len(record.beside) > 0
     assert record.ends()[RIGHT] > 0
+    assert all(record.kinds[kind][RIGHT] for kind in victims.KINDS), record.kinds
 
 
 def test_a_wrong_word_tells_whose_it_is():

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from tests.integration.forked import ForkedProcess
 from tests.ports import free_port
@@ -13,6 +13,8 @@ from .proxy import proxy
 
 LOAD = 4
 """Pulls that are under way when harm is done; half of them begin before."""
+KINDS = ("computed", "computing", "sought")
+"""Of offers: made when all is computed; made before, and followed; or likewise, and found by who asked before."""
 FEW = 2
 """Blocks of the pull that shows that all is well again."""
 OFFERED = 512
@@ -71,17 +73,32 @@ class Chaos:
         for node in list(self.nodes):
             self.end(node)
 
-    async def moves(self, producer, consumer, num_blocks=FEW):
-        """Offer and pull once; return how that ended."""
+    async def moves(self, producer, consumer, kind="computed", *, endpoint=None):
+        """Offer and pull once; return how that ended. ``endpoint``: where content is sought, if not at its own."""
         number = self.numbers.take()
-        params = await producer.offer(number, self.numbers.take(), num_blocks)
+        if kind == "sought":
+            return await self.sought(producer, endpoint or producer.endpoint, consumer, number, FEW)
+        params = await producer.offer(number, self.numbers.take(), FEW, computing=kind == "computing")
         if isinstance(params, str):
             return params
-        return await self.pulled(consumer, number, params, num_blocks)
+        return await self.pulled(consumer, number, params, FEW, kind)
 
-    async def pulled(self, consumer, number, params, num_blocks):
+    async def moves_all(self, producer, consumer, *, endpoint=None):
+        """Offer and pull once for each kind; return how the first ended that was not right."""
+        ends = [await self.moves(producer, consumer, kind, endpoint=endpoint) for kind in KINDS]
+        return next((end for end in ends if end != RIGHT), RIGHT)
+
+    async def sought(self, producer, endpoint, consumer, number, num_blocks):
+        """Ask for a request, have it offered meanwhile, and follow it; return how that ended."""
+        asking = asyncio.create_task(self.pulled(consumer, number, endpoint, num_blocks, "sought"))
+        with suppress(NodeDied):  # who asks hears of it
+            await producer.offer(number, self.numbers.take(), num_blocks, computing=True)
+        return await asking
+
+    async def pulled(self, consumer, number, params, num_blocks, kind="computed"):
         """Pull; complain of a wrong byte; return how it ended."""
         end, wrong = await consumer.pull(number, self.numbers.take(), params, num_blocks)
+        self.record.kinds[kind][end] += 1
         for text in wrong:
             self.record.complain(f"wrong byte: {text}")
         return end
@@ -105,7 +122,7 @@ class Victim:
         """Do harm once while there is load, and wait until all is well."""
         row = self.chaos.record.row(self.name, fault.name)
         row.times += 1
-        offers = await self._offers([rng.randint(1, BLOCKS_MAX) for _ in range(LOAD)])
+        offers = await self._offers([(rng.randint(1, BLOCKS_MAX), rng.choice(KINDS)) for _ in range(LOAD)])
         pulls = [asyncio.create_task(self._pull(*offer)) for offer in offers[: LOAD // 2]]
         await asyncio.sleep(rng.choice([0, 0.001, 0.003, 0.01, 0.03]))  # a moment of the reads, by chance
         async with fault.strike(self, rng):
@@ -126,25 +143,35 @@ class Victim:
         for end in set(ends) - fault.ends - {"died"}:
             self.chaos.record.complain(f"{self.name}: a pull ended with {end} because it was {fault.name}")
 
-    async def _offers(self, sizes):
+    async def _offers(self, sizes_and_kinds):
         """Offer what is pulled during the harm."""
         while True:
             try:
-                return [await self._offer(num_blocks) for num_blocks in sizes]
+                return [await self._offer(*each) for each in sizes_and_kinds]
             except NodeDied:  # of what was done before
                 await self.recover()
 
-    async def _offer(self, num_blocks):
+    async def _offer(self, num_blocks, kind):
         source, _ = self.pair()
-        number = self.chaos.numbers.take()
-        return number, await source.offer(number, self.chaos.numbers.take(), num_blocks), num_blocks
+        number, params = self.chaos.numbers.take(), None
+        if kind != "sought":
+            successor = self.chaos.numbers.take()
+            params = await source.offer(number, successor, num_blocks, computing=kind == "computing")
+        return number, params, num_blocks, kind
 
-    async def _pull(self, number, params, num_blocks):
-        _, reader = self.pair()
+    async def _pull(self, number, params, num_blocks, kind):
+        source, reader = self.pair()
         try:
-            return await self.chaos.pulled(reader, number, params, num_blocks)
+            if kind == "sought":
+                return await self.chaos.sought(source, self.endpoint(), reader, number, num_blocks)
+            return await self.chaos.pulled(reader, number, params, num_blocks, kind)
         except NodeDied:
             return "died"
+
+    def endpoint(self):
+        """Return where questions for content go."""
+        source, _ = self.pair()
+        return source.endpoint
 
     def pair(self):
         """Return who is read from and who reads, as they are now: either may have been started anew."""
@@ -210,9 +237,12 @@ class DoomedProducer(Victim):
     def pair(self):
         return self.node, self._reader
 
+    def endpoint(self):
+        return self.proxy.endpoint if self._proxied == "advertise" else self.node.endpoint
+
     async def attempt(self):
         try:
-            return await self.chaos.moves(self.node, self._reader)
+            return await self.chaos.moves_all(self.node, self._reader, endpoint=self.endpoint())
         except NodeDied:
             await self.crashed(self.node)
             await self.restart()
@@ -236,7 +266,7 @@ class DoomedReader(Victim):
         if self.node is not None:
             self.chaos.end(self.node)
         self.node = self.chaos.start(self.name)
-        await self.node.open(num_slots=2 * LOAD)
+        await self.node.open(num_slots=2 * LOAD, follow_bytes_min=1)
 
     def pair(self):
         return self._producer.node, self.node
@@ -244,7 +274,7 @@ class DoomedReader(Victim):
     async def attempt(self):
         producer = self._producer
         try:
-            return await self.chaos.moves(producer.node, self.node)
+            return await self.chaos.moves_all(producer.node, self.node)
         except NodeDied:
             dead = producer if producer.node.process.poll() is not None else self
             await self.crashed(dead.node)

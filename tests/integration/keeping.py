@@ -5,7 +5,6 @@ has counted, and ends. The bytes of a block say which conversation it is of, and
 """
 
 import asyncio
-import hashlib
 import json
 import logging
 import random
@@ -19,7 +18,7 @@ import kvflow
 
 from .producing import configured
 from .recycling import NUM_BLOCKS, TARGET
-from .words import Words
+from .words import Words, digests_of
 
 CONVERSATIONS = 32
 BLOCKS_MAX = 8
@@ -28,14 +27,6 @@ KEPT = 24
 CHECK_S = 0.05
 SWITCH_S = 2e-4
 """Until the thread that recycles lets the event loop answer: with the usual 5 ms, a fetch would mostly wait."""
-
-
-def digests_of(conversation, num_blocks):
-    """Return chained digests of a conversation's first blocks."""
-    found = [b"%d" % conversation]
-    for at in range(num_blocks):
-        found.append(hashlib.blake2b(found[-1] + b"%d" % at, digest_size=16).digest())
-    return found[1:]
 
 
 class Keeper:

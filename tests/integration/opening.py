@@ -18,10 +18,10 @@ import kvflow
 from kvflow.errors import KvflowError
 from kvflow.events import LeaseEnded, OnlyEvents
 
-from .keeping import SWITCH_S, digests_of
+from .keeping import SWITCH_S
 from .producing import configured
 from .recycling import NUM_BLOCKS, TARGET
-from .words import Words
+from .words import Words, digests_of
 
 BLOCKS_MAX = 12
 """Of one prompt."""

@@ -17,11 +17,11 @@ from kvflow import errors
 from kvflow.worker.environment import PRODUCTION
 from tests.benchmarks.fenceless import without_fence
 
-from .keeping import BLOCKS_MAX, CONVERSATIONS, digests_of
+from .keeping import BLOCKS_MAX, CONVERSATIONS
 from .producing import configured
 from .reading import Tally
 from .recycling import NUM_BLOCKS, TARGET
-from .words import Words, origin
+from .words import Words, digests_of, origin
 
 FETCHES = int(os.environ.get("KVFLOW_TEST_READS", "1500"))
 READERS = 4

@@ -16,12 +16,11 @@ import pytest
 import kvflow
 from kvflow import errors
 
-from .keeping import digests_of
 from .opening import BLOCKS_MAX, WINDOW_BLOCKS
 from .producing import configured
 from .reading import Tally
 from .recycling import NUM_BLOCKS, TARGET
-from .words import Words, origin
+from .words import Words, digests_of, origin
 
 OFFERS = int(os.environ.get("KVFLOW_TEST_READS", "1500"))
 READERS = 6

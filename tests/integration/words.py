@@ -1,5 +1,7 @@
 """Caches whose every eight bytes say where they belong: a wrong byte names its request, block, layer and token."""
 
+import hashlib
+
 import torch
 from msgspec import Struct
 
@@ -41,6 +43,14 @@ def origin(word):
         fields[name] = word & ((1 << bits) - 1)
         word >>= bits
     return Origin(**fields)
+
+
+def digests_of(request, num_blocks):
+    """Return chained digests of a request's first blocks."""
+    found = [b"%d" % request]
+    for at in range(num_blocks):
+        found.append(hashlib.blake2b(found[-1] + b"%d" % at, digest_size=16).digest())
+    return found[1:]
 
 
 class Words:
