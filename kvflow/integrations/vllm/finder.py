@@ -25,6 +25,7 @@ from kvflow import Manifest, Ticket
 from kvflow.addresses import host_and_port
 from kvflow.errors import CapacityExceeded, DeadlineExceeded, DefectFound, KvflowError, StaleLease, TicketInvalid
 from kvflow.integrations.vllm.blocks import NO_CHAIN, Chain, Contents, Request
+from kvflow.integrations.vllm.engine import LOAD_WAIT
 from kvflow.integrations.vllm.settings import Settings, logger
 from kvflow.rendezvous.dialer import Asker
 from kvflow.worker.askers import Askers
@@ -86,17 +87,20 @@ class Finder:
     """Finds prompts and their beginnings at the engines that the settings name. Thread: the scheduler's.
 
     ``whole``: a part of what a source holds is of no use, because no window of a sliding layer was kept for it.
+    ``waits``: no other engine waits for the steps of this one.
     """
 
-    def __init__(self, settings: Settings, contents: Contents, *, whole: bool) -> None:
+    def __init__(self, settings: Settings, contents: Contents, *, whole: bool, waits: bool = True) -> None:
         self._settings = settings
         self._contents = contents
         self._whole = whole
+        self._waits, self._is_idle = waits, False
         self._searches: dict[str, _Search] = {}
         self._meetings: dict[str, _Meeting] = {}
         self._addresses: dict[str, frozenset[str]] = {each: frozenset() for each in settings.sources}  # of each source
         self._hosts: dict[str, tuple[frozenset[str], float]] = {}  # of names, and until when they are not asked again
         self._looking = asyncio.Lock()
+        self._has_met = threading.Event()
         self._sources: dict[str, _Source | None] = {}  # by address and key; None if it could not be reached
         self._counts: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -150,7 +154,18 @@ class Finder:
             meeting = _Meeting(name)
             asking = self._ticket_of(request, endpoint, num_tokens, meeting)
             meeting.asked = asyncio.run_coroutine_threadsafe(asking, self._loop)
+            meeting.asked.add_done_callback(lambda _: self._has_met.set())
         self._meetings[request.request_id] = meeting
+
+    def pause(self, *, idle: bool) -> None:
+        """Take whether a step has nothing to do; behind another such step, wait briefly until a meeting has its answer.
+
+        Behind a step that computes, its output would wait, too.
+        """
+        was_idle, self._is_idle = self._is_idle, idle
+        if was_idle and idle and self._waits and self._meetings:
+            self._has_met.wait(LOAD_WAIT.each_s)
+            self._has_met.clear()
 
     def met(self, request_id: str) -> Ticket | KvflowError | None:
         """Return the ticket of a request that names a prefill engine, or why there is none; None while it waits."""

@@ -13,7 +13,7 @@ from kvflow.errors import DefectFound, KvflowError, TicketInvalid
 from kvflow.integrations.vllm.admission import Contact, EarlyAdmission
 from kvflow.integrations.vllm.blocks import NO_CHAIN, NULL_BLOCK, Contents, ExtraKeys, TransferGroup
 from kvflow.integrations.vllm.caches import read_groups, retained_tokens
-from kvflow.integrations.vllm.engine import can_keep
+from kvflow.integrations.vllm.engine import can_keep, load_wait
 from kvflow.integrations.vllm.finder import Finder
 from kvflow.integrations.vllm.keeping import Keeping
 from kvflow.integrations.vllm.loading import SAMPLE, Loading
@@ -164,7 +164,8 @@ class SchedulerSide:
             logger.warning("kvflow: sources is set, but the states of this model are not kept: no source is asked")
             settings = structs.replace(settings, sources=())
         if settings.sources or settings.rendezvous_from:
-            self._finder = Finder(settings, self._contents, whole=any(each.group.window for each in groups))
+            whole, waits = any(each.group.window for each in groups), bool(load_wait(vllm_config).all_s)
+            self._finder = Finder(settings, self._contents, whole=whole, waits=waits)
         self._ended: set[str] = set()  # requests that a reset has ended on all ranks, which have not reported them yet
         self._resets: list[Command] = []
 
@@ -356,6 +357,8 @@ class SchedulerSide:
         """Take what a step computes, and its number."""
         self._step = step if output.num_scheduled_tokens else self._step  # others write into no block
         self.offering.scheduled(output, step)
+        if self._finder is not None:
+            self._finder.pause(idle=not output.num_scheduled_tokens and not self.loading.begun())
 
     @guarded(False)
     def reset(self, scheduler: Any = None) -> bool:

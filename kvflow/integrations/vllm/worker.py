@@ -103,6 +103,7 @@ class RankWorker:
         self._worker = worker
         self._log = log
         self._load_wait = load_wait
+        self._is_quiet = False  # the last step had nothing to compute and nothing to report
         self._held_back: deque[tuple[int, Sequence[Command]]] = deque()
         self._pulls: dict[str, tuple[Load, Future[TransferReport]]] = {}
         self._results = Results(set(), set(), set())
@@ -226,11 +227,14 @@ class RankWorker:
             self._wait()
         with self._lock:
             results, self._results = self._results, Results(set(), set(), set())
+        self._is_quiet = idle and not any(results)
         return results
 
     def _wait(self) -> None:
         """Wait for all open pulls, while pulls end."""
-        each_s, all_s = self._load_wait
+        # Prompts that are still computed take seconds. Behind a step that reports nothing no output is on its way.
+        follows = self._is_quiet and all(load.ticket.grants[0].kind == "open" for load, _ in self._pulls.values())
+        each_s, all_s = LOAD_WAIT if follows else self._load_wait
         until = time.monotonic() + all_s
         while open_pulls := len(self._pulls):
             wait_s = min(each_s, until - time.monotonic())

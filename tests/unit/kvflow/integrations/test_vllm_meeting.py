@@ -10,6 +10,7 @@ import pytest
 
 from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm import finder
+from kvflow.integrations.vllm.engine import LOAD_WAIT
 from kvflow.integrations.vllm.messages import Fail, GiveBack, Load
 from kvflow.integrations.vllm.params import OfferWanted, RendezvousWanted, read_params
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
@@ -196,7 +197,7 @@ def test_a_request_that_ends_while_it_waits_leaves_no_question(prefill):
     assert matched(found, stays) == (48, True)
 
 
-def test_a_request_that_ends_before_anything_is_computed_gives_its_offer_back(prefill):
+def test_a_request_that_ends_before_its_prompt_begins_gives_its_offer_back(prefill):
     found = decode()
     request = arrived(found, 48)
     offer = prefill.offer()
@@ -227,6 +228,28 @@ def test_names_are_looked_up_once_however_many_requests_name_others(prefill, mon
         request = arrived(found, 49, f"{number}", NAMED | {"remote_host": f"127.0.0.{10 + number}"})
         assert refusal(found, request).code == "ticket_invalid"
     assert looked_up == [f"tcp://localhost:{PORT}"]
+
+
+def step(found, *, computes):
+    nothing = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[])
+    tokens = {"x": 1} if computes else {}
+    output = SimpleNamespace(num_scheduled_tokens=tokens, preempted_req_ids=None, scheduled_new_reqs=[])
+    output.scheduled_cached_reqs = nothing
+    found.on_scheduled(output, 1)
+
+
+def test_an_idle_step_waits_for_an_answer_unless_the_one_before_computed(prefill, monkeypatch):
+    monkeypatch.setattr(finder, "LOAD_WAIT", LOAD_WAIT._replace(each_s=WITHIN_S))
+    found = decode()
+    step(found, computes=False)
+    step(found, computes=False)  # nobody has asked for anything
+    request = arrived(found, 48)
+    for computes in (True, False, True, False):
+        step(found, computes=computes)
+    assert found.matched(request, 0) == (None, False)
+    prefill.offer().seal([(1, 2, 3)])
+    step(found, computes=False)
+    assert found.matched(request, 0) == (48, True)
 
 
 def test_requests_that_wait_for_prompts_share_a_quarter_of_the_blocks(prefill):

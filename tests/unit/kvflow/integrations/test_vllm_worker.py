@@ -252,6 +252,25 @@ def test_a_step_waits_less_where_others_wait_for_it(parallel, asynchronous, wait
     assert fake.waited == ([] if waits is NO_WAIT else [1])
 
 
+def test_a_step_waits_longer_for_prompts_that_are_still_computed(monkeypatch):
+    monkeypatch.setattr("kvflow.integrations.vllm.worker.time", SimpleNamespace(monotonic=lambda: 0.0))
+    ticket, _ = new_mint().offer_progressive("request-1", [[]], 40)
+    fake, waits = FakeWorker(), []
+    fake.wait_finished = lambda timeout_s, **_: waits.append(timeout_s > BRIEF_WAIT.each_s)
+    rank = RankWorker(fake, load_wait=BRIEF_WAIT)
+    rank.execute([Load("r", ticket, ((1, 2, 3),))])
+    for _ in range(3):
+        rank.collect(idle=True)
+    assert waits == [False, True, True]  # the first one may follow a step whose output is on its way
+    rank.collect()
+    rank.collect(idle=True)
+    assert waits[3:] == [False]
+    rank.collect(idle=True)
+    rank.execute([Load("s", TICKET, ((4, 5, 6),))])
+    rank.collect(idle=True)
+    assert waits[4:] == [True, False]  # the other one is read at once
+
+
 def test_loads_wait_in_order_for_the_steps_before_them():
     fake, done = FakeWorker(), []
     rank = RankWorker(fake, lambda: lambda: bool(done))

@@ -139,6 +139,8 @@ def side(*specs, role="kv_both", met=True, lookahead=1, secret=SECRET, tokens_ma
         num_prefill_lookahead_tokens=lookahead,
         model_config=SimpleNamespace(max_model_len=tokens_max),
         cache_config=SimpleNamespace(**caching),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
     )
     found = SchedulerSide(settings, engine, config, extra_keys)
     SIDES.append(found)
