@@ -14,7 +14,7 @@ state     id                                                  id and the fields 
 reset     id                                                  id, reset: whether the prefix cache was emptied
 sleep     id, beneath: whether vLLM's scheduler is left out   id, or error
 wake      id, beneath                                         id, or error
-ranks     id, broken, of a rank                               id, ranks: one object each, see ``rank_process``
+ranks     id, broken, of a rank, held: a rank and a kind      id, ranks: one object each, see ``rank_process``
 sabotage  id, method, error: name of an exception             id; the next call of that method of kvflow's raises it
 stop                                                          none; the engine is shut down
 ========  ==================================================  =========================================================
@@ -196,8 +196,10 @@ class Served:
         self.answer(id=command["id"], **outcome(lambda: (awake(), introduce_ranks(self.core))))
 
     def ranks(self, command: dict[str, Any]) -> None:
-        """Answer what each rank says of itself; let the next read of one fail, if the command names it."""
+        """Answer what each rank says of itself; let the next read of one fail, or wait, if the command names it."""
         executor = self.core.model_executor
+        if (held := command.get("held")) is not None:
+            executor.collective_rpc(rank_process.hold_next_read, args=held)
         if (broken := command.get("broken")) is not None:
             executor.collective_rpc(rank_process.break_next_read, args=(broken,))
         self.answer(id=command["id"], ranks=executor.collective_rpc(rank_process.describe))

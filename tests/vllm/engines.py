@@ -276,13 +276,15 @@ class Engine:
         """Return the blocks and requests of the engine, and the descriptors of reads since the last call."""
         return self._await(self._command("state", f"state-{next(self._ids)}"), ANSWER_S)
 
-    def ranks(self, *, broken: int | None = None) -> list[dict[str, Any]]:
+    def ranks(self, *, broken: int | None = None, held: tuple[int, str] | None = None) -> list[dict[str, Any]]:
         """Return what each rank says of itself: see ``rank_process.describe``.
 
         Args:
             broken: rank whose next read fails before NIXL has seen it; None for none.
+            held: rank, and which of its reads waits: see ``rank_process.Reads.hold``; None changes nothing.
         """
-        return list(self._await(self._command("ranks", f"ranks-{next(self._ids)}", broken=broken), ANSWER_S)["ranks"])
+        asked = self._command("ranks", f"ranks-{next(self._ids)}", broken=broken, held=held)
+        return list(self._await(asked, ANSWER_S)["ranks"])
 
     def sabotage(self, method: str, error: str) -> None:
         """Have the next call of a method of kvflow's scheduler side raise an exception of Python's."""

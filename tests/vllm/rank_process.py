@@ -1,6 +1,7 @@
 """What runs in the process of one rank of an engine: NIXL is watched there, whatever connector uses it."""
 
 import os
+import threading
 from typing import Any
 
 EPOCH_BYTES = 8
@@ -14,12 +15,16 @@ class Reads:
         descriptors: of each prepared read, in order, before NIXL merges any.
         told: of each prepared read: name of the agent that is read, ``fence`` or ``data``, and its descriptors.
         broken: whether the next read fails.
+        held: which read waits before NIXL sees it, ``data`` or the ``fence`` behind them; ``reached`` once it does.
     """
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
         self.told: list[tuple[str, str, int]] = []
         self.broken = False
+        self.held = ""
+        self._data_seen = False
+        self._let_go = threading.Event()
         self._lists: dict[int, tuple[str, str]] = {}
 
     def listed(self, prepared: int, name: str, rows: Any) -> None:
@@ -32,8 +37,18 @@ class Reads:
         if self.broken:
             self.broken = False
             raise RuntimeError("a test lets this read fail")
+        kind = self._lists.get(remote, ("", "data"))[1]
+        if kind == self.held and (kind == "data" or self._data_seen):
+            self.held = "reached"
+            self._let_go.wait()
+        self._data_seen |= kind == "data"
         self.descriptors.append(num_descriptors)
         self.told.append((*self._lists.get(remote, ("", "data")), num_descriptors))
+
+    def hold(self, kind: str) -> None:
+        """Hold the next read of a kind, or let it go on if ``kind`` is empty."""
+        self.held, self._data_seen = kind, False
+        (self._let_go.clear if kind else self._let_go.set)()
 
     def take(self) -> list[int]:
         """Return the descriptors that were counted since the last call."""
@@ -65,10 +80,16 @@ def watch() -> None:
 
 
 def describe(_worker: Any) -> dict[str, Any]:
-    """Return what a rank says of itself: its process, and ``Reads.told`` since the last call."""
+    """Return what a rank says of itself: its process, ``Reads.held``, and ``Reads.told`` since the last call."""
     told = READS.told
     READS.take()
-    return {"pid": os.getpid(), "reads": told}
+    return {"pid": os.getpid(), "reads": told, "held": READS.held}
+
+
+def hold_next_read(worker: Any, rank: int, kind: str) -> None:
+    """Hold the next read of one rank; see ``Reads.hold``."""
+    if worker.rank == rank:
+        READS.hold(kind)
 
 
 def break_next_read(worker: Any, rank: int) -> None:

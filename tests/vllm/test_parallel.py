@@ -6,12 +6,14 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 import kvflow
 
-from .pairs import FULL, PAIRS, PARALLEL, RANKS_LOG, await_all, chosen
+from .engines import EngineFailed, Pair
+from .pairs import FULL, LLAMA, PAIRS, PARALLEL, RANKS_LOG, await_all, chosen, model_folder
 from .prompts import PROMPT_LENGTHS, prompt_of
 from .test_hostile import failed, reason_of, serves
 
@@ -151,3 +153,46 @@ def test_a_request_fails_if_one_rank_cannot_read(pair, broken):
             assert answer["tokens"] == alone
     pair.settle()  # both ranks have given the ticket back
     serves(pair)
+
+
+@contextmanager
+def two_stages(pairs, read_held: str) -> Iterator[tuple[Pair, list[int], object]]:
+    """Start engines of two stages each, and hold the read of the second; yield them, a prompt, and its request."""
+    pairs.stop()
+    options = replace(LLAMA, stages=2, failure_policy="recompute", dtype="float32", extra={"lease_s": 6.0})
+    with Pair(model_folder("llama"), options, nursery=pairs.nursery) as pair:
+        first = prompt_of(LENGTH, "before")
+        assert pair.disaggregated(first, max_tokens=TOKENS) == pair.alone(pair.decode, first, max_tokens=TOKENS)
+        prompt = prompt_of(LENGTH)
+        ticket = pair.ticket(prompt)
+        pair.decode.ranks(held=(1, read_held))
+        request = pair.decode.submit(prompt, ticket, max_tokens=TOKENS)
+        await_all(lambda: [rank for rank in pair.decode.ranks() if rank["held"] == "reached"])
+        yield pair, prompt, request
+
+
+@pytest.mark.skipif(not FULL, reason="make test-vllm-full has it")
+@pytest.mark.parametrize("at", ["data", "fence"])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_prefill_stage_is_killed_in_mid_read(pairs, at, killed):
+    with two_stages(pairs, at) as (pair, prompt, request):
+        os.kill(pair.prefill.ranks()[killed]["pid"], signal.SIGKILL)
+        pair.decode.ranks(held=(1, ""))
+        answer = request.wait()
+        assert answer["tokens"] == pair.alone(pair.decode, prompt, max_tokens=TOKENS)
+        if killed:  # or its read was over, or vLLM has ended the other stages by now
+            assert reason_of(pair, answer) in {"peer_lost", "stale_lease", "transfer_failed"}
+        free = pair.free_blocks[pair.decode]
+        pair.decode.wait_state(lambda state: state["held"] == 0 and state["free_blocks"] == free)
+
+
+@pytest.mark.skipif(not FULL, reason="make test-vllm-full has it")
+def test_a_decode_stage_is_killed_in_mid_read(pairs):
+    with two_stages(pairs, "data") as (pair, prompt, request):
+        alone = pair.alone(pair.prefill, prompt, max_tokens=TOKENS)
+        os.kill(pair.decode.ranks()[1]["pid"], signal.SIGKILL)
+        free = pair.free_blocks[pair.prefill]
+        pair.prefill.wait_state(lambda state: state["held"] == 0 and state["free_blocks"] == free)
+        assert pair.alone(pair.prefill, prompt, max_tokens=TOKENS) == alone
+        with pytest.raises(EngineFailed):
+            request.wait()
