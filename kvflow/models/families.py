@@ -1,8 +1,11 @@
 """From a ``config.json``, or the name of a bundled one, to specs; one function describes each ``model_type``."""
 
+import math
+import re
 import warnings
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -65,6 +68,9 @@ FAMILIES: dict[str, Describe] = {
 
 BLOCK_SIZE = 16  # as in vLLM
 BLOCK_SIZES = {"deepseek_v4": 256}  # a block of DeepSeek V4 holds whole entries of 128 tokens
+
+HEAD_COUNT = re.compile(r"key_value_heads|kv_head|head_kv|query_group|attention_groups")
+"""Part of each key under which a published config says how many KV heads some layers have."""
 
 WITH_HEADS = (FullAttention, SlidingWindow, ChunkedLocal)
 
@@ -191,6 +197,66 @@ def align_states(specs: Mapping[str, CacheSpec], *, shard: Shard | None = None) 
         else msgspec.structs.replace(spec, block_size=factor * spec.block_size)
         for name, spec in specs.items()
     }
+
+
+def by_layer(layers: Iterable[str], config: Mapping[str, Any]) -> dict[str, list[CacheSpec]]:
+    """Return what a model keeps in layers that an engine names in its own way, by the number in their names.
+
+    Args:
+        layers: their names.
+        config: the decoded ``config.json`` of the model.
+
+    Returns:
+        Layer name -> its specs, as ``from_hf_config`` returns them; none where the model or the layer is not known.
+    """
+    numbered: defaultdict[int, list[CacheSpec]] = defaultdict(list)
+    with suppress(SpecInvalid):
+        for name, spec in from_hf_config(config).items():
+            numbered[_number(name)].append(spec)
+    return {name: numbered.get(_number(name), []) for name in layers}
+
+
+def kv_heads(
+    layers: Iterable[str],
+    config: Mapping[str, Any],
+    text: tuple[Mapping[str, Any], int],
+    draft: tuple[Mapping[str, Any], int] | None = None,
+) -> dict[str, int]:
+    """Return how many KV heads layers have in the whole model: layer name -> heads, 0 if not known.
+
+    Args:
+        layers: their names.
+        config: of the model.
+        text: the part of the config about the text model, and what the engine takes for the KV heads of every layer,
+            which is true if no key says another number.
+        draft: the same of a draft model, whose layers have the numbers behind those of the model.
+    """
+    num_layers = math.inf if draft is None else text[0].get("num_hidden_layers", 0)
+    common, drafted = (
+        total if set(_head_counts(keys)) <= {0, total} else 0 for keys, total in (text, draft or ({}, 0))
+    )
+    found = by_layer(layers, config).items()
+    described = {name: max((getattr(spec, "num_kv_heads", 0) for spec in specs), default=0) for name, specs in found}
+    return {name: drafted if _number(name) >= num_layers else heads or common for name, heads in described.items()}
+
+
+def _number(name: str) -> int:
+    """Return the number of a layer in its model; -1 if its name has none, or several."""
+    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    return numbers[0] if len(numbers) == 1 else -1
+
+
+def _head_counts(config: Any, key: str = "") -> Iterator[int]:
+    """Yield each number of KV heads in a config, wherever it stands."""
+    match config:
+        case Mapping():
+            for name, value in config.items():
+                yield from _head_counts(value, name)
+        case list() | tuple():
+            for value in config:
+                yield from _head_counts(value, key)
+        case int() if HEAD_COUNT.search(key) and not isinstance(config, bool):
+            yield config
 
 
 SUFFIX = ".json"

@@ -4,6 +4,10 @@ Convolution states lie in the "DS" layout: channels outermost, so that a rank's 
 states in a page is that of vLLM.
 """
 
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
 from kvflow.layout.specs import CacheSpec, FullAttention, Mamba, State
 from kvflow.models.attention import SELF_ATTENTION, attention
 from kvflow.models.config import ModelConfig, Options
@@ -165,3 +169,33 @@ def _states(
 ) -> Mamba:
     parts = [State(name, shape, options.dtype, axis) for name, (shape, axis) in conv.items()]
     return Mamba(block_size=options.block_size, states=(*parts, State("ssm", ssm, options.state_dtype, shard_axis=0)))
+
+
+def whole_states(held: Sequence[State], model: Mamba | None, *, ranks: int, one_part: bool) -> tuple[State, ...]:
+    """Describe in the whole model the states of which one rank of an engine holds ``held``.
+
+    Ranks divide the parts of a convolution state one by one, as ``model`` has them. Where these are not known, or do
+    not add up to what the rank holds, states have an axis of ranks, so that engines with other numbers of them refuse.
+
+    Args:
+        held: states of one rank, in the order of its page: shapes in elements, channels first.
+        model: the layer in the whole model, as its family describes it; None if that is not known.
+        ranks: how many divide the layer; 0 if each holds the whole.
+        one_part: the convolution state is one part, as that of Mamba 1.
+
+    Returns:
+        States whose shapes are those of the whole model, in the order of the page.
+    """
+    if not ranks:
+        return tuple(held)
+    known: tuple[State, ...] = ()
+    conv, last = held[0], held[-1]
+    ssm = replace(last, name="ssm", shape=(ranks * last.shape[0], *last.shape[1:]), shard_axis=0)
+    if one_part:
+        known = (State("conv", (ranks * conv.shape[0],), conv.dtype),)
+    elif model is not None and model.states[-1].shape == ssm.shape:
+        known = model.states[:-1]
+    shares = [part.shape[0] / (1 if part.shard_axis is None else ranks) for part in known]
+    if len(held) == 2 and sum(shares) == conv.shape[0]:
+        return (*(replace(part, shape=(part.shape[0], *conv.shape[1:]), dtype=conv.dtype) for part in known), ssm)
+    return tuple(replace(each, shape=(ranks, *each.shape) if ranks > 1 else each.shape, shard_axis=0) for each in held)

@@ -5,8 +5,9 @@ vLLM's own model class is built from the config on torch's device ``meta``, wher
 vLLM's ``get_kv_cache_spec`` then asks its layers, as it does at the start of an engine. So the answers are vLLM's own
 for every model, for one rank, with these reservations:
 
-- vLLM's platform for CPUs has no backend for MLA. Its ``TritonMLABackend`` is named instead, or
-  ``FlashMLASparseBackend`` for models with an indexer. Neither runs; a spec takes a name and a layout from them.
+- vLLM's platform for CPUs has backends of its own for MLA, and none for an indexer. What GPUs have is named instead:
+  ``TritonMLABackend``, or ``FlashMLASparseBackend`` for models with an indexer. Neither runs; a spec takes a name and a
+  layout from them.
 - ``torch.cuda.Event``, ``torch.cuda.Stream``, ``torch.accelerator.empty_cache`` and ``torch.nn.Module.to`` do nothing,
   for models that use them.
 - The experts of Nemotron-H, which vLLM refuses on CPUs, are left out: they keep nothing.

@@ -8,13 +8,13 @@ mix tokens and content in tiles: two engines with the same kernel and block size
 other pairs must refuse each other. Source: ``csrc/cpu/cpu_attn_vec.hpp`` of vLLM.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, structs
 
-from kvflow import MLA, ChunkedLocal, FullAttention, Group, Mamba, Opaque, Shard, SlidingWindow, State
+from kvflow import MLA, ChunkedLocal, FullAttention, Group, Mamba, Opaque, Shard, SlidingWindow, State, models
 from kvflow.errors import SpecInvalid
 
 if TYPE_CHECKING:
@@ -49,8 +49,6 @@ UNKNOWN_KERNEL = "unknown"
 CELLS_MAX = 1 << 20
 """Largest number of key elements in one block, all layers together, that is described by strides: strides describe
 single elements, the finest unit that a plan compares. Most peers have the same kernel, and transfer whole blocks."""
-
-PORTABLE_STATES = ("conv", "ssm")  # what Mamba 1, Mamba 2 and gated delta nets keep, in the order of a page
 
 
 class EngineShape(Struct, frozen=True, kw_only=True):
@@ -185,41 +183,20 @@ def _read_opaque(name: str, spec: Any, shape: EngineShape) -> Opaque:
 
 def _read_state(name: str, spec: Any, shape: EngineShape) -> Mamba:
     """Describe the states of a recurrent layer in the whole model, in the order of its page."""
-    ranks, axis = (1, None) if spec.tp_replicated else (shape.tp_size, 0)
     held = [tuple(each) for each in spec.shapes]
     if _lies_channels_last(spec, shape):
         held[0] = held[0][::-1]
-    types = [dtype_name(each) for each in spec.dtypes]
-    parts = _convolved(spec, shape.states.get(name), held, ranks)
-    if parts:
-        states = [State(part, (channels, *held[0][1:]), types[0], divided) for part, channels, divided in parts]
-        states.append(State("ssm", (ranks * held[1][0], *held[1][1:]), types[1], axis))
-    else:  # with an axis of ranks, so that an engine with another number of them refuses
-        rows = [(ranks, *each) if ranks > 1 else each for each in held]
-        states = [State(f"state_{at}", row, types[at], axis) for at, row in enumerate(rows)]
-    return Mamba(block_size=spec.block_size, page_bytes=spec.page_size_padded, states=tuple(states))
+    states = models.whole_states(
+        [State(f"state_{at}", each, dtype_name(spec.dtypes[at]), None) for at, each in enumerate(held)],
+        shape.states.get(name),
+        ranks=0 if spec.tp_replicated else shape.tp_size,
+        one_part=str(getattr(spec.mamba_type, "name", spec.mamba_type)).lower() == "mamba1",
+    )
+    return Mamba(block_size=spec.block_size, page_bytes=spec.page_size_padded, states=states)
 
 
 def _lies_channels_last(spec: Any, shape: EngineShape) -> bool:
     return len(spec.shapes) == 2 and len(spec.shapes[0]) == 2 and not shape.conv_channels_first
-
-
-def _convolved(
-    spec: Any, model: Mamba | None, held: Sequence[tuple[int, ...]], ranks: int
-) -> list[tuple[str, int, int | None]]:
-    """Return the parts of a convolution state, which ranks divide one by one: name, channels in the model, and axis.
-
-    Empty if they are not known, or are not what this rank holds.
-    """
-    if len(held) != 2 or spec.tp_replicated:
-        return []
-    if str(getattr(spec.mamba_type, "name", spec.mamba_type)).lower() == "mamba1":
-        return [("conv", ranks * held[0][0], 0)]
-    if model is None or model.states[-1].shape != (ranks * held[1][0], *held[1][1:]):
-        return []
-    parts = [(each.name, each.shape[0], each.shard_axis) for each in model.states[:-1]]
-    shares = [channels / (1 if axis is None else ranks) for _, channels, axis in parts]
-    return parts if sum(shares) == held[0][0] else []
 
 
 def _attention(name: str, spec: Any, shape: EngineShape) -> dict[str, Any]:

@@ -3,14 +3,12 @@
 import os
 import re
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvflow import Mamba, models
-from kvflow.errors import ConfigInvalid, SpecInvalid
+from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm.blocks import TransferGroup
 from kvflow.integrations.vllm.caches import EngineShape, arranged_by_kernel_block, byte_format, dtype_name, opaque
 from kvflow.integrations.vllm.settings import EngineFacts, logger, model_name
@@ -32,9 +30,6 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 """Variables with the settings of torch's allocator for GPUs, which has had several names."""
 
 EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
-
-HEAD_COUNT = re.compile(r"key_value_heads|kv_head|head_kv|query_group|attention_groups")
-"""Part of each key under which a published config says how many KV heads some layers have."""
 
 
 class LoadWait(NamedTuple):
@@ -189,10 +184,11 @@ def engine_shape(vllm_config: "VllmConfig", layers: Mapping[str, Any]) -> Engine
     """Return what vLLM's specs of these layers of the engine must be read with."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first  # noqa: PLC0415 - loads models
 
+    known = models.by_layer(layers, vllm_config.model_config.hf_config.to_dict())
     return EngineShape(
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
         num_kv_heads=head_counts(vllm_config, layers),
-        states=states(vllm_config, layers),
+        states={name: spec for name, specs in known.items() for spec in specs if isinstance(spec, Mamba)},
         conv_channels_first=is_conv_state_dim_first(),
         element_types=element_types(vllm_config, layers),
         arrangements=arrangements(vllm_config, layers),
@@ -223,59 +219,10 @@ def head_counts(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, i
 
     vLLM tells each layer its rank's share only, in which one head may be a replica.
     """
-    target = vllm_config.model_config
-    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    described = _described(target.hf_config)
-    num_layers = getattr(target.hf_text_config, "num_hidden_layers", 0)
-    found = {}
-    for name in layers:
-        index = _index(name)
-        drafts = draft is not None and index >= num_layers
-        heads = [getattr(spec, "num_kv_heads", 0) for spec in described.get(index, ())]
-        found[name] = 0 if drafts else max(heads, default=0)
-        found[name] = found[name] or _common_heads(draft if drafts else target)
-    return found
-
-
-def states(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, Mamba]:
-    """Return the states of the whole model that each of those layers keeps: layer name -> spec, where it is known."""
-    described = _described(vllm_config.model_config.hf_config)
-    found = {name: [each for each in described.get(_index(name), ()) if isinstance(each, Mamba)] for name in layers}
-    return {name: specs[0] for name, specs in found.items() if specs}
-
-
-def _index(name: str) -> int:
-    """Return the number of a layer in its model; -1 if its name has none, or several."""
-    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
-    return numbers[0] if len(numbers) == 1 else -1
-
-
-def _described(config: Any) -> dict[int, list[Any]]:
-    """Return the specs of each layer of a model that kvflow knows, by its number."""
-    found: defaultdict[int, list[Any]] = defaultdict(list)
-    with suppress(SpecInvalid):
-        for name, spec in models.from_hf_config(config.to_dict()).items():
-            found[_index(name)].append(spec)
-    return found
-
-
-def _common_heads(model: Any) -> int:
-    """Return the KV heads of all layers of a model; 0 if some have another number."""
-    total = int(model.get_total_num_kv_heads())
-    return total if set(_numbers(model.hf_text_config.to_dict())) <= {0, total} else 0
-
-
-def _numbers(config: Any, key: str = "") -> Iterator[int]:
-    """Yield each number of KV heads in a config, wherever it stands."""
-    match config:
-        case Mapping():
-            for name, value in config.items():
-                yield from _numbers(value, name)
-        case list() | tuple():
-            for value in config:
-                yield from _numbers(value, key)
-        case int() if HEAD_COUNT.search(key) and not isinstance(config, bool):
-            yield config
+    target, draft = vllm_config.model_config, getattr(vllm_config.speculative_config, "draft_model_config", None)
+    text = target.hf_text_config.to_dict(), target.get_total_num_kv_heads()
+    theirs = None if draft is None else (draft.hf_text_config.to_dict(), draft.get_total_num_kv_heads())
+    return models.kv_heads(layers, target.hf_config.to_dict(), text, theirs)
 
 
 def element_types(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, str]:
