@@ -153,10 +153,14 @@ attn_utils.get_attn_cg_support = lambda *_: None
 
 
 class Engine:
-    """One engine: its configuration, what each layer keeps, and the memory of all its ranks."""
+    """One engine: its configuration, what each layer keeps, and the memory of all its ranks.
+
+    Attributes:
+        scratch: layers whose groups vLLM marks as not transferred.
+    """
 
     def __init__(self, oracle, model, tp_size, variant):
-        self.model, self.tp_size, self.variant = model, tp_size, variant
+        self.model, self.tp_size, self.variant, self.scratch = model, tp_size, variant, frozenset()
         oracle.backend = variant.backend
         selector._cached_get_attn_backend.cache_clear()
         self.module, self.config = oracle.build(config_of(model), tp_size=tp_size, cache_dtype=variant.cache_dtype)
@@ -188,6 +192,8 @@ class Side:
             engine.config.model_config.max_model_len = num_tokens
             engine.config.cache_config.num_gpu_blocks_override = needed + POOL_SPARE
             (placed,) = get_kv_cache_configs(engine.config, [dict(engine.specs)], [1 << 40])
+            for group in placed.kv_cache_groups:
+                group.enable_kv_transfer = engine.scratch.isdisjoint(group.layer_names)
             self.ranks = [
                 Rank(engine, deepcopy(placed), rank, num_tokens, heads, rng) for rank in range(engine.tp_size)
             ]

@@ -46,19 +46,23 @@ def page_of(told):
     return told["backend"], told["heads"], told["blocks"], by_head
 
 
+def run(module, *arguments):
+    """Run a module in vLLM's environment; return its answers."""
+    ran = subprocess.run(
+        [PYTHON, "-m", module, *arguments], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
 @pytest.mark.proves("MLA, sparse indexers", "caches of fp8, NVFP4, int8, int4, with scales per head", engine="bytes")
 @pytest.mark.parametrize("model", MODELS if FULL else SAMPLE)
 def test_every_byte_is_where_the_gpu_backend_looks_for_it(model):
     ranks = (1, 2, 4, 8) if FULL else (1, 8)
     ways = BACKENDS[MODELS[model].kind]
     formats = tuple(ways) if FULL else SAMPLE[model]
-    ran = subprocess.run(
-        [PYTHON, "-m", "tests.vllm.gpu_caches", model, "--tp", *map(str, ranks), "--formats", *formats],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=PATIENCE_S,
-        check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    rows = run("tests.vllm.gpu_caches", model, "--tp", *map(str, ranks), "--formats", *formats)
     assert not [row for row in rows if "wrong" in row]
     with_next = sum(min(2, len(ways[kept])) * len(ways[kept]) for kept in formats)  # each with itself and the next one
     assert len(rows) == with_next * len(ranks) ** 2 + len(formats) * (len(formats) - 1)
@@ -68,3 +72,16 @@ def test_every_byte_is_where_the_gpu_backend_looks_for_it(model):
             assert re.match(f"LayoutMismatch: {expected}", row.get("refused", "")), row
         else:
             assert row.get("bytes", 0) > 0, row
+
+
+def test_compressed_caches_are_pulled_whole_and_scratch_is_not():
+    (told,) = run("tests.vllm.pulled_pages")
+    assert (told["wrong"], told["source"], told["transport"]) == (0, 0, "cma")
+    assert told["changed"] > 0.99 * told["nbytes"]  # of noise, one byte in 256 is right by chance
+    layers = [f"model.layers.{index}.attn" for index in range(4)]
+    # Kind of a group, its blocks that are read, those of the 512 tokens. Layer 3's compressor is the scratch.
+    assert told["groups"] == [
+        ["mla", 2, 128, f"{layers[2]}.indexer.compressor.state_cache", f"{layers[2]}.compressor.state_cache"],
+        ["opaque", 2, 2, f"{layers[2]}.indexer.k_cache", layers[2], layers[3]],
+        *[["opaque", 2, 8, f"{layer}.swa_cache"] for layer in layers],
+    ]
