@@ -97,6 +97,19 @@ class PeerConnected(Struct, frozen=True):
     remedy: str = ""
 
 
+class LayersOmitted(Struct, frozen=True):
+    """Only one side has some layers, which it can do without at first, such as those of a draft model.
+
+    They are not read. Comes when an engine is read for the first time.
+    """
+
+    remote_engine_id: str  # the engine that is read
+    side: str  # who has them: ``source``, that engine, or ``target``, we
+    layers: str  # their names, at most four
+    detail: str  # what it costs
+    remedy: str  # what to do about it
+
+
 class PeerMeasured(Struct, frozen=True):
     """The first 64 MiB have been read from a peer over its present connection, so that the rate is known.
 
@@ -307,6 +320,7 @@ Event = (
     | OfferAdmitted
     | OfferRefused
     | PeerConnected
+    | LayersOmitted
     | PeerMeasured
     | PeerSlow
     | PeerDropped

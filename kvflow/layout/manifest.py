@@ -32,6 +32,8 @@ GROUPS_MAX = 64
 COMPONENTS_MAX = 4096
 """Of all layers together. Known models have up to 200; 128 layers with scales would have a thousand."""
 
+LayerName = Annotated[str, Meta(min_length=1, max_length=LAYER_NAME_MAX)]
+
 
 class Layer(Struct, frozen=True, array_like=True):
     """One layer's components in one group.
@@ -43,7 +45,7 @@ class Layer(Struct, frozen=True, array_like=True):
         components: at least one; all have tokens, or all are states. See ``COMPONENTS_MAX``.
     """
 
-    name: Annotated[str, Meta(min_length=1, max_length=LAYER_NAME_MAX)]
+    name: LayerName
     kind: Annotated[str, Meta(min_length=1, max_length=32)]
     window: Annotated[int, Meta(ge=0, le=1 << 40)]
     components: Annotated[tuple[Component, ...], Meta(min_length=1, max_length=COMPONENTS_MAX)]
@@ -140,7 +142,7 @@ Identity = Provenance
 """The name of ``Provenance`` in 0.1.0."""
 
 
-class Manifest(Struct, frozen=True, dict=True):
+class Manifest(Struct, frozen=True, dict=True, omit_defaults=True):
     """The description of one rank's cache.
 
     Attributes:
@@ -148,12 +150,15 @@ class Manifest(Struct, frozen=True, dict=True):
         regions: unique registered address ranges.
         groups: groups, in the order of block id lists.
         identity: whose cache it is.
+        rebuilt: names of the layers that the engine can do without at first, such as those of a draft model. They are
+            left unread if no source has them.
     """
 
     num_blocks: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
     regions: Annotated[tuple[Region, ...], Meta(min_length=1, max_length=REGIONS_MAX)]
     groups: Annotated[tuple[ManifestGroup, ...], Meta(min_length=1, max_length=GROUPS_MAX)]
     identity: Provenance = Provenance()
+    rebuilt: Annotated[tuple[LayerName, ...], Meta(max_length=LAYERS_MAX)] = ()
 
     def __repr__(self) -> str:
         """Return whose cache it is, and its size. ``Manifest.groups`` has the rest."""
@@ -192,6 +197,8 @@ class Manifest(Struct, frozen=True, dict=True):
             raise SpecInvalid("the manifest names no layer")
         if len(set(names)) != len(names):
             raise SpecInvalid(f"layer {_first_duplicate(names)!r} is named twice")
+        if unknown := set(self.rebuilt) - set(names):
+            raise SpecInvalid(f"rebuilt names a layer that the cache does not have: {min(unknown)!r}")
         for index, group in enumerate(self.groups):
             _check_group(index, group)
             for layer in group.layers:

@@ -39,6 +39,7 @@ def adopt(
     *,
     shard: Shard | None = None,
     axes: Mapping[str, str] | None = None,
+    rebuilt: Collection[str] = (),
 ) -> KVCache:
     """Describe memory that the engine allocated as a cache. Nothing is copied or written.
 
@@ -61,6 +62,7 @@ def adopt(
         groups: as ``plan_groups`` forms them when None.
         shard: which heads and tokens this rank holds; all of them when None.
         axes: layer name -> form, for layers where the first form that fits is wrong.
+        rebuilt: as in ``allocate``.
 
     Returns:
         A cache whose regions are exactly the bytes that the tensors span. ``bytes_per_block`` is their sum divided by
@@ -96,6 +98,7 @@ def adopt(
         num_blocks,
         tuple(region_of(storage) for storage in storages),
         tuple(manifest_group(group, fitted, placed, shard) for group in groups),
+        rebuilt=tuple(rebuilt),
     )
     manifest.check()
     views: dict[str, Tensors] = {name: found if name in lists else found[0] for name, found in given.items()}

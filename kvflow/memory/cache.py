@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
+import msgspec
 import torch
 
 from kvflow.errors import SpecInvalid, counted
@@ -150,6 +151,7 @@ def allocate(
     apart: Collection[str] = (),
     alignment: int = 1,
     huge_pages: Literal["auto", "never"] = "auto",
+    rebuilt: Collection[str] = (),
 ) -> KVCache:
     """Allocate a zeroed cache in one allocation. Layers of different groups share its bytes.
 
@@ -169,6 +171,8 @@ def allocate(
         alignment: the stride of a row is a multiple of this many bytes.
         huge_pages: ``auto`` asks for huge pages for host memory; ``KVCache.huge_page_bytes`` returns what it got.
             ``never`` does not ask.
+        rebuilt: layers that the engine can do without at first, such as those of a draft model: a pull leaves them
+            unread if no rank of its ticket has them.
 
     Raises:
         SpecInvalid: names the field that cannot be used.
@@ -193,7 +197,8 @@ def allocate(
     for name, placed in plan.layers.items():
         tensors = [strided(backing, view) for view in placed.views]
         views[name] = tensors[0] if plan.specs[name].kind != "mamba" and len(tensors) == 1 else tensors
-    return KVCache(plan.groups, plan.manifest(region_of(backing)), [backing], views, plan.bytes_per_block)
+    manifest = msgspec.structs.replace(plan.manifest(region_of(backing)), rebuilt=tuple(rebuilt))
+    return KVCache(plan.groups, manifest, [backing], views, plan.bytes_per_block)
 
 
 def _zeros(nbytes: int, device: torch.device, *, huge: bool) -> torch.Tensor:

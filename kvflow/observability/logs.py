@@ -38,6 +38,7 @@ LEVELS: dict[type[Event], int] = {
     events.OfferAdmitted: logging.DEBUG,
     events.OfferRefused: logging.WARNING,
     events.PeerConnected: logging.INFO,
+    events.LayersOmitted: logging.WARNING,
     events.PeerMeasured: logging.INFO,
     events.PeerSlow: logging.WARNING,
     events.PeerDropped: logging.WARNING,

@@ -15,7 +15,14 @@ from msgspec import Struct
 from kvflow.errors import LayoutMismatch
 from kvflow.layout.manifest import Manifest
 from kvflow.layout.shards import ALL_TOKENS, Stripe
-from kvflow.planning.match import ComponentName, HeadRange, HeadRanges, require_common_layer, require_equal_layer
+from kvflow.planning.match import (
+    ComponentName,
+    HeadRange,
+    HeadRanges,
+    require_common_layer,
+    require_equal_layer,
+    unread_layers,
+)
 
 
 class Assignment(Struct, frozen=True):
@@ -46,7 +53,8 @@ def assign_sources(target: Manifest, sources: Sequence[Manifest], *, rotation: i
     """Divide the target among the source ranks.
 
     If one source holds everything, read from that source only. Otherwise cover each component from its first head on;
-    each step takes the source whose range ends last.
+    each step takes the source whose range ends last. Layers that the target can rebuild are left out if no source has
+    them.
 
     ``sources`` has one manifest per source rank, in the order of the ticket. ``rotation``, modulo their number, says
     which of several equal sources to take: if each target rank passes its own rank, the replicas share the load.
@@ -56,7 +64,9 @@ def assign_sources(target: Manifest, sources: Sequence[Manifest], *, rotation: i
             If no source has such a component, names what differs between its layer and the target's.
     """
     require_common_layer(sources, target)
-    wanted, held = _holdings(target), [_holdings(source) for source in sources]
+    unread = unread_layers(sources, target)
+    wanted = {name: holding for name, holding in _holdings(target).items() if name[0] not in unread}
+    held = [_holdings(source) for source in sources]
     complete = [index for index, there in enumerate(held) if _is_complete(there, wanted)]
     if complete:
         there = held[complete[0]]

@@ -10,6 +10,7 @@ from fractions import Fraction
 from msgspec import Struct
 
 from kvflow.errors import LayoutMismatch
+from kvflow.events import LayersOmitted
 from kvflow.layout.component import Component
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 
@@ -27,6 +28,14 @@ SAME = {
     "model_dtype": "Compute in the same data type on both sides (model_dtype).",
 }
 """Field in which models may differ -> remedy."""
+
+COSTS = {
+    "target": "each request begins without them: results are the same, but a draft model has fewer drafts accepted",
+    "source": "that engine computes them for nothing",
+}
+"""Side that alone has layers -> what this costs."""
+
+SAME_DRAFT = "Give both sides the same draft model, or neither."
 
 ComponentName = tuple[str, str]  # layer and role
 HeadRange = tuple[int, int]  # first index and count along the sharded axis, counted in the whole model
@@ -128,6 +137,23 @@ def count_unread_layers(source: Manifest, target: Manifest) -> int:
     return sum(layer.name not in here for _, layer in _layers(source))
 
 
+def unread_layers(sources: Sequence[Manifest], target: Manifest) -> tuple[str, ...]:
+    """Return the layers that no source has and that the target can rebuild, which are left unread."""
+    there = {layer.name for source in sources for _, layer in _layers(source)}
+    return tuple(name for name in target.rebuilt if name not in there)
+
+
+def omitted_layers(engine_id: str, sources: Sequence[Manifest], target: Manifest) -> Iterator[LayersOmitted]:
+    """Yield what is to be said of layers that only one side has, and can rebuild."""
+    if unread := unread_layers(sources, target):
+        yield LayersOmitted(engine_id, "target", ", ".join(_few(unread)), COSTS["target"], SAME_DRAFT)
+    here = {layer.name for _, layer in _layers(target)}
+    unused = {layer.name for each in sources for _, layer in _layers(each)} - here
+    # If we are a pipeline stage, we lack other layers, too, and another stage may have these.
+    if unused and unused <= {name for each in sources for name in each.rebuilt}:
+        yield LayersOmitted(engine_id, "source", ", ".join(_few(sorted(unused))), COSTS["source"], SAME_DRAFT)
+
+
 def have_common_layer(source: Manifest, target: Manifest) -> bool:
     """Return whether both have a common layer. Pipeline stages of one model may have none."""
     there = {layer.name for _, layer in _layers(source)}
@@ -181,5 +207,8 @@ def _match_components(source: Layer, target: Layer, head_ranges: HeadRanges | No
 
 
 def _names(*manifests: Manifest) -> list[str]:
-    names = list(dict.fromkeys(layer.name for each in manifests for _, layer in _layers(each)))
-    return names if len(names) <= NAMES_SHOWN else [*names[:NAMES_SHOWN], f"... {len(names)} in all"]
+    return _few(list(dict.fromkeys(layer.name for each in manifests for _, layer in _layers(each))))
+
+
+def _few(names: Sequence[str]) -> list[str]:
+    return list(names) if len(names) <= NAMES_SHOWN else [*names[:NAMES_SHOWN], f"... {len(names)} in all"]

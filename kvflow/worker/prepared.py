@@ -23,7 +23,14 @@ from kvflow.leases.blocks import block_ends, check_block_ids
 from kvflow.leases.tickets import Grant
 from kvflow.planning.assignment import assign_sources
 from kvflow.planning.bind import AnyBinding, bind_plan
-from kvflow.planning.match import ComponentName, HeadRange, HeadRanges, have_common_layer, require_same_model
+from kvflow.planning.match import (
+    ComponentName,
+    HeadRange,
+    HeadRanges,
+    have_common_layer,
+    omitted_layers,
+    require_same_model,
+)
 from kvflow.planning.pairs import pair_units
 from kvflow.planning.plan import TransferPlan
 from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier, Part, PreparedList
@@ -101,6 +108,7 @@ class PreparedTable:
         # Our rank chooses among peers that hold the same heads, so that all replicas are used.
         self._rotation = shared.local.identity.rank
         self._transport = shared.transport
+        self._report = shared.report
         self._plans = shared.environment.make_plans()
         self._staging_bytes = shared.staging_bytes
         self._divisions: dict[tuple[PeerId, ...], tuple[RankShare, ...]] = {}
@@ -148,6 +156,8 @@ class PreparedTable:
                 self._remember(
                     key, tuple(RankShare(each.member, self._groups(key[each.member], each)) for each in bound)
                 )
+                for event in omitted_layers(key[0].engine_id, [each.manifest for each in peers], self._manifest):
+                    self._report(event)
         return self._divisions[key]
 
     async def _in_time(self, work: Coroutine[None, None, R]) -> R:

@@ -37,6 +37,8 @@ HUGE = (Region(0, ADDRESS_MAX),)
     ("wrong", "words"),
     [
         (manifest(names=("a", "b", "a")), "layer 'a' is named twice"),
+        (msgspec.structs.replace(manifest(), rebuilt=("z",)), "rebuilt names a layer that .* does not have: 'z'"),
+        (msgspec.structs.replace(manifest(), rebuilt=("z" * 4096,)), r"out of bounds: .*rebuilt"),
         (manifest(component(), component()), "a: role 'k' is named twice"),
         (manifest(component(region=1)), "a.k: region 1 does not exist"),
         (manifest(block_size=6), "a.k: 4 tokens do not divide blocks of 6"),

@@ -35,6 +35,7 @@ EVENTS = {
     "peer.connected": events.PeerConnected(
         PEER, "tcp://127.0.0.1:5000", 0.25, transport="cma", transport_known_by="addresses", plane="nixl"
     ),
+    "layers.omitted": events.LayersOmitted("prefill-0", "target", "layers.4", "fewer drafts are accepted", "Serve it."),
     "peer.measured": events.PeerMeasured(
         peer="prefill-0/1/abc",
         gb_per_s=41.2,

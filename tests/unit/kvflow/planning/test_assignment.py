@@ -155,3 +155,33 @@ def test_a_layer_that_differs_is_told_by_the_plan():
     (share,) = assign_sources(target, [source])
     with pytest.raises(LayoutMismatch, match="head_size"):
         plan_transfer(source, target, head_ranges=share.head_ranges)
+
+
+def test_layers_that_no_source_has_are_left_unread_if_the_target_can_rebuild_them():
+    specs = SPECS | {"draft": full(num_kv_heads=4)}
+    target = msgspec.structs.replace(manifest_of(specs), rebuilt=("draft",))
+    ranks = [manifest_of(SPECS, tp=(rank, 2)) for rank in range(2)]
+    stages = [manifest_of({name: SPECS[name]}) for name in SPECS]
+    assert assign_sources(target, [manifest_of(SPECS)]) == (Assignment(0, None),)
+    for sources in (ranks, stages):
+        assert assign_sources(target, sources) == (Assignment(0, None), Assignment(1, None))
+    drafting = [manifest_of({"a": SPECS["a"]}), manifest_of({"b": SPECS["b"], "draft": specs["draft"]})]
+    assert assign_sources(target, drafting) == (Assignment(0, None), Assignment(1, None))
+    plans = [plan_transfer(source, target) for source in drafting]
+    assert sum(plan.certificate.written_bytes for plan in plans) == plans[0].certificate.page_bytes
+
+
+@pytest.mark.parametrize("missing", ["a", "b"])
+def test_a_layer_that_the_target_cannot_rebuild_is_needed_beside_one_that_it_can(missing):
+    specs = SPECS | {"draft": full(num_kv_heads=4)}
+    target = msgspec.structs.replace(manifest_of(specs), rebuilt=("draft",))
+    with pytest.raises(LayoutMismatch) as caught:
+        assign_sources(target, [manifest_of({name: SPECS[name] for name in SPECS if name != missing})])
+    assert (caught.value.field, caught.value.target) == ("layers", [missing])
+
+
+def test_a_layer_that_can_be_rebuilt_is_read_whole_if_some_source_has_a_part():
+    specs = SPECS | {"draft": full(num_kv_heads=4)}
+    target = msgspec.structs.replace(manifest_of(specs), rebuilt=("draft",))
+    with pytest.raises(LayoutMismatch, match=r"draft\.k differs: source has 'heads 0-1 of 4'"):
+        assign_sources(target, [manifest_of(SPECS), manifest_of(specs, tp=(0, 2))])

@@ -7,7 +7,7 @@ from kvflow.errors import LayoutMismatch
 from kvflow.layout.groups import Group
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup, Provenance
 from kvflow.layout.specs import MLA, Mamba, Opaque, State
-from kvflow.planning.match import count_unread_layers, match_groups
+from kvflow.planning.match import count_unread_layers, match_groups, omitted_layers
 from kvflow.planning.plan import plan_transfer
 
 from .helpers import full, manifest_of, sliding
@@ -141,3 +141,30 @@ def test_what_both_hold_starts_at_the_first_index_of_both():
     ((pair,),) = (group.pairs for group in match_groups(manifest_of(specs, tp=(1, 4)), manifest_of(specs, tp=(0, 2))))
     assert (pair.first, pair.count, pair.extents(0)) == (2, 2, (2, 3))
     assert (pair.start(pair.source), pair.start(pair.target)) == (0, 24)
+
+
+def drafting(*drafts, names="ab"):
+    """The manifest of an engine, with draft layers that it can rebuild."""
+    specs = {name: full() for name in (*names, *drafts)}
+    return replace(manifest_of(specs), rebuilt=drafts)
+
+
+@pytest.mark.parametrize(
+    ("sources", "target", "told"),
+    [
+        ([drafting()], drafting("x"), [("target", "x")]),
+        ([drafting("x")], drafting(), [("source", "x")]),
+        ([drafting("x")], drafting("y"), [("target", "y"), ("source", "x")]),
+        ([drafting()], drafting(*"vwxyz"), [("target", "v, w, x, y, ... 5 in all")]),
+        ([drafting("x")], drafting("x"), []),
+        ([drafting(names="a"), drafting("x", names="b")], drafting("x"), []),  # stages
+        ([drafting("x")], drafting(names="b"), []),  # another stage of ours may have it
+        ([drafting("x")], drafting("x", names="b"), []),
+    ],
+)
+def test_layers_of_one_side_that_it_can_rebuild_are_told(sources, target, told):
+    found = list(omitted_layers("prefill-0", sources, target))
+    assert [(event.side, event.layers) for event in found] == told
+    assert all(
+        event.remote_engine_id == "prefill-0" and event.detail and "draft model" in event.remedy for event in found
+    )

@@ -20,7 +20,7 @@ from kvflow.errors import (
     TransferFailed,
     WorkerClosed,
 )
-from kvflow.events import PeerConnected, PeerDropped
+from kvflow.events import LayersOmitted, PeerConnected, PeerDropped
 from kvflow.layout.groups import Group
 from kvflow.layout.shards import Shard
 from kvflow.leases.tickets import join_tickets
@@ -407,6 +407,38 @@ async def test_a_stage_with_none_of_our_layers_is_connected_and_gives_nothing():
         assert world.holds((1, 2), (3, 4))
         assert {prepared_list.peer.rank for prepared_list in world.faults.called("prepare")} == {1}
         assert [await ended(producer) for producer in world.producers] == ["released"] * 2
+
+
+DRAFTING = SPECS | {"draft": SPECS["a"]}
+
+
+async def test_layers_that_we_can_rebuild_are_left_unread_and_told_once():
+    target = cache_of(specs=DRAFTING, rebuilt=["draft"])
+    target.component("draft", "k").fill_(7)
+    async with opened(target=target) as world:
+        for request_id in ("first", "second"):
+            await world.pull(world.ticket(request_id))
+        for name in SPECS:
+            assert bool((target.views[name][1] == 4).all()), "the layers of both are read"
+        assert bool((target.component("draft", "k") == 7).all()), "nothing writes what is not read"
+        (told,) = world.of(LayersOmitted)
+        assert (told.remote_engine_id, told.side, told.layers) == ("prefill-0", "target", "draft")
+
+
+async def test_layers_of_the_producer_alone_are_told_if_it_can_rebuild_them():
+    async with opened(sources=[cache_of(specs=DRAFTING, rebuilt=["draft"])]) as world:
+        await world.pull()
+        assert world.holds((1, 2), (3, 4))
+        (told,) = world.of(LayersOmitted)
+        assert (told.remote_engine_id, told.side, told.layers) == ("prefill-0", "source", "draft")
+
+
+async def test_layers_that_we_cannot_rebuild_are_missed():
+    async with opened(target=cache_of(specs=DRAFTING)) as world:
+        error = await failure(world.start())
+        assert isinstance(error, LayoutMismatch)
+        assert (error.field, error.source, error.target) == ("layers", ["a", "b"], ["draft"])
+        assert not world.of(LayersOmitted)
 
 
 async def test_a_stage_of_another_model_is_refused_whatever_its_layers_are():
