@@ -38,10 +38,8 @@ TRANSITIONS: dict[tuple[RankState, RankEvent], RankState] = {
 
 AWAITED = ("reading", "waiting", "draining")  # states in which something of a rank is still to come
 
-EARLY_RETRY_S = 0.005
-EARLY_RETRY_S_MAX = 0.5
-"""Pause before the leases of a peer that are not admitted yet are probed again. It doubles, because an engine may take
-seconds, and is short again when another one is found."""
+PROBE_S_MAX = 0.5
+"""How late an admission is noticed of which the producer does not tell, as an older release never does."""
 
 
 S = TypeVar("S", bound=str)

@@ -2,8 +2,9 @@
 
 Every method takes what happened and ``now`` (seconds of the data plane's clock), and returns what the caller must do,
 in order. A pull has one rank read per source rank, which the data plane answers once. It is complete when every rank is
-delivered, and fails when the first rank fails. A rank whose lease is not admitted yet is *early*: one timer for each
-peer probes the slots of all its early ranks, and those that are admitted by then are read again.
+delivered, and fails when the first rank fails. A rank whose lease is not admitted yet is *early*: once the producer
+says that something was admitted, and now and then without it, the slots of all early ranks of a peer are probed, and
+those that are admitted by then are read again.
 
 Only the data plane (``kvflow.reads.lanes``) decides which read goes first, so reads do not wait here.
 """
@@ -18,13 +19,12 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from handshake.rates import pause_s
 from kvflow.config import Tuning
 from kvflow.errors import CapacityExceeded, FailureCode
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.ids import PeerId
 from kvflow.reads.contract import SPAN_MAX, CancelReads, LeaseName, Phase, RankRead, ReadEnded
-from kvflow.reads.pulls import AWAITED, EARLY_RETRY_S, EARLY_RETRY_S_MAX, Pull, SourceRank
+from kvflow.reads.pulls import AWAITED, PROBE_S_MAX, Pull, SourceRank
 
 PULLS_MAX = 65536  # most pulls that may be open at once
 
@@ -68,7 +68,6 @@ class _EarlyRanks(Struct, eq=False):
     ranks: dict[SourceRank, int] = {}  # each with the rounds of probes before it
     due_at: float = math.inf  # when their slots are probed
     rounds: int = 0  # of probes so far
-    pauses: int = 0  # since the last new rank
     awaited: int = 0  # probes that the data plane has
     found: list[SourceRank] = []  # to read again once these are answered
     spans: list[_ProbedSpan] = []
@@ -113,6 +112,7 @@ class Scheduler:
         self._pulls = pulls
         self._budgets = budgets
         self._deadline_check_s = min(DEADLINE_CHECK_S_MAX, budgets.queue_s / 8, budgets.wire_s / 8, budgets.fence_s / 8)
+        self._probe_s = min(PROBE_S_MAX, self._deadline_check_s)
         self._pulls_max = pulls_max
         self._num_open = 0  # pulls that are open or draining
         # Reads that the data plane has, in the order in which their deadlines are checked.
@@ -211,8 +211,7 @@ class Scheduler:
             for rank in late:
                 if rank.state == "waiting":  # it may have failed just now, with another rank of its pull
                     effects += self._fail_late(rank, "fence", now)
-            early.pauses += 1
-            early.due_at = now + pause_s(early.pauses, EARLY_RETRY_S, EARLY_RETRY_S_MAX)
+            early.due_at = now + self._probe_s
             if early.awaited:
                 continue
             if early.ranks:
@@ -262,11 +261,20 @@ class Scheduler:
             return [StartReads((self._read_again(rank, now),))]
         pull.early_bytes += ended.nbytes
         early = self._early.setdefault(rank.read.peer, _EarlyRanks())
-        if rank.early_at == math.inf:  # otherwise one budget covers all waits, and the pause stays long
-            rank.early_at, early.pauses = now, 0
-        early.due_at = min(early.due_at, now + pause_s(early.pauses, EARLY_RETRY_S, EARLY_RETRY_S_MAX))
+        rank.early_at = min(rank.early_at, now)  # one budget covers all waits
+        early.due_at = min(early.due_at, now + self._probe_s)
         early.ranks[rank], early.changed = early.rounds, True
         return [TransferRetried(pull.pull_id, pull.request_id, str(rank.read.peer))]
+
+    def on_admitted(self, peer: PeerId, now: float) -> list[Effect]:
+        """Probe the early ranks of a peer, for it says that some are admitted; if probes are under way, after them."""
+        early = self._early.get(peer)
+        if early is None or not early.ranks:
+            return []
+        if early.awaited:
+            early.due_at = now
+            return []
+        return [StartReads(self._probe(peer, early))]
 
     def _probe(self, peer: PeerId, early: _EarlyRanks) -> tuple[RankRead, ...]:
         """Return probes of the slots of all early ranks of a peer."""

@@ -12,7 +12,8 @@ from kvflow.leases.tickets import DIGEST_BYTES_MAX, BlockIds
 
 Digest = Annotated[bytes, Meta(min_length=1, max_length=DIGEST_BYTES_MAX)]
 Digests = Annotated[tuple[Digest, ...], Meta(max_length=4096)]  # looked up in half a millisecond at most
-Count = Annotated[int, Meta(ge=0, le=1 << 20)]
+COUNT_MAX = 1 << 20
+Count = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
 IDS_MAX = ANSWER_BYTES_MAX // 10  # block ids of one answer. Each takes at most 5 bytes.
 Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
 WaitMs = Annotated[int, Meta(ge=0, le=86_400_000)]

@@ -23,6 +23,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NoReturn
 
 from msgspec import Struct
@@ -126,6 +127,8 @@ class Connection:
     unusable: str = ""  # why our transport cannot read from it over any data plane of both sides; empty if it can
     drop: tuple[str, str] | None = None  # code and detail of why it must end
     task: asyncio.Task[None] | None = None
+    # Questions for admissions. The answer to one finds all that are admitted.
+    admissions: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 64))
     _changed: asyncio.Future[None] | None = None
 
     def advance(self, event: ConnectionEvent) -> None:

@@ -21,7 +21,7 @@ from kvflow.errors import (
     TicketInvalid,
     TransferCancelled,
 )
-from kvflow.events import PullFailed, ReaderReset, TransferQuiesced, TransferStarted
+from kvflow.events import PullFailed, ReaderReset, TransferQuiesced, TransferRetried, TransferStarted
 from kvflow.ids import PeerId
 from kvflow.leases.blocks import check_block_ids
 from kvflow.leases.issuer import as_digest_lists
@@ -388,8 +388,17 @@ class Consumer:
                 case TransferQuiesced():
                     self._destinations.give_back(effect.pull_id)
                     self.pulls.quiesce(self.pulls.by_id.pop(effect.pull_id), effect)
+                case TransferRetried():
+                    self._report(effect)
+                    self._tasks.create_task(self._await_admission(self.pulls.by_id[effect.pull_id], effect.peer))
                 case _:
                     self._report(effect)
+
+    async def _await_admission(self, pull: OpenPull, peer: str) -> None:
+        """Ask for the lease of an early rank, and then look which leases of its producer are admitted."""
+        rank = next(rank for rank in pull.ranks if str(rank.read.peer) == peer)
+        if await self.peers.wait_admitted(rank):
+            self._apply(self._scheduler.on_admitted(rank.read.peer, self._clock()))
 
     def _complete(self, pull: OpenPull) -> None:
         if pull.followed:  # a range has arrived

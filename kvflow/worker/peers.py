@@ -28,8 +28,10 @@ from kvflow.ids import PeerId
 from kvflow.leases.tickets import Member, Ticket
 from kvflow.planning.match import count_unread_layers
 from kvflow.reads.contract import Carrier, RateLearned
+from kvflow.reads.pulls import SourceRank
 from kvflow.reads.reach import REACH_IT, judge_rate
 from kvflow.rendezvous.dialer import Link, open_link
+from kvflow.rendezvous.questions import COUNT_MAX
 from kvflow.worker.connections import (
     Connection,
     PeerState,
@@ -44,6 +46,8 @@ from kvflow.worker.prepared import PreparedTable, Route, Source, TicketRank
 logger = logging.getLogger("kvflow")
 
 ROUTES_MAX = 4096  # sets of ranks whose route is remembered. Connecting a forgotten one again sends no message.
+
+ADMISSION_S = 5.0  # how long such a question waits. Most leases are admitted within some ms after their ticket.
 
 _RouteKey = tuple[object, ...]
 _RANKS = attrgetter("ranks")
@@ -100,6 +104,27 @@ class PeerPool:
     async def connect_link(self, member: Member) -> Link:
         """Return the control connection of a peer, also if it cannot be read from. Cancellation: safe."""
         return await (await self._connection(member)).require_link()
+
+    async def wait_admitted(self, rank: SourceRank) -> bool:
+        """Ask for the lease of an early rank until it is admitted, or has ended. False: nothing new is known of it."""
+        connection, lease = self._connections.get(rank.read.peer), rank.read.lease
+        if connection is None or connection.link is None:
+            return False
+        known = [COUNT_MAX] * len(connection.link.advertisement.manifest.groups)  # the answer lists no block
+        async with connection.admissions:
+            if rank.state != "waiting":
+                return False
+            try:
+                told = await connection.link.settled(
+                    (lease.slot, lease.epoch),
+                    known=known,
+                    above=0,
+                    wait_s=ADMISSION_S,
+                    within_s=self._local.limits.handshake_s,
+                )
+            except KvflowError:  # it is lost, or its release knows no questions
+                return False
+        return told.sealed or told.ended != ""
 
     def start_connecting(self, member: Member) -> None:
         """Start to connect a trusted peer that has no connection. Raises as ``connect`` if it is useless."""

@@ -3,6 +3,7 @@
 The model takes reads, moves them through their phases, and answers each once with any verdict and in any order.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +12,7 @@ from kvflow.config import Tuning
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.contract import SPAN_MAX, CancelReads, LeaseName, Outstanding, Part, RankRead, ReadEnded
-from kvflow.reads.pulls import EARLY_RETRY_S, EARLY_RETRY_S_MAX, Pull
+from kvflow.reads.pulls import PROBE_S_MAX, Pull
 from kvflow.reads.scheduler import Delivered, Scheduler, StartReads
 
 BUDGETS = Tuning(queue_s=4.0, wire_s=3.0, fence_s=2.0)
@@ -23,11 +24,8 @@ PHASES = ("queue", "wire", "fence")
 
 
 def most_retries(budgets):
-    """Return how often a rank can be found early within its budget, by the pauses alone."""
-    retries, waited, pause = 1, 0.0, EARLY_RETRY_S
-    while waited <= budgets.fence_s:
-        retries, waited, pause = retries + 1, waited + pause, min(EARLY_RETRY_S_MAX, 2 * pause)
-    return retries
+    """Return how often a rank can be found early within its budget, if nobody tells of an admission."""
+    return 1 + math.ceil(budgets.fence_s / min(PROBE_S_MAX, budgets.fence_s / 8)) + 1
 
 
 @dataclass(eq=False)
@@ -74,6 +72,7 @@ class World:
         self.plane = {}  # read id -> read, of those that the data plane has
         self.probes = {}  # likewise, of probes
         self.cancelled = set()
+        self.told = 0  # how often a producer has said that something is admitted
         self.outstanding = {peer: Outstanding() for peer in PEERS}
 
     def submit(self, peers, *, priority=0, check_first=False):
@@ -140,7 +139,7 @@ class World:
             rank.early += 1
             rank.unserved |= ended.unserved
             rank.state, rank.found = "waiting", ended.unserved
-            assert rank.early <= self.budgets.fence_s / EARLY_RETRY_S + 2
+            assert rank.early <= most_retries(self.budgets) + self.told
         else:
             rank.state = "over"
             rank.pull.stale = ended.verdict == "stale" and bool(others)
@@ -155,6 +154,14 @@ class World:
         verdict = "failed" if failed else "early"
         self.apply(self.scheduler.on_read_ended(ReadEnded(read_id, verdict, values=() if failed else values), self.now))
         assert not any(rank.found for rank in self._waiting(probe.peer)), "what was found is read again at once"
+
+    def tell(self, peer):
+        """Let a producer say that a lease is admitted, rightly or not: its early ranks are probed, now or soon."""
+        self.told += 1
+        waits, probed = bool(self._waiting(peer)), any(probe.peer == peer for probe, _ in self.probes.values())
+        effects = self.scheduler.on_admitted(peer, self.now)
+        assert bool(effects) == (waits and not probed)
+        self.apply(effects or self.scheduler.tick(self.now))
 
     def _waiting(self, peer):
         """Return the ranks of a peer that wait for an admission."""
@@ -293,7 +300,7 @@ class World:
             elif self.probes:
                 self.answer_probe(min(self.probes), range(len(PEERS)))
             else:
-                self.tick(EARLY_RETRY_S_MAX)
+                self.tick(PROBE_S_MAX)
         assert not self.scheduler.busy
         assert not self.plane
         for read_id in sorted(self.probes):

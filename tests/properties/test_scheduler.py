@@ -64,6 +64,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail_peer(self, peer):
         self.world.fail_peer(peer)
 
+    @rule(peer=st.sampled_from(PEERS))
+    def tell(self, peer):
+        self.world.tell(peer)
+
     @rule(seconds=st.sampled_from((0.001, 0.006, 0.05, 0.5, 1.5)))
     def tick(self, seconds):
         self.world.tick(seconds)
@@ -116,7 +120,8 @@ def test_a_pull_is_delivered_in_whatever_order_its_ranks_answer(order, early):
     reads = sorted(world.plane)
     for at in order:
         world.answer(reads[at], "early" if at == early else "held")
-    world.tick(0.01)
+    for peer in PEERS[:2]:
+        world.tell(peer)
     for read_id in sorted(world.probes):
         world.answer_probe(read_id, {0, 1})
     world.finish()

@@ -9,12 +9,13 @@ from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads import scheduler as scheduling
 from kvflow.reads.contract import CancelReads, LeaseName, Outstanding, Part, RankRead, ReadEnded
-from kvflow.reads.pulls import AWAITED, EARLY_RETRY_S, EARLY_RETRY_S_MAX, Pull
+from kvflow.reads.pulls import AWAITED, PROBE_S_MAX, Pull
 from kvflow.reads.scheduler import Delivered, StartReads
 from tests.counting import calls_of
 
 EPOCH = 7
 BUDGETS = Tuning(queue_s=4.0, wire_s=3.0, fence_s=2.0)
+PROBE_S = 0.25  # an eighth of the shortest budget
 PARTS = (Part(1, UnitPairs(np.arange(5), np.arange(5))),)
 
 
@@ -138,8 +139,8 @@ def test_a_lease_that_is_not_admitted_yet_is_read_once_it_is(scheduler):
     (retried,) = answer(scheduler, one, "early", now=1.0)
     assert (retried.pull_id, retried.request_id, retried.peer) == (1, "request-1", "p")
     scheduler.check()
-    assert scheduler.tick(1.0 + EARLY_RETRY_S / 2) == []
-    again = read_again(scheduler.tick(1.0 + EARLY_RETRY_S))
+    assert scheduler.tick(1.0 + PROBE_S / 2) == []
+    again = read_again(scheduler.tick(1.0 + PROBE_S))
     assert again.read_id != one.read_id
     assert (again.peer, again.lease, again.parts, again.priority) == (one.peer, one.lease, one.parts, 3)
     assert again.check_first
@@ -169,19 +170,36 @@ def test_a_rank_that_is_early_waits_alone(scheduler):
     assert kinds(answer(scheduler, again)) == [Delivered]
 
 
-def test_waiting_for_an_admission_becomes_patient_but_not_endlessly():
-    """A budget of an hour is thousands of retries: the pause between them stays what it became."""
+def test_an_admission_of_which_nobody_tells_is_looked_for_all_the_time():
+    """A budget of an hour is thousands of probes."""
     scheduler = Scheduler(Tuning(queue_s=9999.0, wire_s=9999.0, fence_s=9999.0))
-    (one,), now, pauses = submit(scheduler, read(check_first=True)), 0.0, []
-    expected = [0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, EARLY_RETRY_S_MAX]
-    for number in range(1200):
+    (one,), now = submit(scheduler, read(check_first=True)), 0.0
+    for _ in range(1200):
         answer(scheduler, one, "early", now)
-        pause = expected[min(number, 7)]
-        assert scheduler.tick(now + 0.99 * pause) == []
-        now += pause
+        assert scheduler.tick(now + 0.99 * PROBE_S_MAX) == []
+        now += PROBE_S_MAX
         one = read_again(scheduler.tick(now))
-        pauses.append(pause)
     assert kinds(answer(scheduler, one, now=now)) == [Delivered]
+
+
+@pytest.mark.parametrize("slot", [1, 2])
+def test_what_a_producer_says_is_admitted_is_looked_for_at_once(slot):
+    scheduler = waiting(1, 2)
+    assert scheduler.on_admitted("q", 1.01) == []
+    (probe,) = only(StartReads, scheduler.on_admitted("p", 1.01)).reads
+    assert [lease.slot for lease in probe.probed] == [1, 2]
+    values = [EPOCH - (slot != 1), EPOCH - (slot != 2)]
+    again = only(StartReads, scheduler.on_read_ended(probed(probe, *values), 1.01)).reads
+    assert slots_of(again) == [slot], "whatever it was asked about, the slots tell"
+    scheduler.check()
+
+
+def test_what_a_producer_says_while_it_is_probed_makes_another_probe():
+    scheduler = waiting(1, 2)
+    (probe,) = only(StartReads, scheduler.on_admitted("p", 1.01)).reads
+    assert scheduler.on_admitted("p", 1.02) == []
+    assert scheduler.on_read_ended(probed(probe, EPOCH - 1), 1.03) == []
+    assert slots_of(probes_at(scheduler, 1.04)) == [1]
 
 
 def waiting(*slots, first_at=1.0):
@@ -205,7 +223,7 @@ def slots_of(reads):
 def test_one_timer_probes_all_early_leases_of_a_peer():
     slots = [700, 3, 3, 1200, 514, 515, *range(20, 40)]
     scheduler = waiting(*slots)
-    probes = probes_at(scheduler, 1.1)
+    probes = probes_at(scheduler, 1.3)
     assert [[lease.slot for lease in probe.probed] for probe in probes] == [
         [3, 3, *range(20, 40), 514],  # a span of 512 slots
         [515, 700],
@@ -213,16 +231,16 @@ def test_one_timer_probes_all_early_leases_of_a_peer():
     ]
     assert [(probe.parts, probe.peer, probe.lease.slot) for probe in probes] == [((), "p", at) for at in (3, 515, 1200)]
     for probe in probes[::-1]:
-        assert scheduler.on_read_ended(probed(probe, EPOCH - 1), 1.1) == []
-    assert scheduler.tick(1.1) == []
+        assert scheduler.on_read_ended(probed(probe, EPOCH - 1), 1.3) == []
+    assert scheduler.tick(1.3) == []
     scheduler.check()
 
 
 def test_what_probes_find_is_read_in_the_order_in_which_it_was_early():
     scheduler = waiting(700, 5, 3, 9, 8)
-    first, other = probes_at(scheduler, 1.1)
-    assert scheduler.on_read_ended(probed(first, EPOCH + 1, 0, EPOCH, 0, 0, EPOCH - 1, EPOCH), 1.1) == []
-    again = only(StartReads, scheduler.on_read_ended(probed(other, EPOCH), 1.1)).reads
+    first, other = probes_at(scheduler, 1.3)
+    assert scheduler.on_read_ended(probed(first, EPOCH + 1, 0, EPOCH, 0, 0, EPOCH - 1, EPOCH), 1.3) == []
+    again = only(StartReads, scheduler.on_read_ended(probed(other, EPOCH), 1.3)).reads
     assert slots_of(again) == [700, 5, 3, 9], "slot 3 was given up by its producer, and its read will tell"
     assert all(one.check_first for one in again)
     scheduler.check()
@@ -231,23 +249,23 @@ def test_what_probes_find_is_read_in_the_order_in_which_it_was_early():
 
 def test_a_report_counts_how_often_a_lease_was_found_early():
     scheduler = waiting(1)
-    for now in (1.1, 1.2, 1.3):
+    for now in (1.3, 1.6, 1.9):
         (probe,) = probes_at(scheduler, now)
         assert scheduler.on_read_ended(probed(probe, EPOCH - 1), now) == []
-    again = read_again(scheduler.tick(1.5))
-    assert only(Delivered, answer(scheduler, again, now=1.6)).pull.early == 4
+    again = read_again(scheduler.tick(2.2))
+    assert only(Delivered, answer(scheduler, again, now=2.3)).pull.early == 4
 
 
 def test_a_probe_that_fails_lets_every_rank_find_out_why():
     scheduler = waiting(1, 2)
-    (probe,) = probes_at(scheduler, 1.1)
-    effects = scheduler.on_read_ended(ReadEnded(probe.read_id, "failed", code="peer_lost"), 1.1)
+    (probe,) = probes_at(scheduler, 1.3)
+    effects = scheduler.on_read_ended(ReadEnded(probe.read_id, "failed", code="peer_lost"), 1.3)
     assert slots_of(only(StartReads, effects).reads) == [1, 2]
 
 
 def test_a_probe_without_an_answer_is_not_repeated_nor_stops_the_budget():
     scheduler = waiting(1)
-    (probe,) = probes_at(scheduler, 1.1)
+    (probe,) = probes_at(scheduler, 1.3)
     assert scheduler.tick(2.0) == []
     assert kinds(scheduler.tick(1.1 + BUDGETS.fence_s)) == [PullFailed, TransferQuiesced]
     assert scheduler.on_read_ended(probed(probe, EPOCH), 4.0) == []
@@ -256,29 +274,18 @@ def test_a_probe_without_an_answer_is_not_repeated_nor_stops_the_budget():
 
 def test_a_rank_that_was_cancelled_while_it_was_probed_is_not_read_again():
     scheduler = waiting(1, 2)
-    (probe,) = probes_at(scheduler, 1.1)
-    scheduler.cancel(0, code="transfer_cancelled", detail="", now=1.1)
-    assert slots_of(only(StartReads, scheduler.on_read_ended(probed(probe, EPOCH), 1.1)).reads) == [2]
+    (probe,) = probes_at(scheduler, 1.3)
+    scheduler.cancel(0, code="transfer_cancelled", detail="", now=1.3)
+    assert slots_of(only(StartReads, scheduler.on_read_ended(probed(probe, EPOCH), 1.3)).reads) == [2]
 
 
 def test_a_rank_that_is_early_again_is_probed_again():
     scheduler = waiting(1)
-    again = read_again(scheduler.tick(1.1))
-    assert scheduler.tick(1.5) == []
+    again = read_again(scheduler.tick(1.3))
+    assert scheduler.tick(1.6) == []
     assert not scheduler._early
-    answer(scheduler, again, "early", 1.6)
-    assert slots_of(probes_at(scheduler, 1.6 + EARLY_RETRY_S)) == [1]
-
-
-def test_a_new_early_rank_makes_the_pause_of_its_peer_short_again():
-    scheduler = waiting(1)
-    for now in (1.1, 1.2, 1.3, 1.5, 1.8):
-        (probe,) = probes_at(scheduler, now)
-        scheduler.on_read_ended(probed(probe, EPOCH - 1), now)
-    (one,) = submit(scheduler, read(slot=2, check_first=True), pull_id=7)
-    answer(scheduler, one, "early", 1.81)
-    assert scheduler.tick(1.81 + EARLY_RETRY_S / 2) == []
-    assert [lease.slot for probe in probes_at(scheduler, 1.81 + EARLY_RETRY_S) for lease in probe.probed] == [1, 2]
+    answer(scheduler, again, "early", 1.7)
+    assert slots_of(probes_at(scheduler, 1.7 + PROBE_S)) == [1]
 
 
 def test_pulls_that_wait_cost_calls_for_each_span_and_not_for_each_pull():
