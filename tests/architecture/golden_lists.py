@@ -142,7 +142,6 @@ STRUCTS = {
     "report of a worker, in a pong": Inspection,
     "questions and answers": AskHeld | AnswerHeld,
     "vLLM: commands of a step": messages.Command,
-    "vLLM: messages of the scheduler to its ranks": admission._CommandNotice | admission._ResetNotice,
     "vLLM: contact of a rank": admission.Contact,
 }
 

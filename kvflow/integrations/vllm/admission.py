@@ -6,7 +6,7 @@ All commands for leases also arrive with the next step of the engine, which may 
 scheduler's side calls a rank in its own process directly, and sends to a rank in another process of the same host over
 a socket. A rank on another host waits for the step.
 
-The socket is in a folder that only this user can enter. A message is a MAC and a notice; the answer to a reset is the
+The socket is in a folder that only this user can enter. A message is a MAC and a command; the answer to a reset is the
 MAC of its MAC. Only the rank and its own scheduler know the key of the MAC: the rank generates it
 and sends it inside the engine.
 """
@@ -31,7 +31,7 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from kvflow.integrations.vllm.messages import Ordered
+from kvflow.integrations.vllm.messages import Ordered, Reset
 from kvflow.integrations.vllm.settings import logger
 
 MAC_BYTES = 32
@@ -44,16 +44,7 @@ QUEUE_MAX = 128
 RESET_WAIT_S = 10.0  # longest time to wait for the answers to a reset: twice that of one rank
 
 
-class _CommandNotice(Struct, frozen=True, array_like=True, tag="command"):
-    command: Ordered
-
-
-class _ResetNotice(Struct, frozen=True, array_like=True, tag="reset"):
-    number: int  # of this reset, so that no answer to an earlier one counts
-    request_ids: tuple[str, ...]
-
-
-_notices = msgspec.msgpack.Decoder(_CommandNotice | _ResetNotice)
+_commands = msgspec.msgpack.Decoder(Ordered | Reset)
 
 
 class Admits(Protocol):
@@ -172,13 +163,13 @@ class GrantReceiver:
                 logger.warning("kvflow: dropped a message to hold a lease, because its signature is wrong")
             return None
         try:
-            notice = _notices.decode(message[MAC_BYTES:])
-            if isinstance(notice, _ResetNotice):
-                return _mac(self._key, message[:MAC_BYTES]) if self._rank.reset(notice.request_ids) else b""
+            command = _commands.decode(message[MAC_BYTES:])
+            if isinstance(command, Reset):
+                return _mac(self._key, message[:MAC_BYTES]) if self._rank.reset(command.void) else b""
         except msgspec.DecodeError as error:
             logger.warning("kvflow: dropped a message to hold a lease: %s", error)
             return None
-        self._rank.take((notice.command,))
+        self._rank.take((command,))
         return None
 
 
@@ -218,7 +209,7 @@ class EarlyAdmission:
                 rank.take((command,))
         if not self._far:
             return
-        text = msgspec.msgpack.encode(_CommandNotice(command))
+        text = msgspec.msgpack.encode(command)
         with self._lock:
             for key, socket in self._far:
                 with suppress(zmq.Again):
@@ -229,7 +220,7 @@ class EarlyAdmission:
         deadline = time.monotonic() + RESET_WAIT_S
         with self._lock:
             self._resets += 1
-            text = msgspec.msgpack.encode(_ResetNotice(self._resets, tuple(request_ids)))
+            text = msgspec.msgpack.encode(Reset(tuple(request_ids), self._resets))
             for key, socket in self._far:
                 if socket.poll(_left_ms(deadline), zmq.POLLOUT):  # a connection may take a moment
                     socket.send(_mac(key, text) + text, zmq.NOBLOCK)

@@ -88,9 +88,10 @@ class Fail(Struct, frozen=True, tag=True):
 
 
 class Reset(Struct, frozen=True, tag=True):
-    """End the leases and pulls of these requests, if ``admission`` has not done so: their blocks are void."""
+    """End the leases and pulls of these requests, if it has not come over ``admission``: their blocks are void."""
 
     void: tuple[str, ...]
+    number: int = 0  # of this reset, so that no answer to an earlier one counts
     request_id: str = "of a reset"
 
 
