@@ -207,7 +207,7 @@ def _check_tokens(index: int, group: Group, specs: Sequence[CacheSpec], shard: S
             "not known",
             remedy="Serve without decode context parallelism.",
         )
-    if stripe.size > 1 and not has_tokens(specs[0]):
+    if stripe.size > 1 and specs and not has_tokens(specs[0]):
         raise SpecInvalid(
             f"group {index} is of kind {group.kind!r} and keeps states, but dcp_size is {shard.dcp_size}",
             remedy="Form groups with plan_groups.",

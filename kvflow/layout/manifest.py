@@ -290,7 +290,7 @@ def _check_group(index: int, group: ManifestGroup) -> None:
     stripe = group.stripe
     if stripe.rank >= stripe.size:
         raise SpecInvalid(f"group {index}: stripe.rank is {stripe.rank}, but stripe.size is {stripe.size}")
-    if stripe.size > 1 and not group.kernel_tokens:
+    if stripe.size > 1 and group.layers and not group.kernel_tokens:
         raise SpecInvalid(f"group {index}: tokens divided among {stripe.size} ranks, but it keeps none")
     if stripe.size > 1 and group.block_size % stripe.width:
         raise SpecInvalid(f"group {index}: stripe.width {stripe.width} does not divide blocks of {group.block_size}")

@@ -31,11 +31,11 @@ LAST_WITHOUT = "569bc14"
 """The last commit that reads the tickets of this release, and no manifest with a group without layers."""
 
 
-def stage_of(layers):
+def stage_of(layers, shard=None):
     """Allocate the cache of a stage; it has every group of the model, some without layers."""
     groups = [replace(group, layers=tuple(name for name in group.layers if name in layers)) for group in GROUPS]
     specs = {name: SPECS[name] for name in layers}
-    return kvflow.allocate(specs, num_blocks=32, layout="BLHNC", groups=groups)
+    return kvflow.allocate(specs, num_blocks=32, layout="BLHNC", groups=groups, shard=shard)
 
 
 def states_of(channels, tp_rank, tp_size=2):
@@ -101,6 +101,14 @@ async def test_groups_whose_layers_other_stages_have_are_read_there(near_world, 
                 await consumer.pull(await producer.offer("r", BLOCKS, NUM_TOKENS), BLOCKS)
                 consumer.has("r", BLOCKS, NUM_TOKENS)
                 consumer.untouched(but=BLOCKS)
+
+
+@pytest.mark.parametrize("layers", [FULL, SLIDING], ids=["full", "sliding"])
+def test_stages_whose_ranks_divide_tokens_have_groups_without_layers(layers):
+    manifest = stage_of(layers, kvflow.Shard(tp_size=4, dcp_size=2)).manifest()
+    manifest.check()
+    assert sorted(layer.name for group in manifest.groups for layer in group.layers) == sorted(layers)
+    assert [group.stripe.size for group in manifest.groups] == [2, 1]
 
 
 async def test_a_peer_with_fewer_stages_than_its_ticket_names(near_world):
