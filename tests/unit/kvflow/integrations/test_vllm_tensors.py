@@ -273,7 +273,7 @@ def entries(spec, *, kernel_blocks=1, tp_size=1, tp_rank=0, backend="cuda_flashm
     return adopt_caches({"a": tensor}, [group(spec, "a")], shape, tp_rank=tp_rank)
 
 
-def test_pages_of_entries_that_tokens_share_move_whole_without_their_padding():
+def test_pages_of_shared_entries_move_whole_without_their_padding():
     source, target = entries(compressed()), entries(compressed())
     (part,) = target.manifest().groups[0].layers[0].components
     assert (part.role, part.nbytes) == ("cuda_flashmla_sparse_dsv4_fp8_per_tensor_1x64x584hn", 64 * 584)
@@ -282,7 +282,7 @@ def test_pages_of_entries_that_tokens_share_move_whole_without_their_padding():
     assert plan.certificate.complete
 
 
-def test_windows_of_deepseek_v4_are_pages_and_its_compressors_states_are_not():
+def test_windows_of_deepseek_v4_are_pages_and_its_states_are_not():
     window = {"block_size": 64, "tokens_per_state": 1}
     state = {"block_size": 4, "tokens_per_state": 1, "sliding_window": 8, "model_version": None}
     state |= {"dtype": torch.float32, "head_size": 2048, "content": 8192, "page_size_padded": 32832}
