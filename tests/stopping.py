@@ -1,10 +1,26 @@
-"""SIGSTOP, for tests that need a process to do nothing more from now on."""
+"""SIGSTOP, for tests that need a process to do nothing more from now on, and the other ends of processes."""
 
 import os
 import signal
 from pathlib import Path
 
-from tests.helpers.waiting import wait_until
+from tests.helpers.waiting import PATIENCE_S, wait_until
+
+
+class Mortal:
+    """Who has a ``process`` that a test stops, resumes and kills."""
+
+    def stop(self):
+        """Let it hang: its kernel answers, it does not."""
+        stop_process(self.process.pid)
+
+    def resume(self):
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self):
+        """End it without a word."""
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
 
 
 def stop_process(pid: int) -> None:

@@ -11,7 +11,6 @@ with the processor ends the process.
 
 import contextlib
 import itertools
-import signal
 import threading
 import uuid
 
@@ -40,7 +39,7 @@ from tests.contract.kinds import KINDS, credentials, serving
 from tests.devices import REAL, cache_of
 from tests.helpers.copying import copied_in_small_pieces
 from tests.integration.forked import ForkedProcess
-from tests.stopping import stop_process
+from tests.stopping import Mortal
 
 PATIENCE_S = 60.0
 SLOTS = 64
@@ -190,7 +189,7 @@ class RemoteEpochs:
             self._set(slot, self._values[slot])
 
 
-class Elsewhere:
+class Elsewhere(Mortal):
     """An exporter in another process. It has the attributes of an ``End`` that is only read from."""
 
     def __init__(self, kind, seed, nbytes, slots, memory, env):  # noqa: PLR0917
@@ -216,16 +215,6 @@ class Elsewhere:
 
     def set_epoch(self, slot, value):
         assert self.ask(f"epoch {slot} {value}") == "ok"
-
-    def stop(self):
-        stop_process(self.process.pid)
-
-    def resume(self):
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait(PATIENCE_S)
 
     def go(self):
         """End politely, and return when the process is gone."""

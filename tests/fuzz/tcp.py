@@ -18,10 +18,11 @@ from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.access import Access
 from kvflow.reads.tcp.certificates import draw_identity
 from kvflow.reads.tcp.stream import ChannelClosed
+from tests.helpers.lines import wait_for
 
 from .mutations import Mutator
 from .processes import PATIENCE_S, START_PATIENCE_S, Died, start
-from .tcp_ends import Consumer, Leases, Line, settings, wait_for
+from .tcp_ends import Consumer, Leases, Line, settings
 from .tcp_frames import Served, head, mutated_answer
 
 ATTACKERS = 2

@@ -20,7 +20,7 @@ from kvflow.reads.contract import LeaseName, PeerAddress, PreparedList, Serving
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.backend import TcpBackend
 from kvflow.reads.tcp.opening import Opening
-from kvflow.reads.tcp.stream import ChannelClosed
+from tests.helpers import lines
 
 PASS_KEY = b"k" * 32
 MAC = b"m" * wire.MAC_BYTES
@@ -145,67 +145,15 @@ def rows_of(start, block_bytes, blocks):
     return np.array([[start + at * half, half, 0, block_bytes, blocks] for at in range(STRETCHES)])
 
 
-class Line:
-    """A stream on which bytes are said and heard, and which waits for them.
+class Line(lines.Line):
+    """One that goes on saying while the other end speaks, and may stop in the middle."""
 
-    Args:
-        stream: of a connection that has opened.
-        pump: drives the other end meanwhile, if it has no thread of its own.
-    """
-
-    def __init__(self, stream, pump=None):
-        self.stream = stream
-        self._pump = pump
-        self._poll = select.poll()
-
-    def say(self, *frames):
-        """Send all of it."""
-        left = memoryview(b"".join(frames))
-        while left:
-            count = self.stream.write(left)
-            left = left[count:]
-            if not count:
-                self._wait(select.POLLOUT | select.POLLIN)
-
-    def hear(self, nbytes):
-        """Receive exactly so many bytes."""
-        heard = bytearray(nbytes)
-        left = memoryview(heard)
-        while left:
-            count = self.stream.read(left)
-            left = left[count:]
-            if not count:
-                self._wait(select.POLLIN)
-        return bytes(heard)
+    SAYING = select.POLLOUT | select.POLLIN
 
     def hang_up(self):
         """Say nothing more, where that can be told; TLS of Python cannot."""
         with socket.socket(fileno=os.dup(self.stream.fileno())) as sock, suppress(OSError):
             sock.shutdown(socket.SHUT_WR)
-
-    def hear_all(self):
-        """Receive everything until the other end has closed the connection."""
-        heard, part = bytearray(), memoryview(bytearray(1 << 16))
-        with suppress(ChannelClosed):
-            while True:
-                if count := self.stream.read(part):
-                    heard += part[:count]
-                else:
-                    self._wait(select.POLLIN)
-        return bytes(heard)
-
-    def _wait(self, events):
-        self._poll.register(self.stream.fileno(), events)
-        wait_for(self._poll, self._pump)
-
-
-def wait_for(poll, pump):
-    """Wait for an event, and drive the other end meanwhile."""
-    until = time.monotonic() + PATIENCE_S
-    while not poll.poll(PATIENCE_S * 1e3 if pump is None else 1):
-        assert pump is not None, "the other end does not go on"
-        assert time.monotonic() < until, "the other end does not go on"
-        pump()
 
 
 def open_line(served, name, identity):

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.stopping import stop_process
+from tests.stopping import Mortal
 
 from .forked import ForkedProcess, whole_name
 
@@ -28,7 +27,7 @@ def environment_of_children():
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
 
 
-class Child:
+class Child(Mortal):
     """A process that hosts producers, and runs a module of this folder, or the one that its whole name says.
 
     Args:
@@ -79,18 +78,6 @@ class Child:
             if self.process.poll() is None:
                 self.resume()  # one that a failed test left stopped would not answer
                 await self.ask("close", name=name)
-
-    def stop(self):
-        """Let it hang: its kernel answers, it does not."""
-        stop_process(self.process.pid)
-
-    def resume(self):
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self):
-        """End it without a word."""
-        self.process.kill()
-        self.process.wait(PATIENCE_S)
 
     def go(self):
         """End it politely, and return when it is gone."""

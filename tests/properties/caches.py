@@ -200,16 +200,22 @@ def execute(plan, source, target, *, source_ids, target_ids, num_tokens):
         pairs = pair_units(group, sources[group.source_group], targets[group.target_group], num_tokens=num_tokens)
         if not len(pairs.source):
             continue
-        bound = binding.bind(pairs, chunk_bytes=1 << 23, chunk_descriptors=256)
-        assert bound.source_index.dtype == bound.target_index.dtype == np.int32
-        source_at, lengths = descriptors(binding.source.table, bound.source_index)
-        target_at, target_lengths = descriptors(binding.target.table, bound.target_index)
-        assert np.array_equal(lengths, target_lengths)
-        assert lengths.sum() == bound.nbytes
-        require_inside(source_at, lengths, theirs.regions)
-        require_inside(target_at, lengths, ours.regions)
+        source_at, target_at, lengths = places(binding, pairs, theirs, ours)
         for to, at, nbytes in zip(target_at.tolist(), source_at.tolist(), lengths.tolist(), strict=True):
             ctypes.memmove(to, at, nbytes)
+
+
+def places(binding, pairs, theirs, ours):
+    """Return where the descriptors of these pairs lie in both caches, within what is registered, and their lengths."""
+    bound = binding.bind(pairs, chunk_bytes=1 << 23, chunk_descriptors=256)
+    assert bound.source_index.dtype == bound.target_index.dtype == np.int32
+    source_at, lengths = descriptors(binding.source.table, bound.source_index)
+    target_at, target_lengths = descriptors(binding.target.table, bound.target_index)
+    assert np.array_equal(lengths, target_lengths)
+    assert lengths.sum() == bound.nbytes
+    require_inside(source_at, lengths, theirs.regions)
+    require_inside(target_at, lengths, ours.regions)
+    return source_at, target_at, lengths
 
 
 def bindings(plan, source, target):

@@ -14,7 +14,7 @@ from kvflow.planning.bind import bind_plan
 from kvflow.planning.pairs import pair_units
 from tests.fakes.staging import plan_at
 
-from .caches import descriptors, require_inside
+from .caches import places
 from .oracle import ABSENT, Shared, tokens_by_block, write
 from .pools import open_pool
 from .staged import copy_staged
@@ -270,23 +270,16 @@ def _num_tokens(model, pool, group):
 
 
 def _copy(binding, pairs, source, target, writes):
-    bound = binding.bind(pairs, chunk_bytes=1 << 23, chunk_descriptors=256)
-    assert bound.source_index.dtype == bound.target_index.dtype == np.int32
-    source_at, lengths = descriptors(binding.source.table, bound.source_index)
-    target_at, target_lengths = descriptors(binding.target.table, bound.target_index)
-    assert np.array_equal(lengths, target_lengths)
-    assert lengths.sum() == bound.nbytes
-    require_inside(source_at, lengths, source.cache.manifest().regions)
-    require_inside(target_at, lengths, target.cache.manifest().regions)
+    source_at, target_at, lengths = places(binding, pairs, source.cache.manifest(), target.cache.manifest())
     for nbytes in np.unique(lengths):
         chosen = lengths == nbytes
-        places = source_at[chosen] - source.address, target_at[chosen] - target.address
+        both = source_at[chosen] - source.address, target_at[chosen] - target.address
         if nbytes >= SLICED_BYTES_MIN:
-            for at, to in zip(*places, strict=True):
+            for at, to in zip(*both, strict=True):
                 target.memory[to : to + nbytes] = source.memory[at : at + nbytes]
                 writes[to : to + nbytes] += 1
             continue
-        at, to = (place[:, None] + np.arange(nbytes) for place in places)
+        at, to = (place[:, None] + np.arange(nbytes) for place in both)
         target.memory[to] = source.memory[at]
         np.add.at(writes, to, 1)
 

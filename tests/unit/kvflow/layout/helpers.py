@@ -43,19 +43,21 @@ def model(*, layers, full_every=0, **fields):
     }
 
 
+DENSE = {
+    "role": "k",
+    "dtype": "float16",
+    "region": 0,
+    "offset": 0,
+    "block_stride": 64,
+    "kernel_stride": 0,
+    "extents": (1, 4, 8),
+    "strides": (64, 16, 2),
+}
+"""One head of four tokens of 16 bytes, dense, in blocks of 64 bytes."""
+
+
 def component(**changes):
-    """One head of four tokens of 16 bytes, dense, in blocks of 64 bytes."""
-    fields = {
-        "role": "k",
-        "dtype": "float16",
-        "region": 0,
-        "offset": 0,
-        "block_stride": 64,
-        "kernel_stride": 0,
-        "extents": (1, 4, 8),
-        "strides": (64, 16, 2),
-    }
-    return Component(**fields | changes)
+    return Component(**DENSE | changes)
 
 
 def state(**changes):

@@ -15,6 +15,7 @@ from kvflow.rendezvous.endpoint import Advertisement, build_local_endpoint, secu
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
 from tests.helpers.settings import flat_config
+from tests.unit.kvflow.layout import helpers as layout_helpers
 from tests.unit.kvflow.worker.helpers import PATIENCE_S, cache_of
 
 __all__ = ["PATIENCE_S", "cache_of"]
@@ -23,20 +24,7 @@ SECRET = "a secret of the tests, long enough"
 SECURITY = ClusterSecurity.from_secret(SECRET)
 INCARNATION = "a" * 32
 EPOCHS = Region(8192, 64)
-DENSE = {
-    "role": "k",
-    "dtype": "float16",
-    "region": 0,
-    "offset": 0,
-    "block_stride": 64,
-    "kernel_stride": 0,
-    "extents": (1, 4, 8),
-    "strides": (64, 16, 2),
-    "shard_axis": 0,
-    "first": 0,
-    "total": 1,
-    "token_axis": 1,
-}
+DENSE = layout_helpers.DENSE | {"shard_axis": 0, "first": 0, "total": 1, "token_axis": 1}
 
 
 def manifest():

@@ -3,7 +3,6 @@
 import queue
 import select
 import time
-from contextlib import suppress
 from itertools import count
 
 import numpy as np
@@ -21,7 +20,7 @@ from kvflow.reads.tcp.backend import TcpBackend
 from kvflow.reads.tcp.certificates import draw_identity
 from kvflow.reads.tcp.exporter import TcpExporter
 from kvflow.reads.tcp.opening import Opening
-from kvflow.reads.tcp.stream import ChannelClosed
+from tests.helpers.lines import Line
 
 KEY = b"k" * 32
 PATIENCE_MS = 60_000
@@ -142,34 +141,8 @@ class Producer(Leases):
         return self._readers[-1]
 
 
-class Reader:
-    """One connection, which says and hears bytes, and waits for them."""
-
-    def __init__(self, stream, pump=None):
-        self.stream = stream
-        self._pump = pump
-        self._poll = select.poll()
-        self._poll.register(stream.fileno(), select.POLLIN)
-
-    def say(self, *frames):
-        """Send all of it."""
-        left = memoryview(b"".join(frames))
-        while left:
-            count = self.stream.write(left)
-            left = left[count:]
-            if not count:
-                self._wait(select.POLLOUT)
-
-    def hear(self, nbytes):
-        """Receive exactly so many bytes."""
-        heard = bytearray(nbytes)
-        left = memoryview(heard)
-        while left:
-            count = self.stream.read(left)
-            left = left[count:]
-            if not count:
-                self._wait(select.POLLIN)
-        return bytes(heard)
+class Reader(Line):
+    """One connection, which asks for runs of blocks and hears the answers."""
 
     def answer(self):
         """Receive one answer: the kind of its end, all of its bytes, and the value or text at its end."""
@@ -197,28 +170,11 @@ class Reader:
 
     def ended(self):
         """Wait until the other end has closed the connection, after what it had said."""
-        part = memoryview(bytearray(1 << 16))
-        with suppress(ChannelClosed):
-            while True:
-                if not self.stream.read(part):
-                    self._wait(select.POLLIN)
+        self.hear_all()
         return True
 
     def close(self):
         self.stream.close(reset=True)
-
-    def _wait(self, events):
-        self._poll.modify(self.stream.fileno(), events)
-        wait_for(self._poll, self._pump)
-
-
-def wait_for(poll, pump):
-    """Wait for an event, and meanwhile let ``pump`` drive the other end, if it has no thread of its own."""
-    until = time.monotonic() + PATIENCE_MS / 1e3
-    while not poll.poll(PATIENCE_MS if pump is None else 1):
-        assert pump is not None, "the other end does not go on"
-        assert time.monotonic() < until, "the other end does not go on"
-        pump()
 
 
 def block(number, count=1, *, stretch=0, offset=0, nbytes=512, stride=0, times=1):
