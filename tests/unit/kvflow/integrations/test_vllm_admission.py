@@ -63,7 +63,7 @@ def admit(ticket):
 
 
 def packed(command):
-    return msgspec.msgpack.encode(["command", command])
+    return msgspec.msgpack.encode(command)
 
 
 def message(ticket, key):
@@ -379,13 +379,13 @@ def test_an_early_admission_needs_no_further_step(late, device, monkeypatch):
 
 def test_an_early_admission_is_not_tried_again_when_the_rank_has_ended(late, device, monkeypatch, caplog):
     tries = []
-    monkeypatch.setattr(rank_side.threading, "Timer", lambda _pause, call, given: tries.append((call, given)) or Idle())
+    monkeypatch.setattr(rank_side.threading, "Timer", lambda _pause, call: tries.append(call) or Idle())
     end_steps(late, STEP)
     late.early()
     late.runtime.close()
-    ((call, given),) = tries
+    (call,) = tries
     device.done = 1
-    call(*given)
+    call()
     assert len(tries) == 1
     assert "not offered" not in caplog.text
 
@@ -565,8 +565,8 @@ def hostile(key):
         "a step of nonsense": packed(command | {"step": "soon"}),
         "no grant": packed({name: command[name] for name in ("type", "request_id")}),
         "a command of another kind": packed(command | {"type": "Cancel"}),
-        "a notice of another kind": msgspec.msgpack.encode(["another", command]),
-        "a reset of nonsense": msgspec.msgpack.encode(["reset", 1, STEP]),
+        "a list of commands": packed([command]),
+        "a reset of nonsense": packed({"type": "Reset", "void": STEP}),
         "a message that is cut": text[:-40],
         "a grant of nonsense": packed(command | {"grant": "A" * (8 << 20)}),
     }
