@@ -7,7 +7,7 @@ import pytest
 
 from tests.ports import free_port
 
-from .engines import PREFILL_PARAMS, Options, Pair
+from .engines import PREFILL_PARAMS, Engine, Options, Pair
 from .pairs import FULL, LEASE_S, model_folder
 from .prompts import prompt_of
 
@@ -21,6 +21,8 @@ SIDES = {  # options of both sides, and ranks of the prefill engine
     "granite": (replace(BASE, model="granite", block_size=0), 1),
     "llama-2-to-1": (replace(BASE, dtype="float32"), 2),
 }
+GONE = ("peer_lost", "peer_closed", "stale_lease")
+"""Codes of a read whose prefill engine stops."""
 NUMBERS = itertools.count()
 
 
@@ -46,11 +48,13 @@ def meeting(request, pairs):
 
 @pytest.fixture(autouse=True)
 def settled(meeting):
-    """After every test, every block of both sides is free."""
+    """After every test, nothing that had settled was written again, and every block of both sides is free."""
     yield
     pair, _ = meeting
     for op, fields in (("preempt", {"times": 0}), ("gather", {"number": 0})):
         tell(pair, op, **fields)
+    for rank in tell(pair, "opened")["ranks"]:
+        assert [each for each in rank["ended"] if not each[3]] == []
     pair.settle()
 
 
@@ -126,3 +130,23 @@ def test_a_reset_leaves_no_wrong_token(meeting):
         pair.prefill.reset_prefix_cache(running=True, external=True)
         _, answer = [request.wait() for request in started]
         expect(meeting, prompt, answer, reasons={"stale_lease"})
+
+
+@pytest.mark.skipif(not FULL, reason="one more engine starts")
+def test_a_prefill_engine_that_restarts_is_met_again(meeting, pairs):
+    pair, _ = meeting
+    tell(pair, "gather", number=2)  # so it stops before it has computed anything
+    _, decode = both(meeting, prompt_of(500, "restarted"), decode_first=True)
+    pair.prefill.wait_state(lambda state: state["held"] == 1)
+    pair.prefill.stop()
+    answer = decode.wait()
+    assert (answer["finish_reason"], pair.decode.reason(answer["id"])) in {("error", each) for each in GONE}
+    old, folder = pair.prefill, model_folder(pair.prefill.options.model)
+    given = {"role": "kv_producer", "name": old.name, "secret": pair.secret, "nursery": pairs.nursery}
+    pair.prefill = Engine(old.options, folder, **given).wait_ready()
+    pair.free_blocks[pair.prefill] = pair.free_blocks.pop(old)
+    for length in LENGTHS:
+        prompt = prompt_of(length, "after the restart")
+        started = both(meeting, prompt, decode_first=True)
+        _, answer = [request.wait() for request in started]
+        expect(meeting, prompt, answer)
