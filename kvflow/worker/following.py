@@ -134,7 +134,8 @@ class _Rank:
             within_s=answer_s,
         )
         if answer.ended:
-            raise StaleLease("the lease ended before everything was computed", peer=self.name)
+            message = "the lease ended before everything was computed"
+            raise StaleLease(message, ended_by=answer.ended, peer=self.name)
         self._hear(answer)
 
     def _hear(self, answer: AnswerSettled) -> None:

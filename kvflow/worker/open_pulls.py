@@ -364,6 +364,8 @@ class OpenPulls:
         link = None if member is None else self._pool.link(member.peer)
         if member is not None and link is not None:
             end = await link.ask_end((member.grant.slot, member.grant.epoch_value), within_s=EXPLAIN_S)
+        if error.ended_by and end == LeaseEnd():
+            end = LeaseEnd(error.ended_by)  # the producer said so, and is gone
         return StaleLease(
             f"{error.message}; {end.words}",
             ended_by=end.ended_by,

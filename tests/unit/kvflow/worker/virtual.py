@@ -40,13 +40,9 @@ class Life:
     """
 
     def __init__(self, fabric, config, cache, *, skew_s=0.0):
-        self.process = Process(
-            fabric.world,
-            f"{config.engine_id}/{config.rank}",
-            f"10.0.0.{len(fabric.agents) + 1}",
-            began_s=1.0,
-            skew_s=skew_s,
-        )
+        self.config, self.cache = config, cache
+        name, host = f"{config.engine_id}/{config.rank}", config.bind.removeprefix("tcp://").partition(":")[0]
+        self.process = Process(fabric.world, name, host, began_s=1.0, skew_s=skew_s)
         self.worker, self.events = None, []
         self._left, self._world = self.process.create_future(), fabric.world
         environment = Environment(
@@ -103,6 +99,10 @@ class VirtualWorld:
             msgspec.structs.replace(shape, num_ranks=ranks), rank, (len(self.fabric.agents) + 1) << 32
         )
         return Life(self.fabric, config, cache, skew_s=skew_s)
+
+    def reborn(self, life):
+        """Start the worker of a process that has ended anew, at its address."""
+        return Life(self.fabric, life.config, life.cache)
 
     @property
     def now(self):
