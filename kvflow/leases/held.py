@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from math import lcm
+from typing import Self
 
 from msgspec import Struct
 
 from kvflow.errors import BlockIdsInvalid
 from kvflow.ids import LeaseKey
+from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import blocks_for
 from kvflow.leases.tickets import Grant
 
@@ -172,6 +174,12 @@ class OpenGroups:
         self.sizes = tuple(sizes)
         self._groups = tuple(zip(sizes, early, aliases, strict=True))
         self.unit = lcm(*[size for size, is_early, _ in self._groups if is_early]) if any(early) else 0
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Self:
+        """Return the groups of this cache."""
+        early = [all(layer.kind in SETTLES for layer in group.layers) for group in manifest.groups]
+        return cls([group.tokens_per_id for group in manifest.groups], early, manifest.aliases)
 
     def whole(self, num_tokens: int) -> int:
         """Return how many of these tokens are in whole blocks."""

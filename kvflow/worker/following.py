@@ -22,10 +22,10 @@ from kvflow.errors import (
     StaleLease,
     TicketInvalid,
 )
-from kvflow.ids import ABSENT, Clock
+from kvflow.ids import Clock
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import check_block_ids
-from kvflow.leases.held import SETTLES
+from kvflow.leases.held import SETTLES, Blocks, OpenGroups
 from kvflow.leases.tickets import MAC_BYTES, Ticket
 from kvflow.planning.bind import AnyBinding
 from kvflow.planning.pairs import UnitPairs, located, pair_units
@@ -86,10 +86,11 @@ class _Rank:
         self.name = str(self.peer)
         self.lease = LeaseName(grant.slot, grant.epoch_value, ticket.sealed[rank.grant][:MAC_BYTES])
         self.settled, self.sealed = 0, False
-        self.told: list[list[int]] = [[] for _ in self._theirs.groups]
-        self._seen: dict[int, set[int]] = {alias: set() for alias in self._theirs.aliases}
+        self._settling = OpenGroups.of(self._theirs)
+        self.told: Blocks = ((),) * len(self._theirs.groups)
+        self._keys: set[int] = set()  # of these blocks, as ``OpenGroups`` compares them
         try:
-            self._add(grant.block_ids)
+            self._add(grant.block_ids, 0, sealed=False)
         except ProtocolViolation as error:
             raise TicketInvalid(error.message) from error
         self._groups = rank.groups
@@ -97,7 +98,6 @@ class _Rank:
         self.early: list[_Group] = []
         self.late: list[tuple[int, AnyBinding]] = []
         total = grant.num_tokens[0]
-        self._sizes: dict[int, int] = {}  # of blocks, of each source group that settles
         self.tokens: list[int] = []  # in the blocks of these groups, on both sides
         for list_id, binding in rank.groups:
             source, target = binding.group.source_group, binding.group.target_group
@@ -106,17 +106,12 @@ class _Rank:
             if not kinds <= SETTLES or grant.num_tokens[source] != total:
                 self.late.append((list_id, binding))
                 continue
-            size = self._sizes[source] = sides[0].tokens_per_id
+            size = sides[0].tokens_per_id
             every = np.arange(-(-total // size))
             pairs = pair_units(binding.group, every, pull.targets[target], num_tokens=total)
             self.tokens += [size, sides[1].tokens_per_id]
             if len(pairs.source):
                 self.early.append(_Group(list_id, binding, size, pairs))
-
-    @property
-    def readable(self) -> int:
-        """How many of the first tokens are settled, in blocks that were told."""
-        return min([self.settled, *(len(self.told[group]) * size for group, size in self._sizes.items())])
 
     async def ask(self, above: int, within_s: float, answer_s: float) -> None:
         """Ask what is settled, once it is more than we know; check and keep the answer. Cancellation: safe.
@@ -143,29 +138,20 @@ class _Rank:
         if not self.settled <= answer.num_tokens <= total or (answer.sealed and answer.num_tokens < total):
             sealed = " and sealed" if answer.sealed else ""
             self._refuse(f"{answer.num_tokens} tokens are settled{sealed}, of {total}, after {self.settled}")
-        self._add(answer.block_ids)
+        self._add(answer.block_ids, answer.num_tokens, sealed=answer.sealed)
         self.settled, self.sealed = answer.num_tokens, answer.sealed
-        short = [group for group, size in self._sizes.items() if len(self.told[group]) * size < total]
-        if answer.sealed and short:
-            self._refuse(f"group {short[0]} is sealed with {len(self.told[short[0]])} blocks for {total} tokens")
 
-    def _add(self, lists: Sequence[Sequence[int]]) -> None:
+    def _add(self, lists: Sequence[Sequence[int]], settled: int, *, sealed: bool) -> None:
         """Add blocks to those that were told, once all of them are checked."""
         theirs = self._theirs
         try:
-            checked = check_block_ids(lists, num_blocks=theirs.num_blocks, aliases=theirs.aliases, unique=True)
+            check_block_ids(lists, num_blocks=theirs.num_blocks, aliases=theirs.aliases, unique=True)
+            new = tuple([tuple(map(int, ids)) for ids in lists])
+            grant, told, keys = self._grant, self.told, self._keys
+            self.told, more = self._settling.extend(grant, told, keys, new, settled, sealed=sealed)
         except BlockIdsInvalid as error:
             self._refuse(error.message)
-        new = [set(map(int, ids)) - {ABSENT} for ids in checked]
-        for group, (side, tokens) in enumerate(zip(theirs.groups, self._grant.num_tokens, strict=True)):
-            most = -(-tokens // side.tokens_per_id) if side.tokens_per_id else 1
-            if len(self.told[group]) + len(lists[group]) > most:
-                self._refuse(f"group {group} has more blocks than {tokens} tokens need")
-            if not self._seen[theirs.aliases[group]].isdisjoint(new[group]):
-                self._refuse(f"group {group} has a block that was told before")
-        for group, (alias, blocks) in enumerate(zip(theirs.aliases, new, strict=True)):
-            self.told[group] += map(int, lists[group])
-            self._seen[alias] |= blocks
+        self._keys |= more
 
     def _refuse(self, fault: str) -> NoReturn:
         raise ProtocolViolation(f"what {self.name} says of its open offer is wrong: {fault}", peer=self.name)
@@ -236,7 +222,7 @@ class Following:
         """
         left_s = self._started_at + self._budgets.compute_s - self._clock()
         above = min(self._end + self._worth, self._total)
-        if min(rank.readable for rank in self._ranks) == self._total:
+        if min(rank.settled for rank in self._ranks) == self._total:
             above = self._total + 1  # only the seal is news
         within_s = max(0.0, min(WAIT_S_MAX, left_s))
         before = [rank.settled for rank in self._ranks]
@@ -265,7 +251,7 @@ class Following:
     def cut(self, read_ids: Iterator[int]) -> tuple[RankRead, ...]:
         """Return the reads of the next range; none if nothing is worth one."""
         last = self.sealed
-        readable = min(rank.readable for rank in self._ranks)
+        readable = min(rank.settled for rank in self._ranks)
         end = self._total if last else readable
         if end < self._total:
             end = end // self._unit * self._unit

@@ -23,7 +23,7 @@ from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid, Kvfl
 from kvflow.events import LeaseEnded, OfferAdmitted, OfferRefused, Outcome
 from kvflow.ids import Ids, LeaseKey, worker_name
 from kvflow.leases.blocks import as_ids, blocks_for, check_block_ids, join_loans
-from kvflow.leases.held import SETTLES, OpenGroups
+from kvflow.leases.held import OpenGroups
 from kvflow.leases.issuer import Issuer, as_digest_lists, complete_digests
 from kvflow.leases.table import Answer, LeaseState, LeaseTable, Reader
 from kvflow.leases.tickets import Grant, Kind, RankAddress, Ticket
@@ -77,8 +77,7 @@ class LeaseManager:
         self._issuer = issuer
         self._lent: dict[str, tuple[Ids, ...]] = {}
         self._num_blocks = manifest.num_blocks
-        early = [all(layer.kind in SETTLES for layer in group.layers) for group in manifest.groups]
-        self._groups = OpenGroups([group.tokens_per_id for group in manifest.groups], early, self._account.aliases)
+        self._groups = OpenGroups.of(manifest)
         self._lease_s = shared.config.lease_s
         self._offers = shared.config.role != "consumer"
         self._lifecycle = shared.lifecycle
