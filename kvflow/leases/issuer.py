@@ -105,10 +105,7 @@ class Issuer:
             The ticket for the consumer, and the grant that every rank must admit.
 
         Raises:
-            ArgumentInvalid: ``request_id`` is not text, ``digests`` does not have one digest per block, or
-                ``traceparent`` is malformed.
-            BlockIdsInvalid: ids or token counts are not integers, do not match, or are out of bounds; or the request is
-                already on offer.
+            ArgumentInvalid, BlockIdsInvalid: as in ``Worker.offer``, but the ranks compare the ids with their caches.
             CapacityExceeded: every slot is taken by an offer. What is kept leaves its slot to an offer, as in ``keep``.
         """
         return self.issue(request_id, block_ids, num_tokens, digests, chained=chained, traceparent=traceparent)

@@ -226,20 +226,11 @@ class Worker:
         The lease is held on return. Each call of ``advance`` renews it, and so does a reader that waits for the next.
         After ``seal`` it ends as that of an ``offer`` does.
 
-        Args:
-            request_id: text that no held offer has.
-            block_ids: the blocks so far, one list per group, each from the first token on; they may be empty. Groups
-                that are not full attention, such as windows and states, are told with ``seal``.
-            num_tokens: tokens that the request will have in the end, or one number per group.
-            digests: those of the blocks that the request will have, chained as in ``keep``; a list may be longer than
-                that of ``block_ids``. Peers find the offer by them once they reach the last token.
-            traceparent: as in ``offer``.
-
-        Raises:
-            ArgumentInvalid, BlockIdsInvalid, CapacityExceeded, WorkerDraining, WorkerClosed, ConfigInvalid: as in
-                ``offer``.
-
-        Thread: any.
+        The arguments, the errors and the thread are those of ``offer``, but for these. ``block_ids`` are the blocks so
+        far, each list from the first token on; it may be empty, as it must be for groups that are not full attention,
+        such as windows and states: ``seal`` tells their blocks. ``num_tokens`` is what the request will have in the
+        end. ``digests`` are those of the blocks that it will have, chained as in ``keep``; peers find the offer by them
+        once they reach the last token.
         """
         self._require_process()
         offer = OfferRequest(request_id, block_ids, num_tokens, digests, traceparent, kind="open")
