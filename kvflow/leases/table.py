@@ -221,7 +221,7 @@ class LeaseTable:
         for slot, epoch in leases:
             lease = self._by_slot.get(slot)
             if lease is None or lease.epoch != epoch:
-                answers.append("held" if self._find(slot, epoch) else self._release_early(slot, epoch, reader, read))
+                answers.append("held" if self.held(slot, epoch) else self._release_early(slot, epoch, reader, read))
                 continue
             complete = alone or _count(lease, reader)
             if complete is None:
@@ -240,7 +240,7 @@ class LeaseTable:
         for slot, epoch in leases:
             lease = self._by_slot.get(slot)
             if lease is None or lease.epoch != epoch:
-                kept = self._find(slot, epoch)
+                kept = self.held(slot, epoch)
                 answers.append("held" if kept else "ended" if self._is_past(slot, epoch) else "unknown")
                 continue
             lease_ms = lease.grant.lease_ms
@@ -273,7 +273,7 @@ class LeaseTable:
 
         ``macs_of`` signs the grant, once for each lease, whatever a peer presents.
         """
-        lease = self._find(slot, epoch)
+        lease = self.held(slot, epoch)
         if lease is None:
             return False
         if not lease.macs:
@@ -286,7 +286,7 @@ class LeaseTable:
         The epoch decides, and is raised before this method returns None. What an open lease is told makes new lists.
         Thread: any, without a lock, because one dict lookup is atomic and no list changes.
         """
-        lease = self._find(slot, epoch)
+        lease = self.held(slot, epoch)
         return None if lease is None else lease.blocks
 
     def past(self, slot: int, epoch: int) -> PastLease | None:
@@ -329,8 +329,9 @@ class LeaseTable:
             del lease.advances[1:-1:2]
 
     def held(self, slot: int, epoch: int) -> Lease | None:
-        """Return a lease that is held."""
-        return self._find(slot, epoch)
+        """Return a lease that is held. Thread: any, without a lock, as ``blocks_of``."""
+        lease = self._by_slot.get(slot) or self._kept.get(slot)
+        return lease if lease is not None and lease.epoch == epoch else None
 
     def may_come(self, slot: int, epoch: int) -> bool:
         """Return whether a grant with this epoch can still be admitted."""
@@ -390,10 +391,6 @@ class LeaseTable:
         if not of_key:
             del self._early_of[early.reader.public_key]
         self._num_early -= 1
-
-    def _find(self, slot: int, epoch: int) -> Lease | None:
-        lease = self._by_slot.get(slot) or self._kept.get(slot)
-        return lease if lease is not None and lease.epoch == epoch else None
 
     def _is_past(self, slot: int, epoch: int) -> bool:
         return slot < self._slots and self._epochs.base < epoch < self._epochs[slot]
