@@ -261,9 +261,6 @@ class Consumer:
                     assert part.binding is not None
                     nbytes += len(part.pairs.source) * part.binding.unit_bytes
         pull.reads, pull.nbytes = tuple(reads), nbytes
-        if self.pulls.traced:
-            for read in reads:
-                read.arrived = []
         now = pull.submitted_at = self._clock()
         if not reads:  # every target block is absent
             self._complete(pull)
@@ -299,9 +296,6 @@ class Consumer:
                 await following.hear()
                 await following.arrived()
                 pull.reads, pull.submitted_at = following.cut(self._scheduler.read_ids), self._clock()
-                if self.pulls.traced:
-                    for read in pull.reads:
-                        read.arrived = []
                 if pull.reads:
                     self._hand_over([pull])
             await following.arrived()
@@ -331,6 +325,9 @@ class Consumer:
     def _hand_over(self, pulls: Sequence[OpenPull]) -> None:
         """Post the reads of pulls together, complete the pulls that are answered at once, and open the others."""
         reads = pulls[0].reads if len(pulls) == 1 else [read for pull in pulls for read in pull.reads]
+        if self.pulls.traced:
+            for read in reads:
+                read.arrived = []
         answers = self._post(reads)
         if len(reads) == len(answers) == 1 and answers[0].verdict == "held":  # quickly
             pulls[0].ended = answers
