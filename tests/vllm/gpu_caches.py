@@ -54,6 +54,7 @@ from vllm import _custom_ops  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.distributed.parallel_state import get_tp_group  # noqa: E402
 from vllm.model_executor.layers.mamba.abstract import MambaBase  # noqa: E402
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first  # noqa: E402
 from vllm.model_executor.models import gpt_oss  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.platforms.interface import Platform  # noqa: E402
@@ -287,8 +288,19 @@ class Rank:
                     self._write_layer(name, chosen, content)
 
     def _write_states(self, name, block, content):
-        for index, state in enumerate(self.views[name]):
-            state[block] = content(f"{name}.{index}.{self.tp_rank}", state[0].shape, state.dtype)
+        """Write this rank's part of what the whole model keeps: of each part of the convolution, and of the heads."""
+        (conv, ssm), size = self.views[name], self.engine.tp_size
+        channels_first = is_conv_state_dim_first()
+        held = conv[block] if channels_first else conv[block].T
+        at = 0
+        for index, (channels, divided) in enumerate(convolved(self.engine, name)):
+            whole = content(f"{name}.{index}", (channels, held.shape[1]), conv.dtype)
+            part = whole.chunk(size)[self.tp_rank] if divided else whole
+            held[at : at + len(part)] = part
+            at += len(part)
+        assert at == len(held)
+        heads = content(f"{name}.ssm", (len(ssm[block]) * size, *ssm.shape[2:]), ssm.dtype)
+        ssm[block] = heads.chunk(size)[self.tp_rank]
 
     def _write_layer(self, name, slots, content):
         module, view, spec = self.engine.modules[name], self.views[name], self.engine.specs[name]
@@ -325,6 +337,16 @@ class Rank:
         impl._k_scale_cache = None
         impl._ensure_scale_caches(view)
         self.memory[:] = before
+
+
+def convolved(engine, name):
+    """Return the channels of each part of a layer's convolution in the whole model, and whether ranks divide it."""
+    module, config = engine.modules[name], engine.config.model_config.hf_config
+    if hasattr(module, "key_dim"):
+        return [(module.key_dim, True), (module.key_dim, True), (module.value_dim, True)]
+    groups = getattr(config, "mamba_n_groups", 0) or config.n_groups
+    shared = groups * module.ssm_state_size, groups > 1  # a single one is on every rank
+    return [(module.intermediate_size, True), shared, shared]
 
 
 def ones(shape, dtype):
