@@ -257,6 +257,15 @@ def test_another_schema_is_a_mismatch_before_anything_is_decoded():
     assert "kvflow 9" in str(error)
 
 
+def test_a_group_without_layers_makes_another_schema_which_is_read_as_well():
+    whole = advertisement()
+    assert encode(whole).schema == MANIFEST_SCHEMA
+    groups = (*whole.manifest.groups, msgspec.structs.replace(whole.manifest.groups[0], layers=()))
+    stage = msgspec.structs.replace(whole, manifest=msgspec.structs.replace(whole.manifest, groups=groups))
+    assert encode(stage).schema == STAGE_SCHEMA
+    assert decode(encode(stage), peer="p").manifest.groups[-1].layers == ()
+
+
 def test_the_largest_manifest_and_metadata_fit_a_publication():
     assert MANIFEST_BYTES_MAX + METADATA_BYTES_MAX + (64 << 10) < PUBLICATION_BYTES_MAX
 
