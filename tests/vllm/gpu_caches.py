@@ -39,6 +39,7 @@ import torch
 from kvflow.errors import KvflowError
 from kvflow.integrations.vllm.caches import adopt_caches, layer_specs
 from kvflow.integrations.vllm.engine import engine_shape
+from kvflow.integrations.vllm.scheduler import transfer_groups
 from kvflow.planning.assignment import assign_sources
 from kvflow.planning.plan import plan_transfer
 from tests.properties.moves import carry_out
@@ -255,11 +256,15 @@ class Rank:
         travelling = placed.transfer_groups
         layers = dict(itertools.chain.from_iterable(map(layer_specs, travelling)))
         self.cache = adopt_caches(tensors, travelling, engine_shape(config, layers), tp_rank=tp_rank)
+        self.transferred = transfer_groups(placed)
         free = list(rng.permutation(np.arange(1, placed.num_blocks)))
         self.block_ids = [
             [int(free.pop()) for _ in range(1 if group.kind == "mamba" else -(-num_tokens // group.block_size))]
             for group in self.cache.groups
         ]
+        self.listed = [free] * len(placed.kv_cache_groups)  # as vLLM lists them, scratch included
+        for each, ids in zip(self.transferred, self.block_ids, strict=True):
+            self.listed[each.index] = ids
         self.stage = types.SimpleNamespace(groups=self.cache.groups)
 
     def write(self):

@@ -1,9 +1,9 @@
 # ruff: noqa: T201 - a script prints its answer
 """Pull DeepSeek-V4's caches, as vLLM specifies, groups and allocates them, between two workers over NIXL.
 
-Of windows only the last blocks travel. One group is marked as not transferred, as vLLM marks scratch. Afterwards the
-whole memory of the target is compared with what vLLM's layers would have written into the blocks of the request; the
-source must be as it was. Prints one line of JSON.
+The blocks are those that the connector offers and loads: of windows only the last. One group is marked as not
+transferred, as vLLM marks scratch. Afterwards the whole memory of the target is compared with what vLLM's layers would
+have written into the blocks of the request; the source must be as it was. Prints one line of JSON.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import kvflow
+from kvflow.integrations.vllm.blocks import loaded_blocks, offered_blocks
 from tests.vllm import specs_oracle
 from tests.vllm.gpu_caches import Engine, Side, heads_of
 from tests.vllm.gpu_models import BACKENDS
@@ -31,9 +32,11 @@ def open_worker(engine_id, rank):
 
 
 def needed(rank, num_tokens):
-    """Return the blocks of a request that its next token needs: of a window only the last."""
-    counts = [kvflow.window_blocks(group, num_tokens) for group in rank.cache.groups]
-    return [ids[-count:] for ids, count in zip(rank.block_ids, counts, strict=True)]
+    """Return the blocks of a request that the connector offers, and loads into."""
+    offered = offered_blocks(rank.transferred, rank.listed, num_tokens)
+    loaded = loaded_blocks(rank.transferred, rank.listed, end=num_tokens, num_tokens=num_tokens)
+    assert offered == loaded
+    return offered
 
 
 async def pulled(source, target, num_tokens):
