@@ -73,6 +73,7 @@ def test_every_byte_is_where_the_gpu_backend_looks_for_it(model):
             assert row.get("bytes", 0) > 0, row
 
 
+@pytest.mark.proves("compressed caches (DeepSeek V4)", engine="bytes")
 def test_compressed_caches_are_pulled_whole_and_scratch_is_not():
     (told,) = run("tests.vllm.pulled_pages")
     assert (told["wrong"], told["source"], told["transport"]) == (0, 0, "cma")

@@ -171,6 +171,7 @@ def two_stages(pairs, read_held: str) -> Iterator[tuple[Pair, list[int], object]
         yield pair, prompt, request
 
 
+@pytest.mark.proves("pipeline stages", engine="real")
 @pytest.mark.skipif(not FULL, reason="make test-vllm-full has it")
 @pytest.mark.parametrize("at", ["data", "fence"])
 @pytest.mark.parametrize("killed", [0, 1])

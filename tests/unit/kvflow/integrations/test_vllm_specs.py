@@ -163,7 +163,7 @@ def test_blocks_of_the_kernel_may_be_smaller():
     assert (spec.block_size, spec.kernel_block_size) == (64, 16)
 
 
-@pytest.mark.proves("packed rows of DeepSeek V4, compressed caches, CSA, HiSparse, PLE", engine="stand-in")
+@pytest.mark.proves("DeepSeek V4.1, CSA, HiSparse, PLE", engine="stand-in")
 @pytest.mark.parametrize(
     ("spec", "said"),
     [

@@ -290,6 +290,7 @@ def test_windows_of_deepseek_v4_are_pages_and_its_states_are_not():
     assert [(each.kind, each.window, each.block_size) for each in found] == [("opaque", 128, 64), ("mla", 8, 4)]
 
 
+@pytest.mark.proves("compressed caches (DeepSeek V4)", engine="stand-in")
 @pytest.mark.parametrize(
     ("there", "here"),
     [
