@@ -65,8 +65,7 @@ def adopt(
         rebuilt: as in ``allocate``.
 
     Returns:
-        A cache whose regions are exactly the bytes that the tensors span. ``bytes_per_block`` is their sum divided by
-        the number of blocks.
+        A cache of exactly the bytes that the tensors span; ``bytes_per_block`` is their sum over the number of blocks.
 
     Raises:
         ArgumentInvalid: tensors or axes are not mappings.

@@ -58,8 +58,7 @@ LEVELS: dict[type[Event], int] = {
 """The usual level of each event. ``lease.ended`` is a WARNING if the lease has expired, ``peer.connected`` if it has a
 remedy; ``transfer.failed`` is INFO if the caller canceled the pull, ``peer.dropped`` DEBUG if the worker is closing."""
 
-# Events that take time for each chunk and block of a pull. A hook that takes all events does not get these.
-COSTLY = (events.TransferTraced,)
+COSTLY = (events.TransferTraced,)  # take time for each chunk of a pull: a hook of all events does not get these
 
 REPEATS_S = 10.0  # a warning is repeated at INFO for as long
 REPEATS_MAX = 1024  # warnings that are remembered: peers may have any number of names

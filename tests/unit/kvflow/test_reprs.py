@@ -1,6 +1,7 @@
 """What people see of workers, tickets, plans, reports, handles and errors in a debugger: short, and without secrets."""
 
 import pytest
+from msgspec.structs import replace
 
 import kvflow
 from kvflow.errors import KvflowError, StaleLease, counted, quoted
@@ -64,7 +65,8 @@ async def test_workers_tickets_handles_reports_and_errors():
         assert repr(ticket) == "<Ticket 'request-1' of 'prefill-0': 1 rank, 3 blocks in 1 group, 48 tokens>"
         grant = "1 rank, 3 blocks in 1 group, 48 tokens, slot 0, 30 s"
         assert repr(ticket.grants[0]) == f"<Grant 'request-1' of 'prefill-0': {grant}>"
-        mint = kvflow.TicketMint("prefill-0", [producer.rank_address] * 2, cluster_secret=SECRET)
+        ranks = [producer.rank_address, replace(producer.rank_address, rank=1)]
+        mint = kvflow.TicketMint("prefill-0", ranks, cluster_secret=SECRET)
         assert repr(mint) == "<TicketMint of 'prefill-0': 2 ranks>"
         pull = consumer.start_pull(ticket, [[5, 6, 7]])
         assert repr(pull) == f"<PullHandle {pull.id}: open>"

@@ -157,7 +157,7 @@ def test_a_layer_that_differs_is_told_by_the_plan():
         plan_transfer(source, target, head_ranges=share.head_ranges)
 
 
-def test_layers_that_no_source_has_are_left_unread_if_the_target_can_rebuild_them():
+def test_layers_of_no_source_are_left_unread_if_they_can_be_rebuilt():
     specs = SPECS | {"draft": full(num_kv_heads=4)}
     target = msgspec.structs.replace(manifest_of(specs), rebuilt=("draft",))
     ranks = [manifest_of(SPECS, tp=(rank, 2)) for rank in range(2)]
@@ -172,7 +172,7 @@ def test_layers_that_no_source_has_are_left_unread_if_the_target_can_rebuild_the
 
 
 @pytest.mark.parametrize("missing", ["a", "b"])
-def test_a_layer_that_the_target_cannot_rebuild_is_needed_beside_one_that_it_can(missing):
+def test_a_layer_that_cannot_be_rebuilt_is_needed_beside_one_that_can(missing):
     specs = SPECS | {"draft": full(num_kv_heads=4)}
     target = msgspec.structs.replace(manifest_of(specs), rebuilt=("draft",))
     with pytest.raises(LayoutMismatch) as caught:
@@ -180,7 +180,7 @@ def test_a_layer_that_the_target_cannot_rebuild_is_needed_beside_one_that_it_can
     assert (caught.value.field, caught.value.target) == ("layers", [missing])
 
 
-def test_a_layer_that_can_be_rebuilt_is_read_whole_if_some_source_has_a_part():
+def test_a_layer_to_rebuild_is_read_whole_if_some_source_has_a_part():
     specs = SPECS | {"draft": full(num_kv_heads=4)}
     target = msgspec.structs.replace(manifest_of(specs), rebuilt=("draft",))
     with pytest.raises(LayoutMismatch, match=r"draft\.k differs: source has 'heads 0-1 of 4'"):

@@ -48,7 +48,7 @@ class Followed:
 
 
 @pytest.mark.parametrize("phase", ["wire", "fence"])
-def test_a_range_that_hangs_has_the_budget_of_its_phase_and_keeps_our_blocks(phase):
+def test_a_range_that_hangs_has_a_budget_and_keeps_our_blocks(phase):
     with virtual(follow_bytes_min=1, wire_s=2.0, fence_s=1.0, quarantine_s_max=6.0, lease_s=LONG_S) as world:
         followed = Followed(world)
         world.fabric.faults = SLOW

@@ -347,7 +347,7 @@ async def test_equal_prompts_at_once_are_given_one_offer_each(producer):
         assert (await held(producer, chain(1, 2)).answer()).ticket == kept.to_params()["kvflow"]
 
 
-async def test_an_offer_that_was_found_is_not_found_again_when_its_digests_come_again(producer):
+async def test_an_offer_is_found_once_though_its_digests_come_again(producer):
     offer = producer.offer_progressive("r", [[]], 9, digests=[chain(1, 2, 3)])
     assert (await held(producer, chain(1, 2, 3)).answer()).count == 3
     waiting = held(producer, chain(1, 2, 3))
