@@ -38,8 +38,10 @@ TRANSITIONS: dict[tuple[RankState, RankEvent], RankState] = {
 
 AWAITED = ("reading", "waiting", "draining")  # states in which something of a rank is still to come
 
+PROBE_S_MIN = 0.005
 PROBE_S_MAX = 0.5
-"""How late an admission is noticed of which the producer does not tell, as an older release never does."""
+"""Pause between probes while a producer reports no admission, as an older release never does. It grows with the
+time since the last lease was found early, because an engine may take seconds."""
 
 
 S = TypeVar("S", bound=str)

@@ -24,7 +24,7 @@ from kvflow.errors import CapacityExceeded, FailureCode
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.ids import PeerId
 from kvflow.reads.contract import SPAN_MAX, CancelReads, LeaseName, Phase, RankRead, ReadEnded
-from kvflow.reads.pulls import AWAITED, PROBE_S_MAX, Pull, SourceRank
+from kvflow.reads.pulls import AWAITED, PROBE_S_MAX, PROBE_S_MIN, Pull, SourceRank
 
 PULLS_MAX = 65536  # most pulls that may be open at once
 
@@ -68,6 +68,7 @@ class _EarlyRanks(Struct, eq=False):
     ranks: dict[SourceRank, int] = {}  # each with the rounds of probes before it
     due_at: float = math.inf  # when their slots are probed
     rounds: int = 0  # of probes so far
+    newest: float = 0.0  # when the last of the ranks was found early
     awaited: int = 0  # probes that the data plane has
     found: list[SourceRank] = []  # to read again once these are answered
     spans: list[_ProbedSpan] = []
@@ -211,7 +212,7 @@ class Scheduler:
             for rank in late:
                 if rank.state == "waiting":  # it may have failed just now, with another rank of its pull
                     effects += self._fail_late(rank, "fence", now)
-            early.due_at = now + self._probe_s
+            early.due_at = now + self._pause_s(early, now)
             if early.awaited:
                 continue
             if early.ranks:
@@ -261,10 +262,14 @@ class Scheduler:
             return [StartReads((self._read_again(rank, now),))]
         pull.early_bytes += ended.nbytes
         early = self._early.setdefault(rank.read.peer, _EarlyRanks())
-        rank.early_at = min(rank.early_at, now)  # one budget covers all waits
-        early.due_at = min(early.due_at, now + self._probe_s)
+        if rank.early_at == math.inf:  # otherwise one budget covers all waits, and the pause stays long
+            rank.early_at = early.newest = now
+        early.due_at = min(early.due_at, now + self._pause_s(early, now))
         early.ranks[rank], early.changed = early.rounds, True
         return [TransferRetried(pull.pull_id, pull.request_id, str(rank.read.peer))]
+
+    def _pause_s(self, early: _EarlyRanks, now: float) -> float:
+        return min(self._probe_s, max(PROBE_S_MIN, now - early.newest))
 
     def on_admitted(self, peer: PeerId, now: float) -> list[Effect]:
         """Probe the early ranks of a peer, for it says that some are admitted; if probes are under way, after them."""

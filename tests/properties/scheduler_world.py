@@ -3,7 +3,6 @@
 The model takes reads, moves them through their phases, and answers each once with any verdict and in any order.
 """
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +11,7 @@ from kvflow.config import Tuning
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.contract import SPAN_MAX, CancelReads, LeaseName, Outstanding, Part, RankRead, ReadEnded
-from kvflow.reads.pulls import PROBE_S_MAX, Pull
+from kvflow.reads.pulls import PROBE_S_MAX, PROBE_S_MIN, Pull
 from kvflow.reads.scheduler import Delivered, Scheduler, StartReads
 
 BUDGETS = Tuning(queue_s=4.0, wire_s=3.0, fence_s=2.0)
@@ -24,8 +23,11 @@ PHASES = ("queue", "wire", "fence")
 
 
 def most_retries(budgets):
-    """Return how often a rank can be found early within its budget, if nobody tells of an admission."""
-    return 1 + math.ceil(budgets.fence_s / min(PROBE_S_MAX, budgets.fence_s / 8)) + 1
+    """Return how often a rank can be found early within its budget, by the pauses alone."""
+    retries, waited = 1, 0.0
+    while waited <= budgets.fence_s:
+        retries, waited = retries + 1, waited + min(PROBE_S_MAX, budgets.fence_s / 8, max(PROBE_S_MIN, waited))
+    return retries
 
 
 @dataclass(eq=False)
@@ -139,7 +141,7 @@ class World:
             rank.early += 1
             rank.unserved |= ended.unserved
             rank.state, rank.found = "waiting", ended.unserved
-            assert rank.early <= most_retries(self.budgets) + self.told
+            assert rank.early <= self.budgets.fence_s / PROBE_S_MIN + 2 + self.told
         else:
             rank.state = "over"
             rank.pull.stale = ended.verdict == "stale" and bool(others)

@@ -9,7 +9,7 @@ from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads import scheduler as scheduling
 from kvflow.reads.contract import CancelReads, LeaseName, Outstanding, Part, RankRead, ReadEnded
-from kvflow.reads.pulls import AWAITED, PROBE_S_MAX, Pull
+from kvflow.reads.pulls import AWAITED, PROBE_S_MAX, PROBE_S_MIN, Pull
 from kvflow.reads.scheduler import Delivered, StartReads
 from tests.counting import calls_of
 
@@ -139,8 +139,8 @@ def test_a_lease_that_is_not_admitted_yet_is_read_once_it_is(scheduler):
     (retried,) = answer(scheduler, one, "early", now=1.0)
     assert (retried.pull_id, retried.request_id, retried.peer) == (1, "request-1", "p")
     scheduler.check()
-    assert scheduler.tick(1.0 + PROBE_S / 2) == []
-    again = read_again(scheduler.tick(1.0 + PROBE_S))
+    assert scheduler.tick(1.0 + PROBE_S_MIN / 2) == []
+    again = read_again(scheduler.tick(1.0 + PROBE_S_MIN))
     assert again.read_id != one.read_id
     assert (again.peer, again.lease, again.parts, again.priority) == (one.peer, one.lease, one.parts, 3)
     assert again.check_first
@@ -170,14 +170,16 @@ def test_a_rank_that_is_early_waits_alone(scheduler):
     assert kinds(answer(scheduler, again)) == [Delivered]
 
 
-def test_an_admission_of_which_nobody_tells_is_looked_for_all_the_time():
-    """A budget of an hour is thousands of probes."""
+def test_an_admission_of_which_nobody_tells_is_looked_for_patiently_but_not_endlessly():
+    """A budget of an hour is thousands of probes: the pause between them stays what it became."""
     scheduler = Scheduler(Tuning(queue_s=9999.0, wire_s=9999.0, fence_s=9999.0))
     (one,), now = submit(scheduler, read(check_first=True)), 0.0
-    for _ in range(1200):
+    expected = [0.005, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, PROBE_S_MAX]
+    for number in range(1200):
         answer(scheduler, one, "early", now)
-        assert scheduler.tick(now + 0.99 * PROBE_S_MAX) == []
-        now += PROBE_S_MAX
+        pause = expected[min(number, 8)]
+        assert scheduler.tick(now + 0.99 * pause) == []
+        now += pause
         one = read_again(scheduler.tick(now))
     assert kinds(answer(scheduler, one, now=now)) == [Delivered]
 
@@ -196,10 +198,10 @@ def test_what_a_producer_says_is_admitted_is_looked_for_at_once(slot):
 
 def test_what_a_producer_says_while_it_is_probed_makes_another_probe():
     scheduler = waiting(1, 2)
-    (probe,) = only(StartReads, scheduler.on_admitted("p", 1.01)).reads
-    assert scheduler.on_admitted("p", 1.02) == []
-    assert scheduler.on_read_ended(probed(probe, EPOCH - 1), 1.03) == []
-    assert slots_of(probes_at(scheduler, 1.04)) == [1]
+    (probe,) = probes_at(scheduler, 1.9)  # the pause after it is long
+    assert scheduler.on_admitted("p", 1.91) == []
+    assert scheduler.on_read_ended(probed(probe, EPOCH - 1), 1.92) == []
+    assert slots_of(probes_at(scheduler, 1.93)) == [1]
 
 
 def waiting(*slots, first_at=1.0):
@@ -286,6 +288,17 @@ def test_a_rank_that_is_early_again_is_probed_again():
     assert not scheduler._early
     answer(scheduler, again, "early", 1.7)
     assert slots_of(probes_at(scheduler, 1.7 + PROBE_S)) == [1]
+
+
+def test_a_new_early_rank_makes_the_pause_of_its_peer_short_again():
+    scheduler = waiting(1)
+    for now in (1.1, 1.3, 1.6, 1.9):
+        (probe,) = probes_at(scheduler, now)
+        scheduler.on_read_ended(probed(probe, EPOCH - 1), now)
+    (one,) = submit(scheduler, read(slot=2, check_first=True), pull_id=7)
+    answer(scheduler, one, "early", 1.91)
+    assert scheduler.tick(1.91 + PROBE_S_MIN / 2) == []
+    assert [lease.slot for probe in probes_at(scheduler, 1.91 + PROBE_S_MIN) for lease in probe.probed] == [1, 2]
 
 
 def test_pulls_that_wait_cost_calls_for_each_span_and_not_for_each_pull():
