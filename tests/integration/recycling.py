@@ -2,6 +2,7 @@
 
 An offer lives until its reader has released it, until its lease of a few milliseconds has run out, or until it is
 revoked at a random moment about when a read of it may go on. In the last two cases its blocks are written over at once.
+Some are offered before they are computed. What is preempted then is offered again, in other blocks.
 
 ``["one rank", 4, 0]`` on standard input (path, blocks of each group, seed) is answered by one more offer: the number
 that names its bytes, and what a router would carry. The end of the input ends the process.
@@ -26,11 +27,13 @@ from kvflow import errors
 
 from .producing import SECRET, configured
 from .shapes import Shape
-from .words import Words
+from .words import Words, digests_of
 
 NUM_BLOCKS = 512
 REVOKED = 0.6
 """Where nothing else is said."""
+STEP_S_MAX = 0.004
+"""Until some more blocks are computed."""
 LATE_S = 0.02
 """How long after its ticket a lease may be admitted: about two looks of a reader."""
 USUAL_S_MAX = 0.05
@@ -53,6 +56,7 @@ class Path(Struct, frozen=True, kw_only=True):
         minted: whether a mint signs one ticket for all ranks, who write and admit it later; else every rank offers.
         blocks_max: most blocks of one request, per group.
         revoked: share of the offers that are revoked, if they live so long.
+        computing: share of the offers that are made before they are computed.
         source_settings: more settings of the engine.
         target: more settings of the reader.
     """
@@ -63,6 +67,7 @@ class Path(Struct, frozen=True, kw_only=True):
     minted: bool = False
     blocks_max: int = 8
     revoked: float = REVOKED
+    computing: float = 0.0
     source_settings: dict = {}
     target: dict = {}
 
@@ -124,12 +129,13 @@ class Recycler:
 
     async def offer(self, num_blocks):
         """Offer so many blocks of each group; return their request's number and parameters, and if it is revoked."""
-        block_ids = await self._take(2 * num_blocks)
-        block_ids = [block_ids[:num_blocks], block_ids[num_blocks:]]
+        block_ids = await self._take(num_blocks)
         number, num_tokens = next(self._numbers), num_blocks * TARGET.block_size
         name = str(number)
         revoked = self._rng.random() < self._path.revoked
-        if self._path.minted:
+        if self._path.computing and self._rng.random() < self._path.computing:
+            ticket = self._offer_early(number, block_ids, revoked)
+        elif self._path.minted:
             ticket, grant = self._mint.offer(name, block_ids=block_ids, num_tokens=num_tokens)
             self._tasks.create_task(self._admit_late(number, grant, revoked))
         else:
@@ -138,10 +144,43 @@ class Recycler:
             self._follow(number, block_ids, revoked)
         return {"number": number, "params": ticket.to_params(), "revoked": revoked}
 
-    def _follow(self, number, block_ids, revoked):
+    def _offer_early(self, number, block_ids, revoked):
+        """Offer a request, and compute it; return its ticket."""
+        num_blocks = len(block_ids[0])
+        request = (str(number), [[], []], num_blocks * TARGET.block_size)
+        digests = digests_of(number, num_blocks)
+        if self._path.minted:
+            ticket, grant = self._mint.offer_progressive(*request)
+            for worker in self._workers:
+                worker.admit(grant)
+        else:
+            offers = [worker.offer_progressive(*request, digests=[digests, digests]) for worker in self._workers]
+            ticket = kvflow.join_tickets([offer.ticket for offer in offers])
+        computing = self._tasks.create_task(self._compute(number, *block_ids))
+        self._follow(number, block_ids, revoked, computing)
+        return ticket
+
+    async def _compute(self, number, full, window):
+        """Write and settle some blocks after the other, rank by rank; the window's with the last of them."""
+        done, name = 0, str(number)
+        with suppress(errors.RequestUnknown, errors.WorkerClosed):  # its lease has ended
+            while done < len(full):
+                blocks = [full[done : done + self._rng.randint(1, len(full))], []]
+                settled = done + len(blocks[0])
+                for worker, words in zip(self._workers, self._words, strict=True):
+                    await asyncio.sleep(self._rng.uniform(0, STEP_S_MAX))
+                    words.write(number, blocks, first=done)
+                    if settled < len(full):
+                        worker.advance(name, settled * TARGET.block_size, blocks)
+                    else:
+                        words.write(number, [[], window])
+                        worker.seal(name, [blocks[0], window])
+                done = settled
+
+    def _follow(self, number, block_ids, revoked, computing=None):
         """Let an offer live, and revoke it or not."""
         delay_s = self._rng.uniform(0, 2 * self._usual_s) if revoked else None
-        self._tasks.create_task(self._live(number, block_ids, next(self._numbers), delay_s))
+        self._tasks.create_task(self._live(number, block_ids, next(self._numbers), delay_s, computing))
 
     async def _admit_late(self, number, grant, revoked):
         delay_s = self._rng.uniform(0, LATE_S)
@@ -155,7 +194,7 @@ class Recycler:
             with suppress(errors.WorkerClosed):  # of an engine that is restarted
                 worker.admit(grant)
 
-    async def _live(self, number, block_ids, successor, delay_s):
+    async def _live(self, number, block_ids, successor, delay_s, computing):
         """Follow one offer to its end on every rank, then its blocks are free."""
         began_s = time.monotonic()
         async with asyncio.TaskGroup() as ends:
@@ -168,6 +207,20 @@ class Recycler:
             self._usual_s += 0.05 * (min(USUAL_S_MAX, time.monotonic() - began_s) - self._usual_s)
         if self._path.minted:
             self._mint.retire(str(number))
+        if computing is not None:
+            computing.cancel()
+        self._give_back(block_ids)
+        preempted = (
+            computing is not None and delay_s is not None and {each.result() for each in outcomes} == {"revoked"}
+        )
+        if preempted and not self._path.minted:
+            block_ids = await self._take(len(block_ids[0]))
+            try:
+                self._offer_early(number, block_ids, revoked=False)
+            except errors.WorkerClosed:
+                self._give_back(block_ids)
+
+    def _give_back(self, block_ids):
         self._free += [block for ids in block_ids for block in ids]
         self._freed.set()
 
@@ -195,13 +248,13 @@ class Recycler:
         return len(self._free)
 
     async def _take(self, num_blocks):
-        """Take blocks that nobody reads, at random."""
-        while len(self._free) < num_blocks:
+        """Take so many blocks for each group, which nobody reads, at random."""
+        while len(self._free) < 2 * num_blocks:
             self._freed.clear()
             await self._freed.wait()
         self._rng.shuffle(self._free)
-        taken, self._free = self._free[:num_blocks], self._free[num_blocks:]
-        return taken
+        taken, self._free = self._free[: 2 * num_blocks], self._free[2 * num_blocks :]
+        return [taken[:num_blocks], taken[num_blocks:]]
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 from collections import Counter
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,11 +12,13 @@ from kvflow import errors
 from kvflow.events import PullFailed, TransferCompleted, TransferRetried, TransferStarted
 from tests.integration.producing import configured
 from tests.integration.recycling import TARGET
-from tests.integration.words import Words, origin
+from tests.integration.words import Words, digests_of, origin
 
 from .processes import PLANES
 
 OURS = ("kvflow", "handshake")
+AGAIN_S = 0.2
+"""How long to ask for what was preempted."""
 NOBODY = 0
 """Number of the request whose words are put into blocks that received nothing: none that is offered has it."""
 LOOKED_AT_AGAIN = 0.2
@@ -38,6 +40,7 @@ class Tally:
         late: words that changed after a pull had ended and was quiescent.
         aborts: pulls that were given up before they had ended, by what it waited for.
         points: where those pulls waited.
+        followed: how pulls of open offers ended; ``again``, those of what was preempted and offered again.
         turns_max: most turns of the loop after which a pull was given up.
         examples: the first wrong or late words.
     """
@@ -47,6 +50,8 @@ class Tally:
     late: int = 0
     aborts: Counter = field(default_factory=Counter)
     points: Counter = field(default_factory=Counter)
+    followed: Counter = field(default_factory=Counter)
+    again: Counter = field(default_factory=Counter)
     turns_max: int = 0
     examples: list = field(default_factory=list)
 
@@ -79,7 +84,7 @@ class Station:
     """
 
     def __init__(self, engine_id, transport):
-        self._config = configured(engine_id, **PLANES[transport])
+        self._config = configured(engine_id, follow_bytes_min=1, **PLANES[transport])
         self._cache = TARGET.build()
         self._life = AsyncExitStack()
         self._watched = {}
@@ -138,7 +143,13 @@ class Lane:
             self._look_again()
         ids = self._rng.sample(self._halves[0], 2 * num_blocks)
         targets = [ids[:num_blocks], ids[num_blocks:]]
-        end = await self._end_of(kvflow.Ticket.from_params(params), targets, priority, abort)
+        ticket = kvflow.Ticket.from_params(params)
+        end = await self._end_of(ticket, targets, priority, abort)
+        if ticket.grants[0].kind == "open":
+            self._tally.followed[end] += 1
+            if end == "stale_lease" and (again := await self._found_again(ticket, number, num_blocks)) is not None:
+                end = await self._end_of(again, targets, priority, None)
+                self._tally.again[end] += 1
         self._tally.ends[end] += 1
         words = self._station.words
         if end == "completed":
@@ -154,6 +165,15 @@ class Lane:
         for _ in self._halves:
             self._look_again()
             self._holds.reverse()
+
+    async def _found_again(self, ticket, number, num_blocks):
+        """Return a new ticket of what was preempted, if it is offered again; ranks that sign alone cannot be asked."""
+        if len(ticket.grants) == 1:
+            digests = digests_of(number, num_blocks)
+            with suppress(errors.KvflowError):  # its engine is gone, or our worker
+                endpoint = str(ticket.grants[0].ranks[0].endpoint)
+                return (await self._station.worker.find(endpoint, digests, AGAIN_S, at_least=num_blocks))[0]
+        return None
 
     async def _end_of(self, ticket, targets, priority, abort):
         worker = self._station.worker

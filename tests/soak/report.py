@@ -30,6 +30,7 @@ def tell(soak, of_round):
         f"ended: {counts(tally.ends)}",
         f"given up: {counts(tally.aborts)}; after up to {tally.turns_max} turns of the loop, waiting at",
         *(f"    {times:7,}  {point}" for point, times in tally.points.most_common()),
+        f"of these, offers that were followed: {counts(tally.followed)}; offered again: {counts(tally.again)}",
         f"meanwhile: {counts(soak.restarts)}",
         f"wrong words: {tally.wrong}; words written after the end: {tally.late}",
         f"{soak.undisturbed:,} pulls that nobody disturbed; of these were not delivered: {len(soak.unexplained)}",

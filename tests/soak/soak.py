@@ -16,6 +16,7 @@ from kvflow import errors
 from tests.integration.producing import configured
 from tests.integration.recycling import NUM_BLOCKS, TARGET, Path
 from tests.integration.shapes import Shape
+from tests.integration.words import digests_of
 
 from .hosting import AwayError, Engine, Host
 from .measuring import more, sample
@@ -26,6 +27,8 @@ BESIDE = 4
 """Pulls at once of the other reader."""
 ABORTED = 0.25
 """Share of the pulls that may be given up: four of five after some turns of the loop, the others after an event."""
+COMPUTING = 0.3
+"""Share of the offers that are made before they are computed."""
 RELEASED = 0.5
 """Share of those that were given up whose tickets are given back; leases of the others run out."""
 LEASE_S = 3.0
@@ -87,11 +90,12 @@ class Soak:
         self._rng = random.Random(f"soak {seed}")
         self._far, self._other = far, Host("tests.soak.reader_process")
         self._hosts = {"producer": near, "producer that is killed": far, "reader that is killed": self._other}
+        early, pieces = {"computing": COMPUTING}, {"source": MANY_PIECES}
         self._engines = [
-            Engine("steady", Path(lease_s=LEASE_S, revoked=0.1), near, 6, certain=True, at_once=4),
-            Engine("victim", Path(source=MANY_PIECES, lease_s=LEASE_S, revoked=0.1), far, 3, certain=True, at_once=4),
-            Engine("brief", Path(ranks=2, lease_s=0.01, revoked=0.3), near, 1),
-            Engine("late", Path(ranks=2, minted=True, lease_s=0.06, revoked=0.1), near, 1),
+            Engine("steady", Path(**early, lease_s=LEASE_S, revoked=0.1), near, 6, certain=True, at_once=4),
+            Engine("victim", Path(**early, **pieces, lease_s=LEASE_S, revoked=0.1), far, 3, certain=True, at_once=4),
+            Engine("brief", Path(**early, ranks=2, lease_s=0.01, revoked=0.3), near, 1),
+            Engine("late", Path(**early, ranks=2, minted=True, lease_s=0.06, revoked=0.1), near, 1),
         ]
         for engine in self._engines:
             engine.transport = transport
@@ -146,6 +150,7 @@ class Soak:
                 await (self._until_completed(pull) if engine.certain else pull())
             if engine.certain and not await self._is_released(engine):
                 self.unreleased.append(engine.name)
+            await self._station.worker.find(engine.endpoints[0], digests_of(0, 1))  # its connection is among the files
         await self._check()
         for name, pid in {"reader": None, **{name: host.pid for name, host in self._hosts.items()}}.items():
             self.samples[name].append(await self._steady_sample(name, pid or "self"))

@@ -27,6 +27,7 @@ async def test_pulls_that_are_disturbed_in_every_way_leave_nothing_behind(transp
     assert set(soak.restarts) == set(DISTURBANCES)
     assert soak.undisturbed > 0
     assert soak.tally.points
+    assert soak.tally.followed["completed"]
 
 
 @pytest.mark.parametrize("read", [False, True], ids=["unread", "read"])
