@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from kvflow import Manifest, Ticket
 from kvflow.addresses import host_and_port
-from kvflow.errors import CapacityExceeded, DeadlineExceeded, DefectFound, KvflowError, StaleLease, TicketInvalid
+from kvflow.errors import CapacityExceeded, DeadlineExceeded, KvflowError, StaleLease, TicketInvalid
 from kvflow.integrations.vllm.blocks import NO_CHAIN, Chain, Contents, Request
 from kvflow.integrations.vllm.engine import LOAD_WAIT
 from kvflow.integrations.vllm.settings import Settings, logger
@@ -125,8 +125,9 @@ class Finder:
 
     def is_asking(self, request_id: str) -> bool:
         """Return whether an answer for a request may still come in time."""
-        search = self._searches.get(request_id)
-        return search is not None and not search.is_done and time.monotonic() < search.until
+        search, meeting = self._searches.get(request_id), self._meetings.get(request_id)
+        waits = search is not None and not search.is_done and time.monotonic() < search.until
+        return waits or (meeting is not None and not meeting.asked.done())
 
     def take(self, request_id: str, computed: int) -> Found | None:
         """End the search for a request; return what was found, if it saves enough over the ``computed`` tokens."""
@@ -167,19 +168,15 @@ class Finder:
             self._has_met.wait(LOAD_WAIT.each_s)
             self._has_met.clear()
 
-    def met(self, request_id: str) -> Ticket | KvflowError | None:
-        """Return the ticket of a request that names a prefill engine, or why there is none; None while it waits."""
-        asked = self._meetings[request_id].asked
-        if not asked.done():
-            return None
-        error = asked.exception()
-        if error is None:
-            return asked.result()
-        return error if isinstance(error, KvflowError) else DefectFound(f"{type(error).__name__}: {error!s:.200}")
+    def met(self, request_id: str) -> Ticket | BaseException | None:
+        """Return the ticket of a request that names a prefill engine and waits no more, or why there is none.
 
-    def meets(self, request_id: str) -> bool:
-        """Return whether a request names a prefill engine, and ``forget`` was not called."""
-        return request_id in self._meetings
+        None: it names no engine, or ``forget`` was called.
+        """
+        if (meeting := self._meetings.get(request_id)) is None:
+            return None
+        error = meeting.asked.exception()
+        return meeting.asked.result() if error is None else error
 
     def forget(self, request_id: str) -> Ticket | None:
         """End the search for a request; return the ticket that it alone has not taken, if it names an engine."""

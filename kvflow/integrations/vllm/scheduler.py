@@ -188,11 +188,12 @@ class SchedulerSide:
         if self._finder is not None:
             self._finder.close()
 
-    def _fail(self, error: Exception, request: "Request") -> None:
-        """Fail a request after an unforeseen exception."""
+    def _fail(self, error: BaseException, request: "Request") -> None:
+        """Fail a request, after an unforeseen exception as for a defect."""
         request.kv_transfer_params = {}  # vLLM reads this field too, and expects a dict
-        found = DefectFound(f"{type(error).__name__}: {error!s:.200}")
-        self.loading.fail(request.request_id, found, wanted=request.num_prompt_tokens)
+        if not isinstance(error, KvflowError):
+            error = DefectFound(f"{type(error).__name__}: {error!s:.200}")
+        self.loading.fail(request.request_id, error, wanted=request.num_prompt_tokens)
 
     def _fail_matched(self, error: Exception, request: "Request", computed: int) -> tuple[int | None, bool]:
         self._fail(error, request)
@@ -266,9 +267,7 @@ class SchedulerSide:
         None: a source may still answer, or another request loads the same ticket.
         """
         if self._finder is not None:
-            if self._finder.meets(request.request_id) and not self._has_met(request, self._finder):
-                return None, False
-            if self._finder.is_asking(request.request_id):
+            if self._finder.is_asking(request.request_id) or not self._has_met(request, self._finder):
                 return None, False
             found = self._finder.take(request.request_id, computed)
             if found is not None:
@@ -277,18 +276,17 @@ class SchedulerSide:
         return matched, bool(matched)
 
     def _has_met(self, request: "Request", finder: Finder) -> bool:
-        """Take the ticket of a request that names its prefill engine; return False if it has to wait."""
-        request_id, found = request.request_id, finder.met(request.request_id)
+        """Take the ticket of a request that names its prefill engine; return False if it has to wait for room."""
+        found, wanted = finder.met(request.request_id), request.num_prompt_tokens
         if found is None:
-            return False
-        wanted = request.num_prompt_tokens
-        if isinstance(found, KvflowError):
-            self.loading.refuse(request_id, found, wanted=wanted)
+            return True
+        if isinstance(found, BaseException):
+            self._fail(found, request)
         elif found.grants[0].kind == "open" and not self._has_room(wanted):
             return False
         else:
-            self.loading.announce(request_id, found, wanted=max(0, wanted - self._backoff))
-        finder.forget(request_id)
+            self.loading.announce(request.request_id, found, wanted=max(0, wanted - self._backoff))
+        finder.forget(request.request_id)
         return True
 
     def _has_room(self, num_tokens: int) -> bool:

@@ -427,7 +427,7 @@ def engine(finders, monkeypatch):
     """Makes the scheduler's side of an engine with sources."""
 
     def make(sources, *specs, **named):
-        monkeypatch.setattr(scheduler, "Finder", lambda settings, contents, whole, waits: finders(sources, whole=whole))
+        monkeypatch.setattr(scheduler, "Finder", lambda *_, whole, waits: finders(sources, whole=whole))
         return side(*(specs or [FullAttentionSpec()]), sources=list(sources), **named)
 
     return make

@@ -175,11 +175,11 @@ def test_a_request_that_ends_gives_its_offer_back(prefill):
     found = decode()
     request = arrived(found, 48)
     prefill.offer().seal([(1, 2, 3)])
-    wait_until(lambda: found._finder.met("r") is not None)
+    wait_until(lambda: not found._finder.is_asking("r"))
     found.on_finished(request, [[]])
     (command,) = found.take_commands()
     assert isinstance(command, GiveBack)
-    assert not found._finder.meets("r")
+    assert found._finder.met("r") is None
 
 
 def questions(prefill):
@@ -261,7 +261,7 @@ def test_requests_that_wait_for_prompts_share_a_quarter_of_the_blocks(prefill):
         offer.advance(16, [(7,)])
     assert matched(found, first) == (48, True)  # one may have more
     found.allocated(first, blocks_of(range(1, 4)), 48)
-    wait_until(lambda: found._finder.met("b") is not None)
+    wait_until(lambda: not found._finder.is_asking("b"))
     assert found.matched(second, 0) == (None, False)
     found.on_reported({"a"}, None)
     assert matched(found, second) == (48, True)
