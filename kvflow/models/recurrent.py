@@ -57,7 +57,7 @@ def nemotron_h(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
         types = config.sequence("layers_block_type", len(listed or []), str) or []
     if not types:
         raise config.odd("hybrid_override_pattern", pattern, "a letter for each layer, or layers_block_type")
-    config.ignore("layer_types", "mamba_expand")
+    config.ignore("layer_types", "mamba_expand", "attention_head_dim")  # beside head_dim, in transformers
     heads = config.whole("mamba_num_heads", "heads of a Mamba layer")
     recurrent = _grouped_states(
         options,

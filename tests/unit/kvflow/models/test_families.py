@@ -528,7 +528,13 @@ NEMOTRON = {
 
 
 @pytest.mark.parametrize(
-    "said", [{"hybrid_override_pattern": "M-*E"}, {"layers_block_type": ["mamba", "mlp", "attention", "moe"]}]
+    "said",
+    [
+        {"hybrid_override_pattern": "M-*E"},
+        {"layers_block_type": ["mamba", "mlp", "attention", "moe"]},
+        # As transformers writes a config that it has read.
+        {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"], "attention_head_dim": 64},
+    ],
 )
 def test_layers_without_a_cache_are_left_out(said):
     specs = from_hf_config({**NEMOTRON, **said})
