@@ -14,6 +14,7 @@ from .vllm_like import (
     FLOAT32,
     UINT8,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -168,6 +169,7 @@ def test_blocks_of_the_kernel_may_be_smaller():
     ("spec", "said"),
     [
         (SinkFullAttentionSpec(), "SinkFullAttentionSpec"),
+        (CircularBufferSpec(), "CircularBufferSpec"),  # of compressors: DeepSeek-V4.1, GLM with pooled indices
         (FullAttentionSpec(content=300), "300 bytes"),
         (FullAttentionSpec(kv_quant_mode=quantized("TURBOQUANT_4BIT_NC")), "TURBOQUANT"),
         (FullAttentionSpec(num_heads=4), "4 slots for 2 heads"),

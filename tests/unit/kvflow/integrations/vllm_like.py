@@ -60,6 +60,7 @@ MLAAttentionSpec = make_dataclass("MLAAttentionSpec", LATENT, bases=(Attention,)
 SlidingWindowMLASpec = make_dataclass(
     "SlidingWindowMLASpec", [*LATENT, ("sliding_window", int, 128)], bases=(Attention,)
 )
+CircularBufferSpec = make_dataclass("CircularBufferSpec", [], bases=(Attention,))
 SinkFullAttentionSpec = make_dataclass("SinkFullAttentionSpec", [], bases=(Attention,))
 
 
