@@ -78,12 +78,14 @@ class Station:
     """A worker that pulls, which may be closed and opened again over the same cache.
 
     Attributes:
+        seeks: whether it asks again for what was preempted.
         worker: as long as it is open.
         lives: grows by one when it opens, and by one when it closes.
         ready: set while it is open.
     """
 
-    def __init__(self, engine_id, transport):
+    def __init__(self, engine_id, transport, *, seeks):
+        self.seeks = seeks
         self._config = configured(engine_id, follow_bytes_min=1, **PLANES[transport])
         self._cache = TARGET.build()
         self._life = AsyncExitStack()
@@ -168,7 +170,7 @@ class Lane:
 
     async def _found_again(self, ticket, number, num_blocks):
         """Return a new ticket of what was preempted, if it is offered again; ranks that sign alone cannot be asked."""
-        if len(ticket.grants) == 1:
+        if self._station.seeks and len(ticket.grants) == 1:
             digests = digests_of(number, num_blocks)
             with suppress(errors.KvflowError):  # its engine is gone, or our worker
                 endpoint = str(ticket.grants[0].ranks[0].endpoint)

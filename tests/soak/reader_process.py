@@ -32,7 +32,7 @@ async def main():
         command = json.loads(line)
         match command["op"]:
             case "open":
-                station = Station("decode-1", command["transport"])
+                station = Station("decode-1", command["transport"], seeks=False)
                 lanes = [
                     Lane(station, range(n * share, (n + 1) * share), random.Random(f"{n} {command['seed']}"), tally)
                     for n in range(AT_ONCE_MAX)

@@ -99,7 +99,7 @@ class Soak:
         ]
         for engine in self._engines:
             engine.transport = transport
-        self._station = Station("decode-0", transport)
+        self._station = Station("decode-0", transport, seeks=True)
         share = NUM_BLOCKS // LANES
         self._lanes = [
             Lane(self._station, range(n * share, (n + 1) * share), random.Random(f"lane {n} {seed}"), self.tally)
