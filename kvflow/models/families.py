@@ -212,8 +212,8 @@ def by_layer(layers: Iterable[str], config: Mapping[str, Any]) -> dict[str, list
     numbered: defaultdict[int, list[CacheSpec]] = defaultdict(list)
     with suppress(SpecInvalid):
         for name, spec in from_hf_config(config).items():
-            numbered[_number(name)].append(spec)
-    return {name: numbered.get(_number(name), []) for name in layers}
+            numbered[layer_number(name)].append(spec)
+    return {name: numbered.get(layer_number(name), []) for name in layers}
 
 
 def kv_heads(
@@ -237,10 +237,10 @@ def kv_heads(
     )
     found = by_layer(layers, config).items()
     described = {name: max((getattr(spec, "num_kv_heads", 0) for spec in specs), default=0) for name, specs in found}
-    return {name: drafted if _number(name) >= num_layers else heads or common for name, heads in described.items()}
+    return {name: drafted if layer_number(name) >= num_layers else heads or common for name, heads in described.items()}
 
 
-def _number(name: str) -> int:
+def layer_number(name: str) -> int:
     """Return the number of a layer in its model; -1 if its name has none, or several."""
     numbers = [int(part) for part in name.split(".") if part.isdecimal()]
     return numbers[0] if len(numbers) == 1 else -1

@@ -8,7 +8,7 @@ mix tokens and content in tiles: two engines with the same kernel and block size
 other pairs must refuse each other. Source: ``csrc/cpu/cpu_attn_vec.hpp`` of vLLM.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -303,6 +303,7 @@ def adopt_caches(
     *,
     tp_rank: int,
     kernels: Mapping[str, str] = {},
+    rebuilt: Collection[str] = (),
 ) -> "KVCache":
     """Describe vLLM's cache as one of kvflow's.
 
@@ -313,6 +314,7 @@ def adopt_caches(
         shape: of the engine, but for the kernels' blocks, which the tensors have.
         tp_rank: of this worker.
         kernels: what ``cpu_kernels`` returns.
+        rebuilt: layers that are left unread if no peer has them.
 
     Raises:
         SpecInvalid: names the layer, what is wrong with its cache, and what was expected.
@@ -345,6 +347,7 @@ def adopt_caches(
         read_groups(groups),
         shard=Shard(tp_rank=tp_rank, tp_size=shape.tp_size),
         axes=dict.fromkeys(apart, "BHNC"),
+        rebuilt=rebuilt,
     )
 
 

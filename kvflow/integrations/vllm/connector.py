@@ -21,6 +21,7 @@ from kvflow.integrations.vllm import versions
 from kvflow.integrations.vllm.admission import Contact
 from kvflow.integrations.vllm.caches import adopt_caches, cpu_kernels, layer_specs, marker, set_scales
 from kvflow.integrations.vllm.engine import (
+    draft_layers,
     engine_facts,
     engine_shape,
     load_wait,
@@ -260,7 +261,16 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         shape = engine_shape(self._vllm_config, layers)
         kernels = cpu_kernels(self._vllm_config, layers)
         tp_rank = config.rank % shape.tp_size
-        cache = adopt_caches(kv_caches, self._groups, shape, tp_rank=tp_rank, kernels=kernels)
+        groups = self._kv_cache_config.kv_cache_groups
+        drafts = draft_layers(self._vllm_config, [name for group in groups for name in group.layer_names])
+        if kept_back := [name for name in drafts if name not in layers]:
+            logger.warning(
+                "kvflow: vLLM leaves layers of its draft model out of transfers: %s. Tokens are the same, but after a "
+                "prompt that another engine has prefilled, fewer drafts are accepted",
+                ", ".join(kept_back),
+            )
+        rebuilt = [name for name in drafts if name in layers and self._settings.rebuilds_drafts]
+        cache = adopt_caches(kv_caches, self._groups, shape, tp_rank=tp_rank, kernels=kernels, rebuilt=rebuilt)
         set_scales(kv_caches, self._vllm_config.compilation_config.static_forward_context)
         # Peers compare model_dtype. The marker separates caches that their specs cannot tell apart.
         config = config.replaced(model_dtype=config.tuning.model_dtype + marker(kernels, kv_caches))

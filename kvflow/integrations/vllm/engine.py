@@ -4,7 +4,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from math import lcm
+from math import inf, lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvflow import Mamba, models
@@ -30,6 +30,8 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 """Variables with the settings of torch's allocator for GPUs, which has had several names."""
 
 EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
+
+DRAFT_PREFIXES = frozenset({"mtp", "draft_model"})  # parts of the names of layers that a draft model counts from 0
 
 
 class LoadWait(NamedTuple):
@@ -223,6 +225,28 @@ def head_counts(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, i
     text = target.hf_text_config.to_dict(), target.get_total_num_kv_heads()
     theirs = None if draft is None else (draft.hf_text_config.to_dict(), draft.get_total_num_kv_heads())
     return models.kv_heads(layers, target.hf_config.to_dict(), text, theirs)
+
+
+def draft_layers(vllm_config: "VllmConfig", layers: Iterable[str]) -> list[str]:
+    """Return which layers are a draft model's: stale keys and values there cost accepted drafts, and change no token.
+
+    vLLM's first model runner marks none. There, draft layers count on from the model's last, or have a prefix.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or not (speculative.use_eagle() or speculative.uses_draft_model()):
+        return []
+    num_layers = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", inf)
+    modules = vllm_config.compilation_config.static_forward_context
+    return [
+        name
+        for name in layers
+        if name in modules
+        and (
+            getattr(modules[name], "is_draft_layer", False)
+            or models.layer_number(name) >= num_layers
+            or not DRAFT_PREFIXES.isdisjoint(name.split("."))
+        )
+    ]
 
 
 def element_types(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, str]:

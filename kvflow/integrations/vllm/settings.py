@@ -51,7 +51,9 @@ class Sharing(Struct, frozen=True, kw_only=True):
     dispatch: Literal["serial", "concurrent"] = "serial"  # concurrent: offer prompts when they arrive
 
 
-OWN_KEYS = frozenset({"enable_cross_layers_blocks", "log_file", "log_level", "offer", *Sharing.__struct_fields__})
+OWN_KEYS = frozenset(
+    {"enable_cross_layers_blocks", "log_file", "log_level", "offer", "rebuild_layers", *Sharing.__struct_fields__}
+)
 """Settings of the connector; all other keys are settings of the worker."""
 
 LOG_LEVELS = ("info", "debug", "warning")
@@ -95,6 +97,7 @@ SECRET_KEYS = frozenset({"cluster_secret", "cluster_secret_accepted", "private_k
 """Secrets, which belong in the environment: vLLM prints its configuration."""
 
 OFFERS = ("asked", "always")
+REBUILDS = ("auto", "never")  # values of ``rebuild_layers``, the default first
 
 RAY_REMEDY = (
     "Set VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVFLOW_ where vLLM is started: without it, Ray does not copy "
@@ -128,6 +131,7 @@ class Settings(Sharing, frozen=True, kw_only=True):
     log_file: str | None = None  # for kvflow's records, one JSON object per line; None: Python's logging has them
     log_level: int = logging.INFO
     offers_always: bool = False  # offer requests for one token that come without ``kv_transfer_params``
+    rebuilds_drafts: bool = True  # leave the layers of a draft model unread that no prefill engine has
 
 
 def read_settings(extra: Mapping[str, Any], facts: EngineFacts, find_host: Callable[[], str] = str) -> Settings:
@@ -171,6 +175,7 @@ def read_settings(extra: Mapping[str, Any], facts: EngineFacts, find_host: Calla
         log_file=_log_file(extra),
         log_level=_log_level(extra),
         offers_always=_offers_always(extra, facts.kv_role),
+        rebuilds_drafts=_one_of("rebuild_layers", REBUILDS, extra) == "auto",
         **structs.asdict(sharing),
     )
 

@@ -31,6 +31,7 @@ OWN_DEFAULTS = {
     "log_file": None,
     "log_level": vllm.LOG_LEVELS[0],
     "offer": vllm.OFFERS[0],
+    "rebuild_layers": vllm.REBUILDS[0],
     **structs.asdict(vllm.Sharing()),
 }
 

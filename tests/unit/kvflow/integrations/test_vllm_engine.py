@@ -9,7 +9,13 @@ import pytest
 
 from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm.caches import EngineShape, read_spec
-from kvflow.integrations.vllm.engine import head_counts, require_fixed_pages, require_own_device, required_layout
+from kvflow.integrations.vllm.engine import (
+    draft_layers,
+    head_counts,
+    require_fixed_pages,
+    require_own_device,
+    required_layout,
+)
 
 from .vllm_like import FullAttentionSpec
 
@@ -79,6 +85,44 @@ def test_vllms_own_number_comes_first():
 def test_layers_behind_the_model_are_those_of_its_draft():
     draft = model_of({"num_key_value_heads": 1}, 1)
     assert counts(PUBLISHED["meta-llama/Meta-Llama-3.1-8B"], 8, 31, 32, draft=draft) == [8, 1]
+
+
+def drafts(speculative, *names, marked=(), num_layers=2):
+    """Return which of some layers are taken for those of a draft model."""
+    modules = {name: SimpleNamespace(is_draft_layer=name in marked) for name in names}
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=num_layers)),
+        speculative_config=speculative,
+        compilation_config=SimpleNamespace(static_forward_context=modules),
+    )
+    return draft_layers(engine, [*names, "model.layers.9.attn.of_no_module"])
+
+
+def speculative(eagle=True, model=False):
+    return SimpleNamespace(use_eagle=lambda: eagle, uses_draft_model=lambda: model)
+
+
+MODEL = ("model.layers.0.self_attn.attn", "language_model.model.layers.1.self_attn.attn", "model.layers.1.attn.0")
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        "model.layers.2.self_attn.attn",  # EAGLE and MTP count on
+        "model.layers.3.mtp_block.self_attn.attn",
+        "mtp.layers.0.self_attn.attn",
+        "draft_model.model.layers.0.self_attn.attn",
+    ],
+)
+def test_the_layers_of_a_draft_model_are_told_from_those_of_the_model(draft):
+    assert drafts(speculative(), *MODEL, draft) == [draft]
+    assert drafts(speculative(eagle=False, model=True), *MODEL, draft) == [draft]
+    assert drafts(speculative(eagle=False), *MODEL, draft) == []  # what it keeps may be no draft's
+    assert drafts(None, *MODEL, draft) == []
+
+
+def test_vllm_may_mark_the_layers_of_a_draft_model():
+    assert drafts(speculative(), *MODEL, "head.0", marked=["head.0"]) == ["head.0"]
 
 
 def test_a_layer_with_two_numbers_in_its_name_has_the_heads_of_all():

@@ -179,6 +179,13 @@ def test_prefixes_are_shared_with_engines_that_are_named():
     assert (settings.find_s, settings.fetch_tokens_min) == (0.01, 64)
 
 
+def test_layers_of_a_draft_model_are_rebuilt_unless_a_setting_says_never():
+    assert read_settings({"cluster_secret": SECRET}, facts()).rebuilds_drafts
+    assert not read_settings({"cluster_secret": SECRET, "rebuild_layers": "never"}, facts()).rebuilds_drafts
+    with pytest.raises(ConfigInvalid, match="rebuild_layers must be one of auto, never, not 'all'"):
+        read_settings({"cluster_secret": SECRET, "rebuild_layers": "all"}, facts())
+
+
 def test_prompts_are_offered_when_they_arrive_only_if_a_setting_says_so():
     assert read_settings({"cluster_secret": SECRET}, facts()).dispatch == "serial"
     assert read_settings({"cluster_secret": SECRET, "dispatch": "concurrent"}, facts()).dispatch == "concurrent"

@@ -170,7 +170,7 @@ def test_a_rank_that_is_early_waits_alone(scheduler):
     assert kinds(answer(scheduler, again)) == [Delivered]
 
 
-def test_an_admission_of_which_nobody_tells_is_looked_for_patiently_but_not_endlessly():
+def test_an_admission_that_nobody_tells_of_is_looked_for_patiently():
     """A budget of an hour is thousands of probes: the pause between them stays what it became."""
     scheduler = Scheduler(Tuning(queue_s=9999.0, wire_s=9999.0, fence_s=9999.0))
     (one,), now = submit(scheduler, read(check_first=True)), 0.0
