@@ -26,9 +26,9 @@ PLAIN = set(
         """
         provenance tuning stopped
         accepted access asked control advertise align backend client component cross dtype environment event finding
-        frame handle hook layer local match merge opaque outcome ping priority probe protocol queue reachability remote
-        report request revision role run server side sleep mode snapshot transfer view whole kv cache flight loopback
-        address age ahead allowed argument authentication bounds by bytes cancelled
+        frame handle hook layer local match merge number opaque outcome ping priority probe protocol queue reachability
+        rebuild remote report request revision role run server side sleep mode snapshot transfer view whole kv cache
+        flight loopback address age ahead allowed argument authentication bounds by bytes cancelled
         capacity cause clock close closed closing code compare compared comparison completed
         config configure copy connect connected connection connections d deadline detail enable
         encryption ended error errors exceeded exhausted explain failed field failures file finished found from
