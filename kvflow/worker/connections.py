@@ -127,8 +127,9 @@ class Connection:
     unusable: str = ""  # why our transport cannot read from it over any data plane of both sides; empty if it can
     drop: tuple[str, str] | None = None  # code and detail of why it must end
     task: asyncio.Task[None] | None = None
-    # Questions for admissions. The answer to one finds all that are admitted.
+    # Questions for admissions, and how many ask or wait their turn. The answer to one finds all that are admitted.
     admissions: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 64))
+    num_asking: int = 0
     _changed: asyncio.Future[None] | None = None
 
     def advance(self, event: ConnectionEvent) -> None:

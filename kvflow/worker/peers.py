@@ -47,6 +47,8 @@ logger = logging.getLogger("kvflow")
 
 ROUTES_MAX = 4096  # sets of ranks whose route is remembered. Connecting a forgotten one again sends no message.
 
+ASKING_MAX = 128  # early ranks of one peer. What many wait for, the probes that answers begin find as well.
+
 ADMISSION_S = 5.0  # how long such a question waits. Most leases are admitted within some ms after their ticket.
 
 _RouteKey = tuple[object, ...]
@@ -108,22 +110,22 @@ class PeerPool:
     async def wait_admitted(self, rank: SourceRank) -> bool:
         """Ask for the lease of an early rank until it is admitted, or has ended. False: nothing new is known of it."""
         connection, lease = self._connections.get(rank.read.peer), rank.read.lease
-        if connection is None or connection.link is None:
+        if connection is None or connection.link is None or connection.num_asking >= ASKING_MAX:
             return False
         known = [COUNT_MAX] * len(connection.link.advertisement.manifest.groups)  # the answer lists no block
-        async with connection.admissions:
-            if rank.state != "waiting":
-                return False
-            try:
+        within_s = self._local.limits.handshake_s
+        connection.num_asking += 1
+        try:
+            async with connection.admissions:
+                if rank.state != "waiting":
+                    return False
                 told = await connection.link.settled(
-                    (lease.slot, lease.epoch),
-                    known=known,
-                    above=0,
-                    wait_s=ADMISSION_S,
-                    within_s=self._local.limits.handshake_s,
+                    (lease.slot, lease.epoch), known=known, above=0, wait_s=ADMISSION_S, within_s=within_s
                 )
-            except KvflowError:  # it is lost, or its release knows no questions
-                return False
+        except KvflowError:  # it is lost, or its release knows no questions
+            return False
+        finally:
+            connection.num_asking -= 1
         return told.sealed or told.ended != ""
 
     def start_connecting(self, member: Member) -> None:

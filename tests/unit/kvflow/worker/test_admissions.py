@@ -9,6 +9,7 @@ from kvflow.errors import ReleaseMismatch
 from kvflow.reads.pulls import PROBE_S_MAX
 from kvflow.rendezvous.dialer import Link
 from kvflow.rendezvous.issuer import TicketMint
+from kvflow.worker import peers
 
 from .helpers import SECRET
 from .virtual import virtual
@@ -54,6 +55,19 @@ def test_one_answer_finds_all_leases_that_are_admitted():
             world.do(partial(world.producers[0].worker.admit, grant), life=world.producers[0])
         world.pass_time(SOON_S)
         assert [pull.done() for pull in pulls] == [True] * 3
+
+
+def test_of_many_that_wait_some_are_asked_for_and_the_others_are_found(monkeypatch):
+    monkeypatch.setattr(peers, "ASKING_MAX", 1)
+    with virtual(fence_s=60.0) as world:
+        grants, pulls = early(world, 3)
+        (connection,) = world.consumer.worker._consumer.peers._connections.values()
+        assert connection.num_asking == 1
+        for grant in grants[::-1]:  # the first is asked for
+            world.do(partial(world.producers[0].worker.admit, grant), life=world.producers[0])
+        world.pass_time(SOON_S)
+        assert [pull.done() for pull in pulls] == [True] * 3
+        assert connection.num_asking == 0
 
 
 def test_a_producer_that_knows_no_questions_is_probed(monkeypatch):
