@@ -1,6 +1,8 @@
 """Pulls of open offers: real workers of one process, and a producer that answers as a test says, right or wrong."""
 
 import asyncio
+import random
+from collections import Counter
 
 import msgspec
 import pytest
@@ -10,6 +12,7 @@ from kvflow.errors import (
     BlockRangeMismatch,
     ContentMismatch,
     DeadlineExceeded,
+    KvflowError,
     PeerLost,
     ProtocolViolation,
     StaleLease,
@@ -266,6 +269,54 @@ async def test_a_wrong_answer_fails_the_pull_and_nobody_else(world, teller, firs
     assert (failed.code, failed.phase, failed.nbytes) == ("protocol_violation", "compute", 2 * BLOCK_BYTES)
     await world.pull(world.ticket("another", (14,)), (1,))
     assert world.holds((1,), (14,))
+
+
+class Liar(Teller):
+    """Answers each question at once; half of the prompts get an answer that cannot be true, somewhere."""
+
+    def __init__(self, monkeypatch):
+        super().__init__(monkeypatch)
+        self.rng, self.told = random.Random(35), []
+
+    def _answer(self, _rank, asked):
+        rng, told = self.rng, self.told
+        ids = list(SOURCES[len(told) : len(told) + rng.randint(0, 3)])
+        settled, ended = 4 * (len(told) + len(ids)), ""
+        sealed, more = settled == TOKENS, []
+        match rng.randrange(20):
+            case 0:
+                ids.append(rng.choice((*SOURCES, 30, 99, -1, -9, 1 << 40)))
+            case 1:
+                settled += rng.choice((-400, -4, -1, 1, 4, 400, 1 << 60))
+            case 2:
+                sealed = not sealed
+            case 3:
+                more = rng.choice(([[]], [[5]]))
+            case 4:
+                ids = ids[::-1] or [*told[:1]]
+            case 5:
+                ended = rng.choice(("revoked", "expired", "nonsense"))
+        told += ids
+        return questions.encode(AnswerSettled(settled, (tuple(ids), *map(tuple, more)), sealed, ended))
+
+
+async def test_whatever_a_producer_says_its_pull_fails_or_has_what_was_told(world, monkeypatch):
+    liar, ends = Liar(monkeypatch), Counter()
+    for number in range(150):
+        liar.told = []
+        pull = world.start(open_ticket(world, f"request-{number}"), TARGETS)
+        try:
+            await asyncio.wait_for(pull, PATIENCE_S)
+        except KvflowError as error:
+            ends[error.code] += 1
+        else:
+            ends["completed"] += 1
+            assert world.holds(TARGETS, liar.told)
+        await ended(pull)
+        world.producer.revoke(f"request-{number}")
+        world.consumer.check()
+    assert min(ends["completed"], ends["protocol_violation"], ends["stale_lease"]) > 5, ends
+    assert set(ends) <= {"completed", "protocol_violation", "stale_lease", "block_range_mismatch"}, ends
 
 
 async def test_an_offer_that_was_ended_is_stale(world, teller):

@@ -441,6 +441,20 @@ async def test_beyond_the_bound_who_has_most_is_answered_at_once(producer, monke
     assert (await few[2].answer()).count == 1
 
 
+async def test_thousands_wait_and_each_offer_answers_one_of_them(producer):
+    waiting = [held(producer, chain(number % 1000), key=number % 7) for number in range(4000)]
+    tickets = [producer.offer(str(number), [[1]], 4, digests=[chain(5)]) for number in range(2)]
+    producer.keep("kept", [[2]], 4, [chain(6)])
+    answered = [await waiting[number].answer() for number in (5, 1005, 6, 1006, 2006, 3006)]
+    assert [each.ticket for each in answered[:2]] == [ticket.to_params()["kvflow"] for ticket in tickets]
+    assert len({each.ticket for each in answered[2:]}) == 1
+    assert sum(len(each.answers) for each in waiting) == 6
+    for key in range(7):
+        producer._leases.forget_questions(key)
+    left = producer._leases.answers
+    assert (left.at, left._of, left._sizes) == ({}, {}, {})
+
+
 async def test_what_does_not_fit_into_one_answer_comes_with_the_next(monkeypatch):
     monkeypatch.setattr(answers, "IDS_MAX", 4)
     async with open_worker(config(), cache_of(40)) as producer:
