@@ -84,6 +84,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 8,
             "head_dim": 128,
             "intermediate_size": 512,
+            "max_position_embeddings": CHAT_CONTEXT,
         },
     ),
     "gemma3": (
