@@ -98,13 +98,10 @@ class PeerConnected(Struct, frozen=True):
 
 
 class LayersOmitted(Struct, frozen=True):
-    """Only one side has some layers, which it can do without at first, such as those of a draft model.
+    """Layers of one side alone are not read: a draft model's, say. Comes when an engine is first read."""
 
-    They are not read. Comes when an engine is read for the first time.
-    """
-
-    remote_engine_id: str  # the engine that is read
-    side: str  # who has them: ``source``, that engine, or ``target``, we
+    remote_engine_id: str  # the engine
+    side: str  # who has them: ``source`` (the engine) or ``target``
     layers: str  # their names, at most four
     detail: str  # what it costs
     remedy: str  # what to do about it
