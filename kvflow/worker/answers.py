@@ -62,10 +62,7 @@ class Answers:
     ) -> None:
         """Answer a question once, now or later. ``nonce``: its number on the connection."""
         if isinstance(question, Withdraw):
-            for gone in [each for each in self._of.get(connection, ()) if each.nonce == question.nonce]:
-                gone.timer.cancel()
-                with self._lock:
-                    self._remove(gone)
+            for gone in self.forget(connection, question.nonce):
                 gone.answer(AnswerHeld())
             answer(AnswerHeld())
             return
@@ -81,12 +78,14 @@ class Answers:
         elif self._sizes.total() > WAITING_MAX:
             self._end(self._oldest_of_the_largest())
 
-    def forget(self, connection: Hashable) -> None:
-        """Forget the questions of a connection that has ended."""
+    def forget(self, connection: Hashable, nonce: int | None = None) -> list[_WaitingQuestion]:
+        """Forget the questions of a connection that has ended, or that with a nonce; return those that waited."""
         with self._lock:
-            for waiting in list(self._of.get(connection, ())):
+            gone = [each for each in self._of.get(connection, ()) if nonce in (None, each.nonce)]
+            for waiting in gone:
                 waiting.timer.cancel()
                 self._remove(waiting)
+        return gone
 
     def note(self, places: Iterable[Hashable]) -> None:
         """Answer what waits at these places on the loop, soon, for something has changed there."""
