@@ -183,7 +183,7 @@ async def test_a_read_has_so_many_bytes_unless_all_is_settled(teller):
 async def test_of_a_block_that_is_half_computed_nothing_is_read(world, teller):
     pull = world.start(open_ticket(world), TARGETS)
     teller.say(10, blocks=3)
-    await waiting(world, 2)
+    await teller.heard(2)
     teller.say(TOKENS, sealed=True)
     report = await asyncio.wait_for(pull, PATIENCE_S)
     assert (report.ranges, report.nbytes) == (2, len(SOURCES) * BLOCK_BYTES)
