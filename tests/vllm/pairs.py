@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .engines import ANSWER_S, DISK, KVFLOW, NIXL, OUT, PYTHON, ROOT, EngineFailed, Nursery, Options, Pair
-from .tiny_models import CONFIGS, folder_of
+from .tiny_models import CONFIGS, DRAFT, folder_of
 
 FULL = os.environ.get("KVFLOW_TEST_VLLM") == "full"
 
@@ -145,7 +145,7 @@ PAIRS |= FLOAT8
 REFUSED_FLOAT8 = {"llama-fp8-e4m3-to-e5m2": (E4M3, E5M2)}
 """A byte of one fp8 means another number in the other."""
 REFUSED = {"lfm2-ranks-2-to-1": _ranks(Options("lfm2"), 2, 1)}
-"""Nobody knows how ranks divide these states: such engines do not read each other."""
+"""Nobody knows how ranks divide these states: such engines do not read each other. More are behind ``DRAFTS``."""
 PAIRS |= PARALLEL | REFUSED | REFUSED_FLOAT8
 CACHED = [name for name in VARIANTS if "-cached" in name]
 PACKED = ("llama-packed", "llama-packed-heads-first", "gptoss-packed")
@@ -170,6 +170,27 @@ ALIASED = {
 }
 """The connector by another name, and by the path of its module."""
 PAIRS |= MULTI | ALIASED
+
+# In float32, so that a step of several drafted tokens computes what steps of one do.
+ALONE = replace(LOGGED, model="llama-drafted", dtype="float32")
+SPECULATIVE = {
+    "method": "eagle",
+    "model": str(folder_of("llama-drafted", OUT / "models") / DRAFT),
+    "num_speculative_tokens": 2,
+}
+DRAFTING = replace(
+    ALONE,
+    llm={"speculative_config": SPECULATIVE, "disable_log_stats": False},
+    served="tests.vllm.drafting_engine",
+)
+DRAFTS = {
+    "llama-drafts-both": (DRAFTING, DRAFTING),
+    "llama-drafts-decode": (ALONE, DRAFTING),
+    "llama-drafts-prefill": (DRAFTING, ALONE),
+}
+"""Pairs of which at least one side has a draft model."""
+REFUSED["llama-drafts-never"] = ALONE, replace(DRAFTING, extra={"rebuild_layers": "never"})
+PAIRS |= DRAFTS | REFUSED
 
 
 def chosen(*names: str) -> list[str]:

@@ -16,9 +16,9 @@ def refused(pair, prompt):
 
 
 @pytest.mark.proves("states of unequal numbers of ranks", engine="real", pairs="lfm2")
-@pytest.mark.skipif(not FULL, reason="takes two engines of several ranks")
+@pytest.mark.skipif(not FULL, reason="takes two engines each")
 @pytest.mark.parametrize("pair", REFUSED, indirect=True)
-def test_states_of_another_number_of_ranks_are_refused(pair):
+def test_caches_that_do_not_fit_are_refused(pair):
     prompt = prompt_of(LENGTH)
     refused(pair, prompt)
     assert pair.alone(pair.decode, prompt) == pair.monolithic(prompt)

@@ -75,6 +75,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": CHAT_CONTEXT,
         },
     ),
+    "llama-drafted": ("llama", {"num_hidden_layers": 4, "head_dim": 64, "intermediate_size": 512}),
     # 64 KiB for each token, as a model of eight billion weights has them, so that to read a prompt takes its time.
     "wide": (
         "llama",
@@ -150,6 +151,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 EMBEDDING_DEVIATION = {"gemma3": 0.004}
 """Deviation of embeddings that are also the output's weights and are scaled on the way in."""
 
+DRAFT = "draft"
+"""Folder of the EAGLE head, in that of ``llama-drafted``."""
+REST = 0.06
+"""What the layers behind the first of ``llama-drafted`` add to it, as a share of what they would add."""
+
 
 CHAT_TEMPLATE = """{% for message in messages %}{{ message.role }}: {{ message.content }}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
@@ -173,6 +179,35 @@ def redraw(name: str, model: Any) -> None:
         if "embed_tokens" in parameter_name:
             deviation = EMBEDDING_DEVIATION.get(name, deviation)
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
+
+
+def save_draft(model: Any, folder: Path) -> None:
+    """Weaken all layers of a model but the first, and save an EAGLE head of one layer that does what this one does.
+
+    So most drafts are accepted, but not all; and few without the keys and values of the prompt, which the layer needs.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
+
+    first, *others = model.model.layers
+    for layer in others:
+        layer.self_attn.o_proj.weight.data *= REST
+        layer.mlp.down_proj.weight.data *= REST
+    width = model.config.hidden_size
+    # The head takes a token's embedding beside the hidden state before it, and has no norm before its attention.
+    weights = {f"layers.0.{name}": value.detach().clone() for name, value in first.state_dict().items()}
+    del weights["layers.0.input_layernorm.weight"]
+    scale = 1 / model.model.embed_tokens.weight.std()
+    for name in "qkv":
+        weights[f"layers.0.self_attn.{name}_proj.weight"] *= scale
+    weights["fc.weight"] = torch.cat([torch.eye(width), torch.zeros(width, width)], dim=1)
+    config = LlamaConfig(**model.config.to_dict() | {"num_hidden_layers": 1})
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    save_file(
+        {name: value.to(torch.bfloat16).contiguous() for name, value in weights.items()}, folder / "model.safetensors"
+    )
 
 
 def save_tokenizer(folder: str) -> None:
@@ -214,6 +249,8 @@ def make(name: str, parent: Path) -> Path:
     redraw(name, model)
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as scratch:
+        if name == "llama-drafted":
+            save_draft(model, Path(scratch) / DRAFT)
         model.to(torch.bfloat16).save_pretrained(scratch)
         save_tokenizer(scratch)
         Path(scratch).rename(folder)

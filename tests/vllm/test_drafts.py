@@ -1,0 +1,90 @@
+"""Draft models on both sides or on one: tokens are those of one engine, and what is accepted tells what was read."""
+
+import itertools
+import json
+
+import pytest
+
+from .engines import ANSWER_S
+from .pairs import DRAFTS, FULL, RANKS_LOG, await_all, chosen
+from .prompts import prompt_of
+from .test_refused import refused
+
+LENGTHS = (40, 150, 333, 700)
+TOKENS = 48
+DRAFT_LAYER = "model.layers.4.self_attn.attn"
+ALL = chosen(*DRAFTS)
+NUMBERS = itertools.count()
+
+
+def drafts(engine):
+    """Return how many tokens an engine has drafted, and how many of them it has accepted."""
+    answer = engine._await(engine._command("drafts", f"drafts-{next(NUMBERS)}"), ANSWER_S)
+    return answer["draft"], answer["accepted"]
+
+
+def accepted_share(engine, generate):
+    """Return which share of the drafts was accepted while an engine generated."""
+    before = drafts(engine)
+    generate()
+    drafted, accepted = (after - earlier for after, earlier in zip(drafts(engine), before, strict=True))
+    assert drafted
+    return accepted / drafted
+
+
+def shares(pair):
+    """Return the share of the decode engine alone, and that of both engines, for the same prompts."""
+    prompts = [prompt_of(length, "drafts") for length in LENGTHS]
+    alone = accepted_share(pair.decode, lambda: [pair.alone(pair.decode, each, max_tokens=TOKENS) for each in prompts])
+    return alone, accepted_share(pair.decode, lambda: [pair.disaggregated(each, max_tokens=TOKENS) for each in prompts])
+
+
+def omitted(pair):
+    """Return the warnings of the decode engine about layers of one side."""
+    with RANKS_LOG.open() as lines:
+        records = [json.loads(line) for line in lines if "layers.omitted" in line]
+    return [each for each in records if each["engine_id"] == pair.decode.name]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("pair", ALL, indirect=True)
+def test_both_engines_say_what_one_says(pair, length):
+    prompt = prompt_of(length)
+    tokens = pair.disaggregated(prompt, max_tokens=TOKENS)
+    assert tokens == pair.monolithic(prompt, max_tokens=TOKENS)
+    assert tokens == pair.alone(pair.decode, prompt, max_tokens=TOKENS)
+    assert len(set(tokens)) > TOKENS // 2, "a model that repeats itself proves nothing"
+
+
+@pytest.mark.parametrize("pair", chosen("llama-drafts-both"), indirect=True)
+def test_as_many_drafts_are_accepted_as_by_one_engine(pair, record_property):
+    alone, both = shares(pair)
+    record_property("accepted", f"{both:.3f} of {alone:.3f}")
+    assert both == pytest.approx(alone, rel=0.02)
+    assert alone > 0.2
+    assert not omitted(pair)
+
+
+@pytest.mark.parametrize("pair", chosen("llama-drafts-decode"), indirect=True)
+def test_drafts_of_the_decode_engine_alone_are_accepted_less(pair, record_property):
+    alone, both = shares(pair)
+    record_property("accepted", f"{both:.3f} of {alone:.3f}")
+    assert 0 < both < alone
+    (warning,) = await_all(lambda: omitted(pair))
+    assert (warning["level"], warning["side"], warning["layers"]) == ("warning", "target", DRAFT_LAYER)
+    assert "fewer drafts accepted" in warning["detail"]
+
+
+@pytest.mark.parametrize("pair", chosen("llama-drafts-prefill"), indirect=True)
+def test_drafts_of_the_prefill_engine_alone_are_warned_of_once(pair):
+    for number in range(2):
+        pair.disaggregated(prompt_of(LENGTHS[0], f"unused {number}"))
+    (warning,) = await_all(lambda: omitted(pair))
+    assert (warning["level"], warning["side"], warning["layers"]) == ("warning", "source", DRAFT_LAYER)
+
+
+@pytest.mark.skipif(not FULL, reason="takes two engines")
+@pytest.mark.parametrize("pair", ["llama-drafts-never"], indirect=True)
+def test_a_draft_model_that_may_not_be_rebuilt_is_missed_by_name(pair):
+    refused(pair, prompt_of(LENGTHS[0]))
+    assert f"target has ['{DRAFT_LAYER}']" in pair.decode.log.read_text(errors="replace")
