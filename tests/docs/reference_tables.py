@@ -70,7 +70,7 @@ PARITY = {
     "stages by push, prefill writes to decode (`NixlPushConnector`)": "no, decode always reads",
     "context parallelism": "refused at the start; the library moves divided tokens",
     "data parallelism": "yes, each engine has ports of its own",
-    "draft models": "yes, if both sides have them; tokens looked ahead are left to decode",
+    "draft models": "yes, on one side too: fewer drafts are then accepted (`rebuild_layers`)",
     "prefix caching": "yes: the missing blocks are read",
     "next turn read from decode (`bidirectional_kv_xfer`)": "[prefixes](../howto/share-prefixes.md) of any engine",
     "KV events": "those of vLLM; kvflow adds none",

@@ -105,6 +105,7 @@ def speculative(eagle=True, model=False):
 MODEL = ("model.layers.0.self_attn.attn", "language_model.model.layers.1.self_attn.attn", "model.layers.1.attn.0")
 
 
+@pytest.mark.proves("draft models", engine="stand-in")
 @pytest.mark.parametrize(
     "draft",
     [
