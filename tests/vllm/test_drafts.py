@@ -46,6 +46,7 @@ def omitted(pair):
     return [each for each in records if each["engine_id"] == pair.decode.name]
 
 
+@pytest.mark.proves("draft models", engine="real", pairs="llama-drafts")
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("pair", ALL, indirect=True)
 def test_both_engines_say_what_one_says(pair, length):
