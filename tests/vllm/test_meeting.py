@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.helpers.waiting import wait_until
 from tests.ports import free_port
 
 from .engines import PREFILL_PARAMS, Engine, Options, Pair
@@ -115,7 +116,7 @@ def test_a_prefill_that_is_aborted_fails_its_decode_leg_at_once(meeting):
     tell(pair, "gather", number=2)  # the step that would compute it waits for another
     prompt = prompt_of(500, "aborted")
     prefill, decode = both(meeting, prompt, decode_first=True)
-    pair.prefill.wait_state(lambda state: state["held"] == 1)
+    wait_until(lambda: all(rank["held"] for rank in tell(pair, "opened")["ranks"]))
     prefill.abort()
     answer = decode.wait()
     assert answer["finish_reason"] == "error"
