@@ -332,7 +332,7 @@ def bury(world: World) -> None:
             process.unwind()
         world.run(all_done, world.now + BURIAL_S)
         for task in (task for process in world.processes for task in process.pending()):
-            coroutine = task.get_coro()  # it waits for a thread that a defect has ended
+            coroutine = task.get_coro()  # it waits for a thread, or for a call in the midst of which it was killed
             assert isinstance(coroutine, Coroutine)
             with suppress(RuntimeError):  # it waits for something else before it ends
                 coroutine.close()

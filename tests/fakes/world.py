@@ -36,8 +36,6 @@ class Event(list[Any]):
 class Inhabitant(Protocol):
     """What a world knows of each process in it."""
 
-    name: str
-
     def pending(self) -> list["asyncio.Task[Any]"]:
         """Return the tasks that have not ended."""
 
