@@ -148,7 +148,7 @@ def release_counted_twice(patch):
     def release_again(self, leases, reader, now, **how):
         answers, ended = [], []
         for slot, epoch in leases:
-            lease, another = self._find(slot, epoch), reader
+            lease, another = self.held(slot, epoch), reader
             released = lease.released_by.get((reader.engine_id, reader.num_ranks), ()) if lease else ()
             if reader.rank in released:
                 other = next(rank for rank in range(reader.num_ranks) if rank not in released)
@@ -313,7 +313,7 @@ def renewal_lasts_half(patch):
 
     def renew_half(self, leases, now, reader=None):
         answers = renew(self, leases, now, reader)
-        for lease in filter(None, (self._find(*key) for key in leases)):
+        for lease in filter(None, (self.held(*key) for key in leases)):
             lease.ends_at -= lease.grant.lease_s / 2
         return answers
 
