@@ -10,6 +10,7 @@ from .test_parallel import stopped
 from .victims import Cluster
 
 TOKENS = 8
+LONG = 200  # so long that the state of the engine is asked meanwhile
 PAIRS = chosen("llama", "gptoss", "granite", "llama-cached", "llama-ranks-2-to-1", "gptoss-ranks-1-to-2")
 FORCED = {"external": {"external": True}, "running": {"running": True}, "both": {"running": True, "external": True}}
 
@@ -42,12 +43,13 @@ def test_a_reset_of_the_prefix_cache_alone_leaves_tickets(pair):
 
 @pytest.mark.parametrize("pair", chosen("gptoss-ranks-1-to-2", "llama-ranks-2-to-2"), indirect=True)
 def test_loads_of_several_ranks_are_dropped_and_computed(pair):
+    """If the ranks have met, the load may end nevertheless: then the request runs, long enough to be seen."""
     prompt = prompt_of(LENGTH)
-    alone = pair.alone(pair.decode, prompt, max_tokens=TOKENS)
+    alone = pair.alone(pair.decode, prompt, max_tokens=LONG)
     given = pair.ticket(prompt)
     free = pair.free_blocks[pair.decode]
     with stopped(pair.prefill.ranks()[0]["pid"]):
-        request = pair.decode.submit(prompt, given, max_tokens=TOKENS)
+        request = pair.decode.submit(prompt, given, max_tokens=LONG)
         pair.decode.wait_state(lambda state: state["free_blocks"] < free)
         assert pair.decode.reset_prefix_cache(running=True, external=True)
         assert request.wait()["tokens"] == alone
