@@ -23,20 +23,23 @@ def drafts(engine):
     return answer["draft"], answer["accepted"]
 
 
-def accepted_share(engine, generate):
-    """Return which share of the drafts was accepted while an engine generated."""
+def accepted_by(engine, generate):
+    """Return how many drafted tokens an engine accepted while it generated."""
     before = drafts(engine)
     generate()
     drafted, accepted = (after - earlier for after, earlier in zip(drafts(engine), before, strict=True))
-    assert drafted
-    return accepted / drafted
+    assert drafted >= accepted
+    return accepted
 
 
-def shares(pair):
-    """Return the share of the decode engine alone, and that of both engines, for the same prompts."""
+def accepted(pair):
+    """Return what the decode engine accepts alone, and what it does behind the other, for the same tokens.
+
+    Their shares differ a little: vLLM counts two drafted tokens more for a request whose prompt it has loaded.
+    """
     prompts = [prompt_of(length, "drafts") for length in LENGTHS]
-    alone = accepted_share(pair.decode, lambda: [pair.alone(pair.decode, each, max_tokens=TOKENS) for each in prompts])
-    return alone, accepted_share(pair.decode, lambda: [pair.disaggregated(each, max_tokens=TOKENS) for each in prompts])
+    alone = accepted_by(pair.decode, lambda: [pair.alone(pair.decode, each, max_tokens=TOKENS) for each in prompts])
+    return alone, accepted_by(pair.decode, lambda: [pair.disaggregated(each, max_tokens=TOKENS) for each in prompts])
 
 
 def omitted(pair):
@@ -59,17 +62,17 @@ def test_both_engines_say_what_one_says(pair, length):
 
 @pytest.mark.parametrize("pair", chosen("llama-drafts-both"), indirect=True)
 def test_as_many_drafts_are_accepted_as_by_one_engine(pair, record_property):
-    alone, both = shares(pair)
-    record_property("accepted", f"{both:.3f} of {alone:.3f}")
+    alone, both = accepted(pair)
+    record_property("accepted", f"{both} of {alone}")
     assert both == pytest.approx(alone, rel=0.02)
-    assert alone > 0.2
+    assert alone > len(LENGTHS) * TOKENS / 4
     assert not omitted(pair)
 
 
 @pytest.mark.parametrize("pair", chosen("llama-drafts-decode"), indirect=True)
 def test_drafts_of_the_decode_engine_alone_are_accepted_less(pair, record_property):
-    alone, both = shares(pair)
-    record_property("accepted", f"{both:.3f} of {alone:.3f}")
+    alone, both = accepted(pair)
+    record_property("accepted", f"{both} of {alone}")
     assert 0 < both < alone
     (warning,) = await_all(lambda: omitted(pair))
     assert (warning["level"], warning["side"], warning["layers"]) == ("warning", "target", DRAFT_LAYER)
