@@ -16,6 +16,9 @@ FULL = os.environ.get("KVFLOW_TEST_VLLM") == "full"
 LEASE_S = 15.0
 """A test that lets a lease run out waits for it."""
 
+RENEWED_S = 6.0
+"""Of engines that renew their open leases: what nobody reads runs out after each test."""
+
 # gpt-oss computes what it could not read, the others fail: both policies are met without further engines.
 LLAMA = Options("llama", extra={"lease_s": LEASE_S})
 GPTOSS = Options("gptoss", extra={"lease_s": LEASE_S}, failure_policy="recompute")

@@ -9,7 +9,7 @@ from tests.helpers.waiting import wait_until
 from tests.ports import free_port
 
 from .engines import PREFILL_PARAMS, Engine, Options, Pair
-from .pairs import FULL, LEASE_S, model_folder
+from .pairs import FULL, RENEWED_S, model_folder
 from .prompts import prompt_of
 
 CHUNK = 128  # tokens of a step
@@ -37,11 +37,11 @@ def meeting(request, pairs):
     prefill = replace(
         base,
         ranks=ranks,
-        extra={"lease_s": LEASE_S, "dispatch": "concurrent", "bind": endpoint},
+        extra={"lease_s": RENEWED_S, "dispatch": "concurrent", "bind": endpoint},
         llm={"max_num_batched_tokens": CHUNK},
         served="tests.vllm.open_engine",
     )
-    decode = replace(base, extra={"lease_s": LEASE_S, "rendezvous_from": [endpoint], "rendezvous_s": 60.0})
+    decode = replace(base, extra={"lease_s": RENEWED_S, "rendezvous_from": [endpoint], "rendezvous_s": 60.0})
     params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "127.0.0.1", "remote_port": port}
     with Pair(model_folder(base.model), prefill, decode, nursery=pairs.nursery) as pair:
         yield pair, params

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from .engines import PREFILL_PARAMS, Engine, Options
-from .pairs import FULL, LEASE_S, await_all, model_folder
+from .pairs import FULL, RENEWED_S, await_all, model_folder
 from .prompts import prompt_of
 
 CHUNK = 128  # tokens of a step
 PREFILL = Options(
     "llama",
     block_size=32,
-    extra={"lease_s": LEASE_S, "dispatch": "concurrent"},
+    extra={"lease_s": RENEWED_S, "dispatch": "concurrent"},
     prefix_caching=True,
     llm={"max_num_batched_tokens": CHUNK},
     served="tests.vllm.open_engine",
