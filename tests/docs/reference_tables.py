@@ -61,7 +61,7 @@ PARITY = {
     "states of unequal numbers of ranks": "those whose parts `kvflow.models` knows; others are refused by name",
     "MLA, sparse indexers": "yes, each read from one replica",
     "caches of fp8, NVFP4, int8, int4, with scales per head": "yes; unequal formats are refused (`layout_mismatch`)",
-    "compressed caches (DeepSeek V4)": "yes, as whole pages, between equal ranks and pages",
+    "compressed caches (DeepSeek V4)": "yes, as whole pages, between equal ones",
     "DeepSeek V4.1, CSA, HiSparse, PLE": "refused at the start, by name",
     "encoder-decoder models": "no, as NixlConnector",
     "unequal block sizes": "yes, any two, in hybrid models too",
