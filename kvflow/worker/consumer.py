@@ -39,6 +39,7 @@ from kvflow.reads.contract import (
     ReadEnded,
     TransportEvent,
 )
+from kvflow.reads.pulls import SourceRank
 from kvflow.reads.scheduler import Delivered, Effect, Scheduler, StartReads
 from kvflow.rendezvous.issuer import TicketKey
 from kvflow.worker.askers import Askers
@@ -386,14 +387,15 @@ class Consumer:
                     self._destinations.give_back(effect.pull_id)
                     self.pulls.quiesce(self.pulls.by_id.pop(effect.pull_id), effect)
                 case TransferRetried():
+                    ranks = self.pulls.by_id[effect.pull_id].ranks
+                    rank = next(rank for rank in ranks if str(rank.read.peer) == effect.peer)
                     self._report(effect)
-                    self._tasks.create_task(self._await_admission(self.pulls.by_id[effect.pull_id], effect.peer))
+                    self._tasks.create_task(self._await_admission(rank))
                 case _:
                     self._report(effect)
 
-    async def _await_admission(self, pull: OpenPull, peer: str) -> None:
+    async def _await_admission(self, rank: SourceRank) -> None:
         """Ask for the lease of an early rank, and then look which leases of its producer are admitted."""
-        rank = next(rank for rank in pull.ranks if str(rank.read.peer) == peer)
         if await self.peers.wait_admitted(rank):
             self._apply(self._scheduler.on_admitted(rank.read.peer, self._clock()))
 
