@@ -5,6 +5,9 @@ Two prefill servers, one of which offers prompts when they arrive, and one decod
 computes 128 tokens in a step. Before them, in turns, ``vllm-router`` and ``kvflow proxy``. No two prompts are alike::
 
     .venv-vllm/bin/python -m tests.benchmarks.both_at_once [--rounds 8] [--lengths 500 4000] [--fronts "kvflow proxy"]
+
+The ranks of vLLM spin for a second behind each step, also behind one that computes nothing, and so take a core from the
+prefill server while their request waits. With ``--nice 19`` they take what it leaves.
 """
 
 import argparse
@@ -59,7 +62,11 @@ def cpu_of(server):
 
 
 class Flows(Deployment):
-    """The servers, by what they do, and routers before either prefill server."""
+    """The servers, by what they do, and routers before either prefill server. ``nice``: of the decode server."""
+
+    def __init__(self, model, folder, nice):
+        super().__init__(model, folder)
+        self._nice = nice
 
     def start(self):
         self.ports[SOURCE_PORT] = free_port()
@@ -78,7 +85,8 @@ class Flows(Deployment):
         port = free_port()
         shell = command("vllm serve", role).strip().replace('_config": {"', f'_config": {{{settings}"')
         fitted = self.fitted(shell.replace("prefill.jsonl", f"{name}.jsonl"), {PREFILL_PORT: port, DECODE_PORT: port})
-        return self.serve(name, fitted + FLAGS, port)
+        nice = f"nice -n {self._nice} " if name == "decode" else ""
+        return self.serve(name, nice + fitted + FLAGS, port)
 
     def start_front(self, name, flow):
         prefill, decode, port = self.servers[flow].url, self.servers["decode"].url, free_port()
@@ -131,8 +139,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--lengths", type=int, nargs="+", default=[500, 1000, 2000, 4000])
     parser.add_argument("--fronts", nargs="+", default=["vllm-router", "kvflow proxy"])
+    parser.add_argument("--nice", type=int, default=0, help="of the decode server")
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, Flows(model_folder(MODEL), Path(folder)) as flows:
+    with tempfile.TemporaryDirectory() as folder, Flows(model_folder(MODEL), Path(folder), chosen.nice) as flows:
         ways = [(name, flow) for name in chosen.fronts for flow in FLOWS]
         fronts = {way: flows.start_front(*way) for way in ways}
         for way in ways * 2:  # a router learns from the first answer
@@ -143,7 +152,7 @@ def main():
                 for way in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
                     found[*way, length].append(flows.measure(fronts[way], way[1], length))
             print(f"round {turn + 1} of {chosen.rounds}", file=sys.stderr, flush=True)
-    print(f"{MODEL}, medians of {chosen.rounds} rounds, milliseconds")
+    print(f"{MODEL}, medians of {chosen.rounds} rounds, milliseconds; decode at nice {chosen.nice}")
     print("router        flow        tokens  prefill  to first token  step  CPU: decode  prefill")
     medians = {}
     for key, samples in found.items():
