@@ -4,7 +4,19 @@ from collections.abc import Iterable
 from typing import Literal
 
 Trouble = Literal[
-    "killed", "left", "hung", "stopped", "reset", "parted", "cut", "clogged", "doubled", "failed", "slow", "waited"
+    "killed",
+    "left",
+    "hung",
+    "stopped",
+    "reset",
+    "parted",
+    "cut",
+    "clogged",
+    "doubled",
+    "failed",
+    "slow",
+    "waited",
+    "unsealed",
 ]
 """To a host: its process was killed, has closed, hung, was stopped, or had to reset its reader. Between two hosts: they
 were parted, a connection was cut, held back, or had a message twice, or a read has failed. Anywhere: all of it is slow

@@ -31,7 +31,7 @@ LOST: frozenset[Trouble] = frozenset(
 )
 """What may cost a peer."""
 
-LATE: frozenset[Trouble] = LOST | {"waited"}
+LATE: frozenset[Trouble] = LOST | {"waited", "unsealed"}
 """What may take too long."""
 
 

@@ -22,6 +22,7 @@ from kvflow.worker import producer
 from kvflow.worker.answers import Answers
 from kvflow.worker.destinations import DestinationTable, ReaderResetPolicy
 from kvflow.worker.environment import Environment
+from kvflow.worker.following import Following
 from kvflow.worker.open_pulls import OpenPulls, PullHandle
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.renewals import LeaseRenewer
@@ -123,6 +124,24 @@ def nobody_hears_of_the_seal(patch):
         note(self, [place for place in places if place not in sealed])
 
     patch.setattr(Answers, "note", note_others)
+
+
+def open_offers_are_computed_for_ever(patch):
+    """A pull waits without end for an offer that is never sealed."""
+    patch.setattr(scenario, "OPENING_SHARE", 1.0)
+    init = Following.__init__
+
+    def init_patiently(self, *args):
+        *others, budgets, clock = args
+        init(self, *others, msgspec.structs.replace(budgets, compute_s=1e6), clock)
+
+    patch.setattr(Following, "__init__", init_patiently)
+
+
+def sealed_offers_are_open(patch):
+    """An offer is advanced and sealed again after its seal."""
+    patch.setattr(scenario, "OPENING_SHARE", 1.0)
+    patch.setattr(LeaseTable, "unsealed", lambda self, request_id: self._by_request[request_id])
 
 
 def quarantine_skipped(patch):

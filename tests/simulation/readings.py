@@ -4,7 +4,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
-from kvflow.errors import KvflowError, WorkerClosed
+from kvflow.errors import DeadlineExceeded, KvflowError, WorkerClosed
 from kvflow.layout.groups import window_blocks
 from kvflow.leases.tickets import Ticket
 from tests.fakes.world import World
@@ -211,6 +211,8 @@ class Reading:
             return error.code
         if self._request.plan.forged:
             self._world.fail(f"{rank.name}: a forged ticket of {self._request.name} was read")
+        if not any(map(self._request.is_computed, self._request.source.ranks)):
+            self._world.fail(f"{rank.name}: {self._request.name} was delivered before it was computed")
         if any(block in rank.heirs for block in self._occupied):
             self._world.fail(f"{rank.name}: {self._request.name} was delivered into blocks on offer: {self._occupied}")
         self._note_released()
@@ -254,6 +256,8 @@ class Reading:
         troubles = setting.troubles.between(rank.process.host, hosts)
         if request.waited_for():
             troubles.add("waited")
+        if request.plan.stuck and isinstance(error, DeadlineExceeded) and error.phase == "compute":
+            troubles.add("unsealed")
         circumstances = Circumstances(
             forged=request.plan.forged,
             occupied=bool(self._occupied),

@@ -63,6 +63,8 @@ class Plan(Struct, frozen=True, kw_only=True):
         keeps: whether its source keeps it for anyone, until ``revoke_s``, instead of offering it.
         sought: whether its readers find it by its content, and get no ticket.
         part_s: mean time in which its source computes a part, if it offers it before it is computed; otherwise 0.
+        stuck: whether its source never computes the last part of such an offer.
+        errs: whether it also says what cannot be true of it.
     """
 
     num_tokens: int
@@ -86,6 +88,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     keeps: bool = False
     sought: bool = False
     part_s: float = 0.0
+    stuck: bool = False
+    errs: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -400,6 +404,8 @@ class Request:
             if rank.face is not face or self.name not in rank.held:
                 return  # its lease has ended, so its blocks are not its own
             begin, end = end, min(total, end + self._world.chance.randint(1, 16))
+            if self.plan.stuck and end == total:
+                return
             self.computed[rank.name] = end
             done = Written(self.written.tokens[:end], self.written.state, self.written.places[:end])
             ahead = self._num_blocks(total if end == total else min(total - 1, end + 8))
@@ -421,6 +427,27 @@ class Request:
             except KvflowError as error:
                 self._world.fail(f"{rank.name}: {self.name} could not be told: {error!r}")
             told = ahead
+            if self.plan.errs:
+                self._err(face, end)
+
+    def _err(self, face: Face, end: int) -> None:
+        """Say what cannot be true once so many tokens have settled; it must be refused, and change nothing."""
+        total, nothing = self.plan.num_tokens, [[] for _ in self.block_ids]
+        again = [self.block_ids[0][:1], *nothing[1:]]
+        false: list[Callable[[], None]] = [
+            lambda: face.advance(self.name, end - 1, nothing),
+            lambda: face.advance(self.name, total + 1, nothing),
+            lambda: face.advance(self.name, end, again),
+            lambda: face.seal(self.name, again),
+        ]
+        if end == total:
+            false += [lambda: face.advance(self.name, total, nothing), lambda: face.seal(self.name, nothing)]
+        for number, call in enumerate(false):
+            try:
+                call()
+            except BlockIdsInvalid:
+                continue
+            self._world.fail(f"{self.name}: falsehood {number} was not refused after {end} of {total} tokens")
 
     def _num_blocks(self, num_tokens: int) -> list[int]:
         """Return how many blocks of each group so many tokens have; before the last one, only of full attention."""

@@ -45,6 +45,12 @@ KEEPING_SHARE = 0.25
 OPENING_SHARE = 0.3
 """Of the scenarios: those whose engines offer some of their requests before they have computed them."""
 
+STUCK_SHARE = 0.05
+"""Of these requests: those that are never computed to their end."""
+
+ERRING_SHARE = 0.1
+"""Of these requests: those of which their engine also says what is false."""
+
 PROBE_S = 1.0
 """Virtual seconds between two attempts to be served again."""
 
@@ -239,7 +245,9 @@ class Scenario:
         part_s, sought = chance.choice((1e-3, 5e-3, 20e-3)), chance.random() < 0.5
         if chance.random() < 0.3:
             plan = replace(plan, revoke_s=chance.uniform(0.0, 5 * part_s))
+        stuck, errs = chance.random() < STUCK_SHARE, chance.random() < ERRING_SHARE
         plan = replace(plan, part_s=part_s, repeated=False, patience_s=0.0, abandoned=False, sought=sought)
+        plan = replace(plan, stuck=stuck, errs=errs)
         return replace(plan, forged=False, readers=plan.readers[:1], readings=1) if sought else plan
 
     def _draw_plan(self, source: int) -> Plan:

@@ -53,7 +53,20 @@ def test_another_reason_does_not_explain_it(error):
 
 def test_no_fault_explains_an_error_that_blames_the_caller():
     everything = {name: True for name in NOTHING if name != "troubles"}
-    troubles = {"killed", "left", "hung", "stopped", "parted", "cut", "clogged", "doubled", "failed", "slow", "waited"}
+    troubles = {
+        "killed",
+        "left",
+        "hung",
+        "stopped",
+        "parted",
+        "cut",
+        "clogged",
+        "doubled",
+        "failed",
+        "slow",
+        "waited",
+        "unsealed",
+    }
     done = Circumstances(**everything, troubles=troubles)
     for error in (
         errors.BlockRangeMismatch("x"),
