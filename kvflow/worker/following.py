@@ -31,7 +31,7 @@ from kvflow.planning.bind import AnyBinding
 from kvflow.planning.pairs import UnitPairs, located, pair_units
 from kvflow.reads.contract import LeaseName, Part, RankRead
 from kvflow.reads.pulls import ReadRange
-from kvflow.rendezvous.questions import AnswerSettled
+from kvflow.rendezvous.questions import IDS_MAX, AnswerSettled
 from kvflow.worker.open_pulls import OpenPull
 from kvflow.worker.prepared import TicketRank, require_content
 
@@ -73,6 +73,7 @@ class _Rank:
         settled: tokens that are settled.
         sealed: whether everything is.
         told: the blocks of each group that it has told.
+        cut_off: whether its last answer was about as long as one may be, so that the next one has more.
     """
 
     def __init__(self, ticket: Ticket, rank: TicketRank, ours: Manifest, pull: OpenPull) -> None:
@@ -85,7 +86,7 @@ class _Rank:
         self.peer = rank.peer.link.peer
         self.name = str(self.peer)
         self.lease = LeaseName(grant.slot, grant.epoch_value, ticket.sealed[rank.grant][:MAC_BYTES])
-        self.settled, self.sealed = 0, False
+        self.settled, self.sealed, self.cut_off = 0, False, False
         self._settling = OpenGroups.of(self._theirs)
         self.told: Blocks = ((),) * len(self._theirs.groups)
         self._keys: set[int] = set()  # of these blocks, as ``OpenGroups`` compares them
@@ -140,6 +141,7 @@ class _Rank:
             self._refuse(f"{answer.num_tokens} tokens are settled{sealed}, of {total}, after {self.settled}")
         self._add(answer.block_ids, answer.num_tokens, sealed=answer.sealed)
         self.settled, self.sealed = answer.num_tokens, answer.sealed
+        self.cut_off = not answer.sealed and sum(map(len, answer.block_ids)) > IDS_MAX // (2 * len(self.told))
 
     def _add(self, lists: Sequence[Sequence[int]], settled: int, *, sealed: bool) -> None:
         """Add blocks to those that were told, once all of them are checked."""
@@ -217,7 +219,7 @@ class Following:
         """Ask every rank until enough is settled for a read, or everything is. Cancellation: safe.
 
         Raises:
-            DeadlineExceeded: a question that was asked ``compute_s`` after the start has brought nothing new.
+            DeadlineExceeded: not everything is settled ``compute_s`` after the start, and no answer was cut off.
             KvflowError: of ``_Rank.ask``.
         """
         left_s = self._started_at + self._budgets.compute_s - self._clock()
@@ -225,7 +227,6 @@ class Following:
         if min(rank.settled for rank in self._ranks) == self._total:
             above = self._total + 1  # only the seal is news
         within_s = max(0.0, min(WAIT_S_MAX, left_s))
-        before = [rank.settled for rank in self._ranks]
         asking = [
             asyncio.ensure_future(rank.ask(above, within_s, self._budgets.handshake_s))
             for rank in self._ranks
@@ -238,7 +239,7 @@ class Following:
                 each.cancel()
         if self.sealed:
             self._pull.sealed_at = self._clock()
-        elif left_s <= 0 and before == [rank.settled for rank in self._ranks]:
+        elif left_s <= 0 and not any(rank.cut_off for rank in self._ranks):
             request_id, compute_s = self._pull.request_id, self._budgets.compute_s
             raise DeadlineExceeded(
                 f"request {request_id!r}: the offer was not sealed within {compute_s:g} s",

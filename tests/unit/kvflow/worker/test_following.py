@@ -380,6 +380,28 @@ def test_the_time_of_reads_does_not_count_if_the_producer_has_sealed(sealed):
             assert (type(pull.exception()), pull.exception().phase) == (DeadlineExceeded, "compute")
 
 
+@pytest.mark.parametrize("sealed", [True, False])
+def test_only_the_rest_of_a_seal_is_told_after_the_time_to_compute(sealed, monkeypatch):
+    for module in ("answers", "following"):
+        monkeypatch.setattr(f"kvflow.worker.{module}.IDS_MAX", 8)
+    with virtual(compute_s=1.0, follow_bytes_min=1, wire_s=600.0, fence_s=600.0, lease_s=600.0) as world:
+        world.fabric.faults = FabricFaults(at_once=0.0, piece_s=3.0, pieces_max=1)
+        (producer,) = world.producers
+        offer = world.do(lambda: producer.worker.offer_progressive("request-1", [[0]], 96), life=producer)
+        pull = world.start(offer.ticket, range(24))
+        world.do(lambda: offer.advance(4), life=producer)
+        world.pass_time(0.3)
+        if sealed:
+            world.do(lambda: offer.seal([range(1, 24)]), life=producer)
+            world.pass_time(600.0)
+            assert pull.result().ranges == 4
+            return
+        for count in range(2, 24):  # a block while each range is read
+            world.do(lambda count=count: offer.advance(4 * count, [[count]]), life=producer)
+            world.pass_time(4.0)
+        assert (type(pull.exception()), pull.exception().phase) == (DeadlineExceeded, "compute")
+
+
 async def test_cancelling_while_it_computes_frees_our_blocks_at_once(world, teller):
     pull = world.start(open_ticket(world), TARGETS)
     teller.say(8)
