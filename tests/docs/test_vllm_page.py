@@ -89,7 +89,7 @@ def test_an_engine_without_parameters_logs_the_warning_of_the_page(caplog):
 def test_the_page_offers_always_on_the_prefill_server():
     [block] = [block for block in blocks(PAGE, "json") if '"offer"' in block]
     config = json.loads(f"{{{block}}}") | {"kv_role": "kv_producer"}
-    assert settings_of(config).offers_always
+    assert settings_of(config).offer == "always"
 
 
 def commands(page=PAGE):

@@ -4,6 +4,7 @@ Methods that vLLM's scheduler calls must not raise, because an exception would e
 A wrong configuration raises at the start.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -38,12 +39,11 @@ from kvflow.integrations.vllm.scheduler import SchedulerSide
 from kvflow.integrations.vllm.settings import (
     SECRET_KEYS,
     EngineFacts,
-    check_keys,
     doubts,
     logger,
+    read_own,
     read_settings,
     remark,
-    wants_packed,
 )
 from kvflow.integrations.vllm.stats import KVFlowMetrics, KVFlowStats
 from kvflow.integrations.vllm.worker import Results
@@ -118,7 +118,8 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
                     printed,
                 )
         elif self._settings.log_file:
-            configure_logging(Path(self._settings.log_file), level=self._settings.log_level)
+            level = logging.getLevelNamesMapping()[self._settings.log_level.upper()]
+            configure_logging(Path(self._settings.log_file), level=level)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -135,8 +136,7 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
         """Return the layout with the fewest descriptors that vLLM's backends support; kvflow transfers any layout."""
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        check_keys(extra)
-        return required_layout(vllm_config, packed=wants_packed(extra))
+        return required_layout(vllm_config, packed=read_own(extra).enable_cross_layers_blocks)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -269,7 +269,7 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
                 "prompt that another engine has prefilled, fewer drafts are accepted",
                 ", ".join(kept_back),
             )
-        rebuilt = [name for name in drafts if name in layers and self._settings.rebuilds_drafts]
+        rebuilt = [name for name in drafts if name in layers and self._settings.rebuild_layers == "auto"]
         cache = adopt_caches(kv_caches, self._groups, shape, tp_rank=tp_rank, kernels=kernels, rebuilt=rebuilt)
         set_scales(kv_caches, self._vllm_config.compilation_config.static_forward_context)
         # Peers compare model_dtype. The marker separates caches that their specs cannot tell apart.

@@ -244,7 +244,7 @@ class Untagged:
 
     def _tell_absent(self) -> None:
         row = UNTAGGED_ROW if self._tagged else UNTAGGED_MAX
-        if self._told or self._absent < row or self._settings.offers_always:  # which need not be asked
+        if self._told or self._absent < row or self._settings.offer == "always":  # which need not be asked
             return
         self._told = True
         produces, consumes = self._settings.produces, self._settings.consumes

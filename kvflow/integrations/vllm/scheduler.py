@@ -433,7 +433,7 @@ class SchedulerSide:
 
         A client that asks for more tokens wants the answer of this engine, whose prompt must not be shortened.
         """
-        if not self._settings.offers_always or is_tagged(request.kv_transfer_params):
+        if self._settings.offer != "always" or is_tagged(request.kv_transfer_params):
             return False
         return request.max_tokens == 1 and request.pooling_params is None
 

@@ -15,6 +15,7 @@ from kvflow import WorkerConfig
 from kvflow.addresses import PORT_MAX, host_and_port
 from kvflow.errors import ConfigInvalid, escaped, suggest
 from kvflow.observability.logs import Repeats
+from kvflow.validation import describe_refusal
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 _repeats = Repeats()
@@ -36,12 +37,24 @@ def warn(text: str, *args: object, error: Exception) -> None:
     logger.log(level, "kvflow: %s: %s%s", text % args, error, more)
 
 
-Source = Annotated[str, Meta(pattern=r"\Atcp://[^\s/#]+:[0-9]{1,5}(#[0-9a-f]{64})?\Z", max_length=256)]
+Source = Annotated[
+    str,
+    Meta(
+        pattern=r"\Atcp://[^\s/#]+:[0-9]{1,5}(#[0-9a-f]{64})?\Z",
+        max_length=256,
+        extra_json_schema={"description": "tcp://HOST:PORT or tcp://HOST:PORT#KEY of an engine that keeps or offers"},
+    ),
+]
 
 
-class Sharing(Struct, frozen=True, kw_only=True):
-    """Settings of prefixes that engines share, and of prompts that are read while they are computed."""
+class OwnSettings(Struct, frozen=True, kw_only=True):
+    """Settings of the connector itself, under the names that users write. All others are settings of the worker."""
 
+    enable_cross_layers_blocks: bool = False  # ask vLLM for a layout in which one block of all layers is one row
+    log_file: Annotated[str, Meta(min_length=1)] | None = None  # for kvflow's records; None: Python's logging has them
+    log_level: Literal["info", "debug", "warning"] = "info"  # of log_file; debug: each pull has a record of its reads
+    offer: Literal["asked", "always"] = "asked"  # always: also requests for one token without ``kv_transfer_params``
+    rebuild_layers: Literal["auto", "never"] = "auto"  # auto: leave draft layers unread that no prefill engine has
     keep: bool = False  # keep the blocks of ended requests readable until the engine reuses them
     sources: Annotated[tuple[Source, ...], Meta(max_length=256)] = ()  # control endpoints of engines that keep
     find_s: Annotated[float, Meta(gt=0, le=1.0)] = 0.005  # longest time that a request waits for answers
@@ -51,13 +64,7 @@ class Sharing(Struct, frozen=True, kw_only=True):
     dispatch: Literal["serial", "concurrent"] = "serial"  # concurrent: offer prompts when they arrive
 
 
-OWN_KEYS = frozenset(
-    {"enable_cross_layers_blocks", "log_file", "log_level", "offer", "rebuild_layers", *Sharing.__struct_fields__}
-)
-"""Settings of the connector; all other keys are settings of the worker."""
-
-LOG_LEVELS = ("info", "debug", "warning")
-"""Values of ``log_level``, the default first. With ``debug`` each pull has a record of its reads and blocks."""
+OWN_KEYS = frozenset(OwnSettings.__struct_fields__)
 
 FROM_ENGINE = frozenset({"engine_id", "rank", "num_ranks", "role", "sleep_mode"})
 """Settings of a worker that vLLM decides: users must not set them."""
@@ -96,9 +103,6 @@ REPLACED = {
 SECRET_KEYS = frozenset({"cluster_secret", "cluster_secret_accepted", "private_key"})
 """Secrets, which belong in the environment: vLLM prints its configuration."""
 
-OFFERS = ("asked", "always")
-REBUILDS = ("auto", "never")  # values of ``rebuild_layers``, the default first
-
 RAY_REMEDY = (
     "Set VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVFLOW_ where vLLM is started: without it, Ray does not copy "
     "KVFLOW_CLUSTER_SECRET to its workers."
@@ -121,17 +125,12 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     load_failure_policy: str = ""  # ``kv_load_failure_policy``; empty where it is not known
 
 
-class Settings(Sharing, frozen=True, kw_only=True):
+class Settings(OwnSettings, frozen=True, kw_only=True):
     """Settings of one side of the connector."""
 
     worker: WorkerConfig
     produces: bool  # this engine makes tickets
     consumes: bool  # it reads tickets of others
-    enable_cross_layers_blocks: bool = False  # ask vLLM for a layout in which one block of all layers is one row
-    log_file: str | None = None  # for kvflow's records, one JSON object per line; None: Python's logging has them
-    log_level: int = logging.INFO
-    offers_always: bool = False  # offer requests for one token that come without ``kv_transfer_params``
-    rebuilds_drafts: bool = True  # leave the layers of a draft model unread that no prefill engine has
 
 
 def read_settings(extra: Mapping[str, Any], facts: EngineFacts, find_host: Callable[[], str] = str) -> Settings:
@@ -142,7 +141,19 @@ def read_settings(extra: Mapping[str, Any], facts: EngineFacts, find_host: Calla
     Raises:
         ConfigInvalid: a key is unknown or decided by vLLM, or a value is malformed or unsafe.
     """
-    check_keys(extra)
+    chosen = read_own(extra)
+    if chosen.offer == "always" and facts.kv_role != "kv_producer":
+        raise ConfigInvalid(
+            f"offer is always, but kv_role is {facts.kv_role}: clients may ask such an engine for one token and no "
+            "ticket",
+            remedy="Set kv_role to kv_producer on the prefill engine, or remove offer.",
+        )
+    if chosen.sources and facts.load_failure_policy not in ("", "recompute"):
+        raise ConfigInvalid(
+            f"sources is set, but kv_load_failure_policy is {facts.load_failure_policy}: a prefix that cannot be "
+            "fetched would fail its request",
+            remedy='Set "kv_load_failure_policy": "recompute" next to kv_connector_extra_config.',
+        )
     if extra.get("advertise") is not None and "bind" not in extra:
         raise ConfigInvalid(
             f"advertise is {extra['advertise']!r}, but bind is not set: the rank listens at a free port of 127.0.0.1",
@@ -152,8 +163,7 @@ def read_settings(extra: Mapping[str, Any], facts: EngineFacts, find_host: Calla
     own = {"model": facts.model, "model_revision": facts.model_revision, "model_dtype": facts.model_dtype}
     given = {name: value for name, value in extra.items() if name not in OWN_KEYS}
     decided = {"engine_id": facts.engine_id, "rank": facts.rank, "num_ranks": facts.num_ranks}
-    sharing = _sharing(extra, facts.load_failure_policy)
-    decided |= {"role": _role(facts.kv_role, sharing), "sleep_mode": facts.sleep_mode}
+    decided |= {"role": _role(facts.kv_role, chosen), "sleep_mode": facts.sleep_mode}
     values = {**own, **given, **decided}
     try:
         config = WorkerConfig.read(values)
@@ -171,13 +181,26 @@ def read_settings(extra: Mapping[str, Any], facts: EngineFacts, find_host: Calla
         worker=config.replaced(**endpoints),
         produces=facts.kv_role != "kv_consumer",
         consumes=facts.kv_role != "kv_producer",
-        enable_cross_layers_blocks=wants_packed(extra),
-        log_file=_log_file(extra),
-        log_level=_log_level(extra),
-        offers_always=_offers_always(extra, facts.kv_role),
-        rebuilds_drafts=_one_of("rebuild_layers", REBUILDS, extra) == "auto",
-        **structs.asdict(sharing),
+        **structs.asdict(chosen),
     )
+
+
+def read_own(extra: Mapping[str, Any]) -> OwnSettings:
+    """Return the connector's own settings; ConfigInvalid if a key is unknown, or one of them is malformed."""
+    check_keys(extra)
+    given = {name: value for name, value in extra.items() if name in OWN_KEYS}
+    try:
+        chosen = msgspec.convert(given, OwnSettings, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigInvalid(f"kv_connector_extra_config: {describe_refusal(error, given, OwnSettings)}") from error
+    for name in ("sources", "rendezvous_from"):
+        for source in getattr(chosen, name):
+            if not 0 < host_and_port(source.partition("#")[0])[1] <= PORT_MAX:
+                raise ConfigInvalid(f"{name} has {source}, whose port must be from 1 to {PORT_MAX}")
+    if "log_level" in given and chosen.log_file is None:
+        remedy = "Set log_file, too, or set the levels of Python's loggers below kvflow."
+        raise ConfigInvalid("log_level has no effect without log_file", remedy=remedy)
+    return chosen
 
 
 def check_keys(extra: Mapping[str, Any]) -> None:
@@ -202,83 +225,15 @@ def replaced(keys: Iterable[str]) -> list[str]:
     return [f"{key}: {remedy}" for key, remedy in found if remedy]
 
 
-def wants_packed(extra: Mapping[str, Any]) -> bool:
-    """Return the setting ``enable_cross_layers_blocks``; ConfigInvalid if it is not true or false."""
-    value = extra.get("enable_cross_layers_blocks", False)
-    try:
-        return msgspec.convert(value, type=bool, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigInvalid(f"enable_cross_layers_blocks must be true or false, not {value!r}") from error
-
-
 def model_name(model: str) -> str:
     """Return the name by which peers compare a model: of a path only its last part, because folders differ by host."""
     return model.rstrip("/").rpartition("/")[2][-256:] if model.startswith(("/", ".", "~")) else model[-256:]
 
 
-def _log_file(extra: Mapping[str, Any]) -> str | None:
-    value = extra.get("log_file")
-    if value is not None and not (isinstance(value, str) and value):
-        raise ConfigInvalid(f"log_file must be the path of a file, not {value!r}")
-    return value
-
-
-def _log_level(extra: Mapping[str, Any]) -> int:
-    value = _one_of("log_level", LOG_LEVELS, extra)
-    if "log_level" in extra and extra.get("log_file") is None:
-        remedy = "Set log_file, too, or set the levels of Python's loggers below kvflow."
-        raise ConfigInvalid("log_level has no effect without log_file", remedy=remedy)
-    level: int = getattr(logging, value.upper())
-    return level
-
-
-def _offers_always(extra: Mapping[str, Any], kv_role: str) -> bool:
-    always = _one_of("offer", OFFERS, extra) == "always"
-    if always and kv_role != "kv_producer":
-        raise ConfigInvalid(
-            f"offer is always, but kv_role is {kv_role}: clients may ask such an engine for one token and no ticket",
-            remedy="Set kv_role to kv_producer on the prefill engine, or remove offer.",
-        )
-    return always
-
-
-def _sharing(extra: Mapping[str, Any], load_failure_policy: str) -> Sharing:
-    given = {name: extra[name] for name in Sharing.__struct_fields__ if name in extra}
-    try:
-        sharing = msgspec.convert(given, Sharing, strict=False)
-        for source in (*sharing.sources, *sharing.rendezvous_from):
-            if not 0 < host_and_port(source.partition("#")[0])[1] <= PORT_MAX:
-                raise msgspec.ValidationError(f"{source} has no port from 1 to {PORT_MAX} - at `$.sources`")
-    except msgspec.ValidationError as error:
-        raise ConfigInvalid(
-            f"kv_connector_extra_config: {error}",
-            remedy="sources and rendezvous_from are lists of tcp://HOST:PORT or tcp://HOST:PORT#KEY with the ports of "
-            "bind of engines that keep, or offer; keep is true or false; find_s is in seconds, at most 1, and "
-            "rendezvous_s at most 600; fetch_tokens_min is a number of tokens; dispatch is serial or concurrent.",
-        ) from error
-    if sharing.sources and load_failure_policy not in ("", "recompute"):
-        raise ConfigInvalid(
-            f"sources is set, but kv_load_failure_policy is {load_failure_policy}: a prefix that cannot be fetched "
-            "would fail its request",
-            remedy='Set "kv_load_failure_policy": "recompute" next to kv_connector_extra_config.',
-        )
-    return sharing
-
-
-def _role(kv_role: str, sharing: Sharing) -> str:
+def _role(kv_role: str, chosen: OwnSettings) -> str:
     """Return the role of the worker: a decode engine that keeps is read from, a prefill engine with sources reads."""
-    both = (kv_role == "kv_consumer" and sharing.keep) or (kv_role == "kv_producer" and sharing.sources)
+    both = (kv_role == "kv_consumer" and chosen.keep) or (kv_role == "kv_producer" and chosen.sources)
     return "both" if both else kv_role.removeprefix("kv_")
-
-
-def _one_of(name: str, values: tuple[str, ...], extra: Mapping[str, Any]) -> str:
-    """Return a setting that has one of these values; the first is the default."""
-    value = extra.get(name, values[0])
-    if value not in values:
-        raise ConfigInvalid(
-            f"{name} must be one of {', '.join(values)}, not {value!r}", remedy=suggest(str(value), values)
-        )
-    return str(value)
 
 
 def moved(endpoint: str, offset: int) -> str:

@@ -26,14 +26,7 @@ BY_ENGINE = "decided by the engine"
 
 OF_VLLM = {*vllm.FROM_ENGINE, "model", "model_revision", "model_dtype"}
 
-OWN_DEFAULTS = {
-    "enable_cross_layers_blocks": False,
-    "log_file": None,
-    "log_level": vllm.LOG_LEVELS[0],
-    "offer": vllm.OFFERS[0],
-    "rebuild_layers": vllm.REBUILDS[0],
-    **structs.asdict(vllm.Sharing()),
-}
+OWN_DEFAULTS = structs.asdict(vllm.OwnSettings())
 
 PREFIX = "KVFLOW_"
 OBSOLETE = {"KVFLOW_CALIBRATION": "Remove it: reads are staged without a file. staging_bytes 0 reads directly."}

@@ -1,6 +1,5 @@
 """The extra configuration of a connector: every setting of a worker by its own name, and nothing else."""
 
-import logging
 import re
 import socket
 from types import SimpleNamespace
@@ -17,8 +16,8 @@ from kvflow.integrations.vllm.settings import (
     REPLACED,
     EngineFacts,
     model_name,
+    read_own,
     read_settings,
-    wants_packed,
 )
 
 from .vllm_like import SECRET
@@ -136,35 +135,63 @@ def test_a_port_that_is_too_high_with_the_ranks_is_refused():
     ("value", "wanted"), [(True, True), ("true", True), ("1", True), (False, False), ("False", False), (0, False)]
 )
 def test_a_switch_may_be_text(value, wanted):
-    assert wants_packed({"enable_cross_layers_blocks": value}) is wanted
-
-
-@pytest.mark.parametrize("path", ["", 7, ["a"]])
-def test_a_log_file_that_is_no_path_is_refused(path):
-    with pytest.raises(ConfigInvalid, match="log_file"):
-        read_settings({"cluster_secret": SECRET, "log_file": path}, facts())
+    assert read_own({"enable_cross_layers_blocks": value}).enable_cross_layers_blocks is wanted
 
 
 def test_the_level_of_the_log_file_is_a_setting():
     given = {"cluster_secret": SECRET, "log_file": "decode.jsonl"}
-    assert read_settings(given, facts()).log_level == logging.INFO
-    assert read_settings({**given, "log_level": "debug"}, facts()).log_level == logging.DEBUG
+    assert read_settings(given, facts()).log_level == "info"
+    assert read_settings({**given, "log_level": "debug"}, facts()).log_level == "debug"
 
 
-@pytest.mark.parametrize("level", ["DEBUG", "", 10, None, ["debug"]])
-def test_a_level_that_is_none_is_refused(level):
-    with pytest.raises(ConfigInvalid, match="log_level must be one of info, debug, warning"):
-        read_settings({"cluster_secret": SECRET, "log_file": "decode.jsonl", "log_level": level}, facts())
+WRONG = {
+    "log_file": ("text", ["", 7, ["a"]]),
+    "log_level": ("one of 'debug', 'info', 'warning'", ["DEBUG", "", 10, None, ["debug"]]),
+    "enable_cross_layers_blocks": ("true or false", ["perhaps", None]),
+    "offer": ("one of 'always', 'asked'", ["", "never", True, None, ["always"]]),
+    "rebuild_layers": ("one of 'auto', 'never'", ["all", True]),
+    "keep": ("true or false", ["perhaps"]),
+    "sources": (
+        "tcp://HOST:PORT",
+        [
+            "tcp://decode-0:5600",
+            ["decode-0:5600"],
+            ["tcp://decode-0"],
+            ["tcp://decode-0:5600/x"],
+            ["tcp://decode-0:5600#key"],
+            ["tcp://a b:5600"],
+            [7],
+            ["tcp://decode-0:5600"] * 257,
+        ],
+    ),
+    "rendezvous_from": ("tcp://HOST:PORT", [["prefill-0:5600"]]),
+    "find_s": ("a number above 0 and of at most 1", [0, 2, float("nan")]),
+    "fetch_tokens_min": ("an integer from 1 to", [0, 1.5]),
+    "rendezvous_s": ("a number above 0 and of at most 600", [0, 601]),
+    "dispatch": ("one of 'concurrent', 'serial'", ["parallel"]),
+}
+"""Setting of the connector -> what it must be, and values that it must not have."""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "value"), [(name, told, value) for name, (told, values) in WRONG.items() for value in values]
+)
+def test_a_setting_of_the_connector_that_is_wrong_is_refused_by_name(name, expected, value):
+    given = {"cluster_secret": SECRET, "log_file": "decode.jsonl", name: value}
+    with pytest.raises(ConfigInvalid, match=rf"{name}(\[0\])? must be .*{re.escape(expected)}"):
+        read_settings(given, facts())
+
+
+@pytest.mark.parametrize("name", ["sources", "rendezvous_from"])
+@pytest.mark.parametrize("port", [0, 65536])
+def test_an_engine_at_a_port_that_is_none_is_refused(name, port):
+    with pytest.raises(ConfigInvalid, match=f"{name} has tcp://decode-0:{port}"):
+        read_settings({"cluster_secret": SECRET, name: [f"tcp://decode-0:{port}"]}, facts())
 
 
 def test_a_level_without_a_log_file_is_refused():
     with pytest.raises(ConfigInvalid, match="log_level has no effect without log_file"):
         read_settings({"cluster_secret": SECRET, "log_level": "debug"}, facts())
-
-
-def test_a_switch_that_is_none_is_refused():
-    with pytest.raises(ConfigInvalid, match="enable_cross_layers_blocks"):
-        wants_packed({"enable_cross_layers_blocks": "perhaps"})
 
 
 SHARING = {"keep": True, "sources": ["tcp://decode-0:5600", "tcp://[fd00::7]:5601"], "find_s": 0.01}
@@ -180,10 +207,8 @@ def test_prefixes_are_shared_with_engines_that_are_named():
 
 
 def test_layers_of_a_draft_model_are_rebuilt_unless_a_setting_says_never():
-    assert read_settings({"cluster_secret": SECRET}, facts()).rebuilds_drafts
-    assert not read_settings({"cluster_secret": SECRET, "rebuild_layers": "never"}, facts()).rebuilds_drafts
-    with pytest.raises(ConfigInvalid, match="rebuild_layers must be one of auto, never, not 'all'"):
-        read_settings({"cluster_secret": SECRET, "rebuild_layers": "all"}, facts())
+    assert read_settings({"cluster_secret": SECRET}, facts()).rebuild_layers == "auto"
+    assert read_settings({"cluster_secret": SECRET, "rebuild_layers": "never"}, facts()).rebuild_layers == "never"
 
 
 def test_prompts_are_offered_when_they_arrive_only_if_a_setting_says_so():
@@ -206,35 +231,6 @@ def test_sources_need_an_engine_that_computes_what_it_cannot_load():
         read_settings(extra, facts(load_failure_policy="fail"))
     assert '"kv_load_failure_policy": "recompute"' in caught.value.remedy
     assert read_settings(extra, facts()).sources  # vLLM checks its arguments before it knows the policy
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"keep": "perhaps"},
-        {"sources": "tcp://decode-0:5600"},
-        {"sources": ["decode-0:5600"]},
-        {"sources": ["tcp://decode-0"]},
-        {"sources": ["tcp://decode-0:0"]},
-        {"sources": ["tcp://decode-0:65536"]},
-        {"sources": ["tcp://decode-0:5600/x"]},
-        {"sources": ["tcp://decode-0:5600#key"]},
-        {"sources": ["tcp://a b:5600"]},
-        {"sources": [7]},
-        {"sources": ["tcp://decode-0:5600"] * 257},
-        {"find_s": 0},
-        {"find_s": 2},
-        {"find_s": float("nan")},
-        {"fetch_tokens_min": 0},
-        {"fetch_tokens_min": 1.5},
-        {"dispatch": "parallel"},
-    ],
-    ids=lambda wrong: str(wrong)[:40],
-)
-def test_a_setting_of_shared_prefixes_that_is_wrong_is_refused(wrong):
-    with pytest.raises(ConfigInvalid, match=next(iter(wrong))) as caught:
-        read_settings({"cluster_secret": SECRET, **wrong}, facts())
-    assert "tcp://HOST:PORT" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
