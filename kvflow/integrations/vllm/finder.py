@@ -34,6 +34,7 @@ SEARCHES_MAX = 1024  # requests that are asked for at a time: further ones are c
 
 ADDRESSES_MAX = 64  # of one source that are dialed
 LOOK_S = 10.0  # time between two look-ups of the addresses of a source; those without a connection are dialed then
+LOOK_AGAIN_S = 1.0  # the same of prefill engines, if a request names an address that they had not
 MISSES_MAX = 3  # answers in a row that have not come in time, after which a source is not asked
 SKIP_S = 10.0  # for this time
 ANSWER_S = 5.0  # longest time to wait for an answer that waits for nothing
@@ -98,7 +99,8 @@ class Finder:
         self._searches: dict[str, _Search] = {}
         self._meetings: dict[str, _Meeting] = {}
         self._addresses: dict[str, frozenset[str]] = {each: frozenset() for each in settings.sources}  # of each source
-        self._hosts: dict[str, tuple[frozenset[str], float]] = {}  # of names, and until when they are not asked again
+        self._hosts: dict[str, frozenset[str]] = {}  # of prefill engines, by their names
+        self._looked_at = -math.inf  # when these were looked up
         self._looking = asyncio.Lock()
         self._has_met = threading.Event()
         self._sources: dict[str, _Source | None] = {}  # by address and key; None if it could not be reached
@@ -287,23 +289,25 @@ class Finder:
 
     async def _allowed(self, endpoint: str) -> str:
         """Return an endpoint that a request names, with its key if it has one; TicketInvalid if no setting names it."""
-        entries = [each.partition("#") for each in self._settings.rendezvous_from]
-        for name, mark, key in sorted(entries, key=lambda entry: entry[0] != endpoint):
-            if endpoint == name or endpoint in await self._hosts_of(name):
-                return endpoint + mark + key
+        entries = {each.partition("#")[0]: each for each in self._settings.rendezvous_from}
+        if endpoint in entries:
+            return entries[endpoint]
+        for age_s in (LOOK_S, LOOK_AGAIN_S):
+            await self._look_up_all(entries, age_s)
+            for name in [name for name, hosts in self._hosts.items() if endpoint in hosts]:
+                return endpoint + entries[name].removeprefix(name)
         raise TicketInvalid(
             f"the request has no ticket, and rendezvous_from does not name {endpoint}",
             remedy="Add the control endpoint of the prefill engine to rendezvous_from of the decode engine.",
         )
 
-    async def _hosts_of(self, name: str) -> frozenset[str]:
-        """Return the endpoints that a name has, or had ``LOOK_S`` ago: requests name addresses as fast as they come."""
+    async def _look_up_all(self, names: Iterable[str], age_s: float) -> None:
+        """Look up names, unless that was done in the last seconds: requests name addresses as fast as they come."""
         async with self._looking:
-            known, until = self._hosts.get(name, (frozenset(), 0.0))
-            if (now := time.monotonic()) >= until:
-                known = await self._look_up(name) or known
-                self._hosts[name] = known, now + LOOK_S
-            return known
+            if time.monotonic() >= self._looked_at + age_s:
+                found = await asyncio.gather(*map(self._look_up, names))
+                self._hosts |= {name: hosts for name, hosts in zip(names, found, strict=True) if hosts is not None}
+                self._looked_at = time.monotonic()
 
     async def _look_up(self, name: str) -> frozenset[str] | None:
         """Return the endpoints of every address of a host; None if it has none."""

@@ -8,12 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm import finder
 from kvflow.integrations.vllm.engine import LOAD_WAIT
 from kvflow.integrations.vllm.messages import Fail, GiveBack, Load
 from kvflow.integrations.vllm.params import OfferWanted, RendezvousWanted, read_params
-from kvflow.integrations.vllm.settings import EngineFacts, read_settings
 from kvflow.layout.specs import FullAttention
 from kvflow.rendezvous.dialer import Asker
 from kvflow.worker.threaded import run_worker
@@ -216,6 +214,7 @@ def test_requests_that_wait_are_bounded(prefill, monkeypatch):
 
 
 def test_names_are_looked_up_once_however_many_requests_name_others(prefill, monkeypatch):
+    monkeypatch.setattr(finder, "LOOK_AGAIN_S", WITHIN_S)
     looked_up, look_up = [], finder.Finder._look_up
 
     async def looked(finder, name):
@@ -228,6 +227,17 @@ def test_names_are_looked_up_once_however_many_requests_name_others(prefill, mon
         request = arrived(found, 49, f"{number}", NAMED | {"remote_host": f"127.0.0.{10 + number}"})
         assert refusal(found, request).code == "ticket_invalid"
     assert looked_up == [f"tcp://localhost:{PORT}"]
+
+
+def test_an_address_that_a_name_has_just_got_is_looked_up_soon(prefill, monkeypatch):
+    monkeypatch.setattr(finder, "LOOK_AGAIN_S", 0.0)
+    addresses = ["127.0.0.9"]
+    monkeypatch.setattr("socket.getaddrinfo", lambda host, port, *_, **__: [(0, 0, 0, "", (addresses[0], port))])
+    found = decode(rendezvous_from=[f"tcp://prefill.example:{PORT}"])
+    assert refusal(found, arrived(found)).code == "ticket_invalid"
+    addresses[:] = ["127.0.0.1"]
+    prefill.offer().seal([(1, 2, 3)])
+    assert matched(found, arrived(found, 48, "s")) == (48, True)
 
 
 def step(found, *, computes):
@@ -282,11 +292,3 @@ def test_a_host_and_a_port_name_an_engine(params, endpoint):
         read_params({"do_remote_decode": True, **params, "do_remote_prefill": False}, new_key().read, 1000, meets=True)
         == OfferWanted()
     )
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"rendezvous_from": ["prefill-0"]}, {"rendezvous_from": ["tcp://a:0"]}, {"rendezvous_s": 0}]
-)
-def test_settings_of_a_rendezvous_that_are_wrong_are_refused(wrong):
-    with pytest.raises(ConfigInvalid, match=r"rendezvous|no port"):
-        read_settings({"cluster_secret": SECRET, **wrong}, EngineFacts(engine_id="e", kv_role="kv_both"))
