@@ -15,6 +15,7 @@ import pytest
 from kvflow.errors import ConfigInvalid
 from kvflow.integrations import vllm
 from kvflow.integrations.vllm import NAME
+from kvflow.integrations.vllm.messages import Tally
 from kvflow.integrations.vllm.params import UNTAGGED_MAX, Untagged
 from kvflow.integrations.vllm.settings import HOST_VARIABLES, EngineFacts, read_settings
 from kvflow.integrations.vllm.versions import NEWEST
@@ -78,7 +79,7 @@ def test_the_page_installs_a_release_and_an_extra_that_exist():
 
 
 def test_an_engine_without_parameters_logs_the_warning_of_the_page(caplog):
-    untagged = Untagged(settings_of(transfer_configs(PAGE)[0]))
+    untagged = Untagged(settings_of(transfer_configs(PAGE)[0]), Tally())
     with caplog.at_level(logging.WARNING, logger="vllm.kvflow"):
         for _ in range(UNTAGGED_MAX):
             untagged.note(None)

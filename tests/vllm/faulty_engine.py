@@ -156,12 +156,12 @@ class Served(engine_process.Served):
         self.scheduler._preempt_request = counted
 
     def _watch_leases(self) -> None:
-        from kvflow.integrations.vllm import worker
+        from kvflow.integrations.vllm.messages import Tally
 
-        count_ends = worker.count_ends
+        count_ends = Tally.count_ends
 
-        def noted(counters: Any, ends: Any) -> None:
+        def noted(tally: Tally, ends: Any) -> None:
             self.ended |= {end.request_id: end.outcome for end in ends if end.side == "producer"}
-            count_ends(counters, ends)
+            count_ends(tally, ends)
 
-        worker.count_ends = noted
+        Tally.count_ends = noted

@@ -13,7 +13,6 @@ import math
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from kvflow.addresses import host_and_port
 from kvflow.errors import CapacityExceeded, DeadlineExceeded, KvflowError, StaleLease, TicketInvalid
 from kvflow.integrations.vllm.blocks import NO_CHAIN, Chain, Contents, Request
 from kvflow.integrations.vllm.engine import LOAD_WAIT
+from kvflow.integrations.vllm.messages import Tally
 from kvflow.integrations.vllm.settings import Settings, logger
 from kvflow.rendezvous.dialer import Asker
 from kvflow.worker.askers import Askers
@@ -91,9 +91,12 @@ class Finder:
     ``waits``: no other engine waits for the steps of this one.
     """
 
-    def __init__(self, settings: Settings, contents: Contents, *, whole: bool, waits: bool = True) -> None:
+    def __init__(
+        self, settings: Settings, contents: Contents, tally: Tally, *, whole: bool, waits: bool = True
+    ) -> None:
         self._settings = settings
         self._contents = contents
+        self._tally = tally  # of how searches have ended, and of ignored hints
         self._whole = whole
         self._waits, self._is_idle = waits, False
         self._searches: dict[str, _Search] = {}
@@ -104,7 +107,6 @@ class Finder:
         self._looking = asyncio.Lock()
         self._has_met = threading.Event()
         self._sources: dict[str, _Source | None] = {}  # by address and key; None if it could not be reached
-        self._counts: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
         self._loop = asyncio.new_event_loop()
@@ -119,7 +121,8 @@ class Finder:
         hinted = frozenset(hints)
         names = {each.partition("#")[0] for each in self._addresses}
         known = hinted & frozenset(names.union(*tuple(self._addresses.values())))
-        self._counts["hint_ignored"] += len(hinted - known)
+        for _ in hinted - known:
+            self._tally.count("prefixes", "hint_ignored")
         if request.num_prompt_tokens > self._settings.fetch_tokens_min and len(self._searches) < SEARCHES_MAX:
             search = _Search(time.monotonic() + self._settings.find_s, known)
             self._loop.call_soon_threadsafe(self._spawn, self._search, request, search)
@@ -141,7 +144,7 @@ class Finder:
             outcome = "not_held" if search.is_answered else "not_answered"
         elif found.num_tokens - computed < self._settings.fetch_tokens_min:
             found, outcome = None, "below_minimum"
-        self._counts[outcome] += 1
+        self._tally.count("prefixes", outcome)
         return found
 
     def meet(self, request: Request, endpoint: str, num_tokens: int, name: str) -> None:
@@ -191,11 +194,6 @@ class Finder:
     def clear(self) -> None:
         """End all searches, so that their requests are computed."""
         self._searches.clear()
-
-    def take_counts(self) -> dict[str, int]:
-        """Return how many searches have ended in which way, and how many hints were ignored, since the last call."""
-        counts, self._counts = +self._counts, Counter()
-        return dict(counts)
 
     def close(self) -> None:
         """Close all connections and end the thread."""

@@ -133,11 +133,14 @@ PHASES = ("total_s", "queue_s", "post_s", "wire_s", "fence_s")
 
 SERIES = (*PHASES, "nbytes", "descriptors")  # one number for each completed pull
 
-COUNTS = ("failed", "leases", "defects", "untagged", "prefixes")
-"""Counts by key: failed pulls by error code; ended leases by outcome; exceptions that vLLM's scheduler did not see, by
-the method that raised them; requests that neither ask for a ticket nor bring one, by the content of their parameters;
-prompts that sources were asked for, by what came of it, and hints that were ignored.
-"""
+COUNTS = {
+    "failed": "Num failed ({})",  # pulls, by error code
+    "leases": "Num leases {}",  # those that have ended, by outcome
+    "defects": "Num defects ({})",  # exceptions that vLLM's scheduler did not see, by the method that raised them
+    "untagged": "Num untagged requests ({})",  # neither ask for a ticket nor bring one, by their parameters
+    "prefixes": "Num prefixes ({})",  # prompts that sources were asked for, by what came of it, and ignored hints
+}
+"""Counts by key, and the name of each in vLLM's log line."""
 
 Counters = dict[str, Any]
 """Counters of a rank, or of the scheduler's side: a list for each name in ``SERIES``, a dict for each in ``COUNTS``."""
@@ -150,39 +153,48 @@ def empty_counters() -> Counters:
 
 def is_empty(counters: Counters) -> bool:
     """Return whether nothing was counted."""
-    return not any(counters[name] for name in (*SERIES, *COUNTS))
+    return not any(counters.values())
 
 
-def count(counters: Counters, name: str, key: str) -> None:
-    """Add one to the count of a key."""
-    counters[name][key] = counters[name].get(key, 0) + 1
+class Tally:
+    """Counters since the last call of ``take``. Thread: the caller's."""
+
+    def __init__(self) -> None:
+        self._counters = empty_counters()
+
+    def count(self, name: str, key: str) -> None:
+        """Add one to the count of a key."""
+        counts = self._counters[name]
+        counts[key] = counts.get(key, 0) + 1
+
+    def count_ends(self, ends: Iterable[Finished]) -> None:
+        """Count the ends of pulls and of leases."""
+        for end in ends:
+            if end.report is not None:
+                for name in PHASES:
+                    self._counters[name].append(end.report.timings_s.get(name.removesuffix("_s"), 0.0))
+                self._counters["nbytes"].append(end.report.nbytes)
+                self._counters["descriptors"].append(end.report.descriptors)
+            elif end.side == "producer":
+                self.count("leases", end.outcome)
+            else:
+                self.count("failed", end.error.code if end.error else "unknown")
+
+    def take(self) -> Counters | None:
+        """Return the counters, or None if nothing was counted."""
+        if is_empty(self._counters):
+            return None
+        counters, self._counters = self._counters, empty_counters()
+        return counters
 
 
-def count_ends(counters: Counters, ends: Iterable[Finished]) -> None:
-    """Count the ends of pulls and of leases."""
-    reports = []
-    for end in ends:
-        if end.report is not None:
-            reports.append(end.report)
-        elif end.side == "producer":
-            count(counters, "leases", end.outcome)
-        else:
-            count(counters, "failed", end.error.code if end.error else "unknown")
-    for name in PHASES:
-        phase = name.removesuffix("_s")
-        counters[name] += [report.timings_s.get(phase, 0.0) for report in reports]
-    counters["nbytes"] += [report.nbytes for report in reports]
-    counters["descriptors"] += [report.descriptors for report in reports]
-
-
-def add_counters(counters: Counters, other: Counters) -> Counters:
-    """Add other counters to the first ones, in place, and return the first ones."""
+def add_counters(counters: Counters, other: Counters) -> None:
+    """Add other counters to the first ones, in place."""
     for name in SERIES:
         counters[name].extend(other[name])
     for name in COUNTS:
         for key, number in other[name].items():
             counters[name][key] = counters[name].get(key, 0) + number
-    return counters
 
 
 def summary(counters: Counters) -> dict[str, int | float]:
@@ -191,21 +203,15 @@ def summary(counters: Counters) -> dict[str, int | float]:
     line: dict[str, int | float] = {"Num successful transfers": transfers}
     if transfers:
         seconds, megabytes = sum(counters["total_s"]), sum(counters["nbytes"]) / 2**20
+        late = sorted(counters["total_s"])[int(transfers * 0.9)]
         line |= {
             "Avg transfer time (ms)": round(seconds / transfers * 1e3, 3),
-            "P90 transfer time (ms)": round(_at(counters["total_s"], 0.9) * 1e3, 3),
+            "P90 transfer time (ms)": round(late * 1e3, 3),
             "Avg MB per transfer": round(megabytes / transfers, 3),
             "Throughput (MB/s)": round(megabytes / seconds, 3) if seconds else 0.0,
             "Avg number of descriptors": round(sum(counters["descriptors"]) / transfers, 1),
         }
     line["Num failed transfers"] = sum(counters["failed"].values())
-    line |= {f"Num failed ({code})": number for code, number in sorted(counters["failed"].items())}
-    line |= {f"Num leases {outcome}": number for outcome, number in sorted(counters["leases"].items())}
-    line |= {f"Num defects ({method})": number for method, number in sorted(counters["defects"].items())}
-    line |= {f"Num untagged requests ({params})": number for params, number in sorted(counters["untagged"].items())}
-    line |= {f"Num prefixes ({outcome})": number for outcome, number in sorted(counters["prefixes"].items())}
+    for name, label in COUNTS.items():
+        line |= {label.format(key): number for key, number in sorted(counters[name].items())}
     return line
-
-
-def _at(series: list[float], share: float) -> float:
-    return sorted(series)[min(len(series) - 1, int(len(series) * share))]

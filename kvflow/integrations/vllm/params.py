@@ -6,7 +6,6 @@ the ticket in the form that routers know. kvflow does not act on them, because r
 ``Untagged`` counts the requests that come without such parameters.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from msgspec import Struct
 from kvflow import Ticket, is_traceparent
 from kvflow.addresses import host_and_port
 from kvflow.errors import TicketInvalid
+from kvflow.integrations.vllm.messages import Tally
 from kvflow.integrations.vllm.settings import Settings, logger
 
 ReadTicket = Callable[..., Ticket]  # TicketKey.read
@@ -206,9 +206,9 @@ ALWAYS = ' If the router has no such setting, set "offer": "always" in kv_connec
 class Untagged:
     """Counts the requests of one engine that involve no other engine. Thread: the scheduler's."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, tally: Tally) -> None:
         self._settings = settings
-        self.counts: Counter[str] = Counter()  # since the last ``take``, by the content of their parameters
+        self._tally = tally  # ``absent``, ``decline`` (no transfer wanted), ``another_prompt``
         self._absent = 0  # in a row
         self._told = False
         self._told_further = False
@@ -217,30 +217,25 @@ class Untagged:
     def note(self, params: object) -> None:
         """Count a request by its ``kv_transfer_params``, as the client sent them."""
         if not is_tagged(params):
-            self.counts["absent"] += 1
+            self._tally.count("untagged", "absent")
             self._absent += 1
             self._tell_absent()
             return
         if not wants_transfer(params):
-            self.counts["decline"] += 1
+            self._tally.count("untagged", "decline")
         if self._told:
             logger.info("kvflow: a request with kv_transfer_params has arrived, after %d without", self._absent)
         self._tagged, self._told, self._absent = True, False, 0
 
     def note_further_prompt(self) -> None:
         """Count a second or later prompt of a call: its ticket is that of the first prompt."""
-        self.counts["another_prompt"] += 1
+        self._tally.count("untagged", "another_prompt")
         if not self._told_further:
             self._told_further = True
             logger.info(
                 "kvflow: a request has several prompts and one ticket. The ticket covers the first prompt, and this "
                 "engine computes the others. Send one prompt in each request. This message is not repeated."
             )
-
-    def take(self) -> dict[str, int]:
-        """Return the counts since the last call: ``absent``, ``decline`` (no transfer wanted), ``another_prompt``."""
-        counts, self.counts = self.counts, Counter()
-        return dict(counts)
 
     def _tell_absent(self) -> None:
         row = UNTAGGED_ROW if self._tagged else UNTAGGED_MAX

@@ -17,7 +17,7 @@ from kvflow.integrations.vllm.engine import can_keep, load_wait
 from kvflow.integrations.vllm.finder import Finder
 from kvflow.integrations.vllm.keeping import Keeping
 from kvflow.integrations.vllm.loading import SAMPLE, Loading
-from kvflow.integrations.vllm.messages import Command, Counters, Reset, empty_counters
+from kvflow.integrations.vllm.messages import Command, Counters, Reset, Tally
 from kvflow.integrations.vllm.offering import Offering, is_further_prompt
 from kvflow.integrations.vllm.params import (
     LoadWanted,
@@ -54,23 +54,18 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class Guard:
     """Counts and logs exceptions that vLLM must not see: an exception out of its scheduler ends the engine."""
 
-    def __init__(self) -> None:
-        self.caught: dict[str, int] = {}  # since the last ``take``, by the method that raised them
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
         self._told: set[tuple[str, type[Exception]]] = set()
 
     def note(self, method: str, error: Exception) -> None:
         """Count an exception, and log its traceback the first time."""
-        self.caught[method] = self.caught.get(method, 0) + 1
+        self._tally.count("defects", method)
         known = (method, type(error)) in self._told
         self._told.add((method, type(error)))
         logger.error(
             "kvflow: %s failed: %s: %.200s", method, type(error).__name__, error, exc_info=None if known else error
         )
-
-    def take(self) -> dict[str, int]:
-        """Return the counts since the last call."""
-        caught, self.caught = self.caught, {}
-        return caught
 
 
 class Guarded(Protocol):
@@ -143,7 +138,8 @@ class SchedulerSide:
         self._contents = Contents(extra_keys, key.content_keys())
         lookahead = prefill_lookahead(vllm_config)
         self._backoff, self._unsettled = prefill_backoff(groups, lookahead), lookahead - 1
-        self.guard = Guard()
+        self._tally = Tally()
+        self.guard = Guard(self._tally)
         self.loading = Loading(groups, tokens_max)
         self._early = EarlyAdmission()
         self.offering = Offering(
@@ -157,7 +153,7 @@ class SchedulerSide:
         self.keeping = Keeping(groups, self.offering, self._reuse)
         self._keeps = settings.keep and can_keep(vllm_config, kv_cache_config, groups)
         self._step = 0
-        self.untagged = Untagged(settings)
+        self.untagged = Untagged(settings, self._tally)
         self._pool: Any = None
         self._finder: Finder | None = None
         if settings.sources and any(each.is_state for each in groups):
@@ -165,7 +161,7 @@ class SchedulerSide:
             settings = structs.replace(settings, sources=())
         if settings.sources or settings.rendezvous_from:
             whole, waits = any(each.group.window for each in groups), bool(load_wait(vllm_config).all_s)
-            self._finder = Finder(settings, self._contents, whole=whole, waits=waits)
+            self._finder = Finder(settings, self._contents, self._tally, whole=whole, waits=waits)
         self._ended: set[str] = set()  # requests that a reset has ended on all ranks, which have not reported them yet
         self._resets: list[Command] = []
 
@@ -399,11 +395,7 @@ class SchedulerSide:
 
     def take_counters(self) -> Counters | None:
         """Return the counters since the last call, or None if nothing was counted."""
-        prefixes = self._finder.take_counts() if self._finder is not None else {}
-        if not (self.guard.caught or self.untagged.counts or prefixes):
-            return None
-        counts = {"defects": self.guard.take(), "untagged": self.untagged.take(), "prefixes": prefixes}
-        return empty_counters() | counts
+        return self._tally.take()
 
     @guarded(())
     def _take_commands(self, half: Loading | Offering | Keeping) -> Iterable[Command]:

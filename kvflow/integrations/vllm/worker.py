@@ -45,9 +45,7 @@ from kvflow.integrations.vllm.messages import (
     Reset,
     Revoke,
     Seal,
-    count,
-    count_ends,
-    empty_counters,
+    Tally,
 )
 from kvflow.integrations.vllm.settings import logger, warn
 from kvflow.observability.logs import EventLog
@@ -107,7 +105,7 @@ class RankWorker:
         self._held_back: deque[tuple[int, Sequence[Command]]] = deque()
         self._pulls: dict[str, tuple[Load, Future[TransferReport]]] = {}
         self._results = Results(set(), set(), set())
-        self._counters: Counters | None = None
+        self._tally = Tally()
         self._lock = threading.RLock()
         self._taken = self._confirmed = 0  # numbers of the last ordered command, and of the last that came with a step
         self._unwritten: list[Admit | Advance | Seal | KeepBlocks] = []  # their steps may not have written
@@ -171,7 +169,7 @@ class RankWorker:
                 self._end_all(request_ids)
                 self._void.intersection_update([*self._pulls, *[each.request_id for each in self._unwritten]])
             case Fail(request_id=request_id, code=code, reason=reason, remedy=remedy):
-                count(self._counted(), "failed", code)
+                self._tally.count("failed", code)
                 self._end(request_id, failed=True)
                 self._worker.record_refusal(code, reason, remedy=remedy, local_request_id=request_id)
 
@@ -247,13 +245,7 @@ class RankWorker:
     def take_counters(self) -> Counters | None:
         """Return the counters since the last call, or None if nothing was counted."""
         with self._lock:
-            counters, self._counters = self._counters, None
-        return counters
-
-    def _counted(self) -> Counters:
-        if self._counters is None:
-            self._counters = empty_counters()
-        return self._counters
+            return self._tally.take()
 
     def take(self, commands: Iterable[Ordered] = (), *, with_step: bool = False) -> None:
         """Take commands, and execute those whose steps have written.
@@ -352,7 +344,7 @@ class RankWorker:
             held = False
         if not held:
             self._worker.revoke(name)  # the admission was interrupted, and vLLM frees the blocks
-            count(self._counted(), "leases", "refused")
+            self._tally.count("leases", "refused")
         self._leases[name] = _HeldLease(inf if command.grant.kind == "open" else command.number, ended=not held)
         self._report(name)
 
@@ -401,7 +393,7 @@ class RankWorker:
             except Exception as error:  # noqa: BLE001 - as above
                 for command in commands:
                     warn("the load of request %s failed", command.request_id, error=error)
-                    count(self._counted(), "failed", error.code if isinstance(error, KvflowError) else DefectFound.code)
+                    self._tally.count("failed", error.code if isinstance(error, KvflowError) else DefectFound.code)
                     self._end(command.request_id, failed=True)
             else:
                 for command, future in zip(commands, futures, strict=True):
@@ -414,8 +406,7 @@ class RankWorker:
     def _take_ends(self, *, lost: bool = False) -> None:
         with self._lock:
             ends = self._worker.finished()
-            if ends:
-                count_ends(self._counted(), ends)
+            self._tally.count_ends(ends)
             for end in ends:
                 if end.side == "producer":
                     self._end_lease(end.request_id)
@@ -440,7 +431,7 @@ class RankWorker:
         if error is not None:
             is_late = prefix is not None and isinstance(error, StaleLease)  # nobody pins what is kept
             if is_late and self.address.rank == 0:
-                count(self._counted(), "prefixes", "stale")
+                self._tally.count("prefixes", "stale")
             if request_id not in self._void and not is_late:
                 named = request_id, end.request_id, ticket.engine_id
                 warn("the load of request %s (%s of engine %s) failed", *named, error=error)

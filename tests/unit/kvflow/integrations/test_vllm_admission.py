@@ -24,7 +24,7 @@ from kvflow.integrations.vllm.worker import MARKS_MAX
 from tests.helpers.settings import flat_config
 from tests.helpers.waiting import wait_until
 
-from .vllm_like import SECRET, FullAttentionSpec, new_request, new_ticket, rank_address, side, step_output
+from .vllm_like import SECRET, FullAttentionSpec, counted, new_request, new_ticket, rank_address, side, step_output
 
 PATIENCE_S = 60.0
 STEP = 5
@@ -474,7 +474,7 @@ def test_a_request_is_on_offer_though_its_rank_could_not_be_told(error):
         rank.await_told()
     assert (keep, params["do_remote_prefill"]) == (True, True)
     assert [command.request_id for command in producer.take_commands()] == ["r"]
-    assert producer.guard.take() == {}
+    assert counted(producer, "defects") == {}
 
 
 def test_no_rank_is_told_of_an_offer_that_fails(monkeypatch):

@@ -16,7 +16,7 @@ from kvflow.errors import DeadlineExceeded, PeerLost, ProtocolViolation
 from kvflow.integrations.vllm import finder as finder_module
 from kvflow.integrations.vllm import scheduler
 from kvflow.integrations.vllm.finder import Finder
-from kvflow.integrations.vllm.messages import Admit, Cancel, GiveBack, Load
+from kvflow.integrations.vllm.messages import Admit, Cancel, GiveBack, Load, Tally
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
 from kvflow.layout.specs import FullAttention, Mamba, State
 from kvflow.rendezvous import dialer
@@ -34,6 +34,7 @@ from .vllm_like import (
     MambaSpec,
     SlidingWindowSpec,
     blocks_of,
+    counted,
     new_contents,
     new_request,
     new_ticket,
@@ -92,14 +93,14 @@ class Finders:
     def __init__(self):
         self.sources = {}
 
-    def __call__(self, sources, *, whole=False, listed=None, find_s=WITHIN_S, **extra):
+    def __call__(self, sources, *, whole=False, listed=None, find_s=WITHIN_S, tally=None, **extra):
         for endpoint, source in sources.items():
             self.sources[endpoint] = source
             if source.worker is None:
                 source.open(endpoint)
         extra = {"sources": list(listed or sources), "fetch_tokens_min": 32, "model": "m", **extra}
         settings = read_settings({"cluster_secret": SECRET, **extra}, EngineFacts(engine_id="e", kv_role="kv_both"))
-        finder = Finder(structs.replace(settings, find_s=find_s), new_contents(), whole=whole)
+        finder = Finder(structs.replace(settings, find_s=find_s), new_contents(), tally or Tally(), whole=whole)
         SIDES.append(finder)
         wait_until(lambda: len(connected(finder)) == len(sources))
         return finder
@@ -165,7 +166,7 @@ def test_the_longest_answer_wins(finders):
     found = sought(finder, new_request(None, 400))
     assert (found.source, found.num_tokens, found.ticket.request_id) == (SECOND, 160, "kept:1")
     assert 0 <= found.asked_s <= WITHIN_S
-    assert finder.take_counts() == {"held": 1}
+    assert counted(finder._tally, "prefixes") == {"held": 1}
     assert finder.take("r", 0) is None
 
 
@@ -180,7 +181,7 @@ def test_with_windows_a_part_is_of_no_use(finders):
     finder = finders({FIRST: Source(160)}, whole=True)
     assert sought(finder, new_request(None, 100)) is None
     assert sought(finder, new_request(None, 161)).num_tokens == 160
-    assert finder.take_counts() == {"not_held": 1, "held": 1}
+    assert counted(finder._tally, "prefixes") == {"not_held": 1, "held": 1}
 
 
 def test_with_windows_the_whole_of_a_long_entry_is_found(finders, monkeypatch):
@@ -194,7 +195,7 @@ def test_another_prompt_is_not_held(finders):
     finder = finders({FIRST: Source(160)})
     assert sought(finder, new_request(None, range(1, 200))) is None
     assert sought(finder, new_request(None, 200, cache_salt="another")) is None
-    assert finder.take_counts() == {"not_held": 2}
+    assert counted(finder._tally, "prefixes") == {"not_held": 2}
 
 
 def test_each_source_is_asked_in_its_own_block_size(finders):
@@ -208,7 +209,7 @@ def test_what_the_cache_has_need_not_be_fetched(finders):
     finder = finders({FIRST: Source(160)})
     assert sought(finder, new_request(None, 200), computed=144) is None
     assert sought(finder, new_request(None, 200), computed=128).num_tokens == 160
-    assert finder.take_counts() == {"below_minimum": 1, "held": 1}
+    assert counted(finder._tally, "prefixes") == {"below_minimum": 1, "held": 1}
 
 
 def test_a_prompt_too_short_to_save_anything_is_not_asked_for(finders):
@@ -216,7 +217,7 @@ def test_a_prompt_too_short_to_save_anything_is_not_asked_for(finders):
     finder = finders({FIRST: source})
     assert sought(finder, new_request(None, 32)) is None
     assert source.questions == []
-    assert finder.take_counts() == {}
+    assert counted(finder._tally, "prefixes") == {}
 
 
 def test_the_source_of_a_hint_is_asked_first(finders):
@@ -227,13 +228,13 @@ def test_the_source_of_a_hint_is_asked_first(finders):
     assert sought(finder, new_request(None, 400, "s"), [FIRST, SECOND]).source == SECOND
     first.worker.revoke("kept:1")  # then all others are asked
     assert sought(finder, new_request(None, 400, "t"), [FIRST]).source == SECOND
-    assert finder.take_counts() == {"held": 3}
+    assert counted(finder._tally, "prefixes") == {"held": 3}
 
 
 def test_a_hint_that_names_no_source_is_ignored_and_counted(finders):
     finder = finders({FIRST: Source(160)})
     assert sought(finder, new_request(None, 400), ["tcp://10.0.0.9:1", "tcp://10.0.0.9:1"]).source == FIRST
-    assert finder.take_counts() == {"held": 1, "hint_ignored": 1}
+    assert counted(finder._tally, "prefixes") == {"held": 1, "hint_ignored": 1}
 
 
 def test_every_address_of_a_name_is_asked(finders, names):
@@ -243,7 +244,7 @@ def test_every_address_of_a_name_is_asked(finders, names):
     assert sought(finder, new_request(None, 400)).source == SECOND
     assert [len(each.questions) for each in sources.values()] == [1, 1, 1]
     assert sought(finder, new_request(None, 400), [NAME, THIRD]).source == SECOND
-    assert finder.take_counts() == {"held": 2}
+    assert counted(finder._tally, "prefixes") == {"held": 2}
 
 
 def test_an_address_that_has_gone_is_no_longer_asked(finders, names):
@@ -253,7 +254,7 @@ def test_an_address_that_has_gone_is_no_longer_asked(finders, names):
     wait_until(lambda: connected(finder) == {FIRST})
     assert sought(finder, new_request(None, 400)).num_tokens == 64
     assert sought(finder, new_request(None, 400), [SECOND]).num_tokens == 64
-    assert finder.take_counts() == {"held": 2, "hint_ignored": 1}
+    assert counted(finder._tally, "prefixes") == {"held": 2, "hint_ignored": 1}
 
 
 def test_a_name_without_an_address_is_looked_up_again(finders, names):
@@ -268,7 +269,7 @@ def test_a_source_with_a_key_of_its_own_is_asked_by_that_key(finders, monkeypatc
     mine = {"private_key": ours, "allowed_keys": [public, other]}
     finder = finders({FIRST: Source(160, **theirs)}, listed=[f"{FIRST}#{public}"], **mine)
     assert sought(finder, new_request(None, 400), [FIRST]).source == FIRST
-    assert finder.take_counts() == {"held": 1}
+    assert counted(finder._tally, "prefixes") == {"held": 1}
     listed = [f"{SECOND}#{other}", SECOND]
     finder = finders({SECOND: Source(160, "decode-1", **theirs)}, listed=[f"{SECOND}#{public}", *listed], **mine)
     wait_until(lambda: len(finder._sources) == 3)
@@ -292,7 +293,7 @@ def test_a_request_waits_no_longer_than_it_may(finders):
     finder.seek(request)
     wait_until(lambda: not finder.is_asking(request.request_id))
     assert finder.take(request.request_id, 0) is None
-    assert finder.take_counts() == {"not_answered": 1}
+    assert counted(finder._tally, "prefixes") == {"not_answered": 1}
     gate.set()
 
 
@@ -397,7 +398,7 @@ def test_searches_are_bounded_and_end_with_their_requests(finders, monkeypatch):
     assert finder.take("a", 0) is None
     finder.clear()
     assert finder.take("b", 0) is None
-    assert finder.take_counts() == {}
+    assert counted(finder._tally, "prefixes") == {}
 
 
 def test_a_defect_in_a_search_ends_only_that_search(finders, monkeypatch, caplog):
@@ -427,7 +428,9 @@ def engine(finders, monkeypatch):
     """Makes the scheduler's side of an engine with sources."""
 
     def make(sources, *specs, **named):
-        monkeypatch.setattr(scheduler, "Finder", lambda *_, whole, waits: finders(sources, whole=whole))
+        monkeypatch.setattr(
+            scheduler, "Finder", lambda *given, whole, waits: finders(sources, tally=given[2], whole=whole)
+        )
         return side(*(specs or [FullAttentionSpec()]), sources=list(sources), **named)
 
     return make

@@ -8,7 +8,16 @@ import pytest
 from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm.messages import Admit
 
-from .vllm_like import NUM_BLOCKS, FullAttentionSpec, MambaSpec, SlidingWindowSpec, new_contents, new_request, side
+from .vllm_like import (
+    NUM_BLOCKS,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    counted,
+    new_contents,
+    new_request,
+    side,
+)
 
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 ABORTED = SimpleNamespace(name="FINISHED_ABORTED")
@@ -282,8 +291,8 @@ def test_an_engine_whose_first_requests_carry_nothing_says_so_once(role, lack, r
     for setting in ("--vllm-pd-disaggregation", "kv_connector=NixlConnector", "build_pd_openai_app", "kvflow proxy"):
         assert setting in text
     assert ('set "offer": "always"' in text) is remedy
-    assert engine.untagged.take() == {"absent": 119}
-    assert engine.untagged.take() == {}
+    assert counted(engine, "untagged") == {"absent": 119}
+    assert counted(engine, "untagged") == {}
 
 
 @pytest.mark.parametrize(
@@ -297,7 +306,7 @@ def test_an_engine_that_sees_parameters_now_and_then_says_nothing(params, caplog
         ask(engine, 99)
     assert not [text for _, text in messages(caplog) if "none of the last" in text]
     declines = isinstance(params, dict) and not any(params.values())
-    assert engine.untagged.take() == {"absent": 217} | ({"decline": 2} if declines else {})
+    assert counted(engine, "untagged") == {"absent": 217} | ({"decline": 2} if declines else {})
 
 
 def test_a_router_that_stops_to_ask_is_named_each_time(caplog):
@@ -318,13 +327,13 @@ def test_an_engine_that_offers_always_need_not_be_asked(caplog):
     engine = side(FullAttentionSpec(), role="kv_producer", offer="always")
     ask(engine, 100)
     assert not caplog.records
-    assert engine.untagged.take() == {"absent": 100}
+    assert counted(engine, "untagged") == {"absent": 100}
 
 
 def test_a_request_that_the_server_has_turned_down_does_not_count():
     engine = side(FullAttentionSpec())
     ask(engine, 3, abort_immediately=True)
-    assert engine.untagged.take() == {}
+    assert counted(engine, "untagged") == {}
 
 
 def test_prompts_that_differ_in_their_second_picture_have_other_digests():

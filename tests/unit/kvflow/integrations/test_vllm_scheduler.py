@@ -12,6 +12,7 @@ from .vllm_like import (
     MambaSpec,
     SlidingWindowSpec,
     blocks_of,
+    counted,
     new_mint,
     new_request,
     new_ticket,
@@ -296,7 +297,7 @@ def test_only_the_first_prompt_of_a_call_reads_the_ticket():
         consumer.on_new_request(request)
         assert consumer.matched(request, 0)[0] == (0 if number else 48)
         assert request.kv_transfer_params == ({} if number else params)
-    assert consumer.untagged.take() == {"another_prompt": 2}
+    assert counted(consumer, "untagged") == {"another_prompt": 2}
     assert GiveBack not in map(type, consumer.take_commands())
 
 
@@ -361,12 +362,12 @@ def test_a_request_that_cannot_be_read_fails_and_the_next_is_served(broken, capl
         assert engine.matched(request, 0) == (48, True)
         engine.allocated(request, blocks_of([1, 2, 3]), 48)
     assert [command.code for command in engine.take_commands() if isinstance(command, Fail)] == ["defect_found"] * 2
-    assert engine.guard.take() == {"on_new_request": 2}
+    assert counted(engine, "defects") == {"on_new_request": 2}
     assert [bool(record.exc_info) for record in caplog.records if " failed: " in record.message] == [True, False]
     engine._contents = contents
     assert engine.on_new_request(new_request(params, request_id="next")) is None
     assert engine.matched(new_request(params, request_id="next"), 0) == (48, True)
-    assert engine.guard.take() == {}
+    assert counted(engine, "defects") == {}
 
 
 def test_a_request_whose_blocks_cannot_be_looked_at_fails(broken):
@@ -379,7 +380,7 @@ def test_a_request_whose_blocks_cannot_be_looked_at_fails(broken):
     assert (type(release), fail.code) == (GiveBack, "defect_found")
     engine.on_reported({"r"}, None)
     assert finished(engine, request, ([1, 2, 3],)) == (False, None)
-    assert engine.guard.take() == {"allocated": 1}
+    assert counted(engine, "defects") == {"allocated": 1}
 
 
 def test_a_request_that_waits_for_nothing_is_not_reported_when_it_fails(broken):
@@ -407,7 +408,7 @@ def test_a_prompt_that_cannot_be_offered_is_not_kept(broken, monkeypatch):
         producer.on_new_request(request)
         assert finished(producer, request, ([1, 2, 3],)) == (False, None)
     assert producer.take_commands() == []
-    assert producer.guard.take() == {"on_finished": 9}
+    assert counted(producer, "defects") == {"on_finished": 9}
     monkeypatch.undo()
     request = new_request(OFFER, request_id="r0")
     producer.on_new_request(request)
@@ -423,9 +424,9 @@ def test_reports_go_on_behind_one_that_cannot_be_noted(broken, monkeypatch):
     monkeypatch.setattr(engine, "offering", broken)
     engine.on_reported(["r"], ["s"])
     assert engine.loading.matched("r", 0) == 0
-    assert engine.guard.take() == {"_sent": 1}
+    assert counted(engine, "defects") == {"_sent": 1}
     assert [type(command) for command in engine.take_commands()] == [Fail]
-    assert engine.guard.take() == {"_take_commands": 1}
+    assert counted(engine, "defects") == {"_take_commands": 1}
 
 
 # A reset.

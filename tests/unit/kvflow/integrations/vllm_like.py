@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from handshake import ClusterSecurity
 from kvflow import RankAddress, Ticket, TicketKey, TicketMint, WorkerConfig
 from kvflow.integrations.vllm.blocks import Contents
+from kvflow.integrations.vllm.messages import empty_counters
 from kvflow.integrations.vllm.scheduler import SchedulerSide, transfer_groups
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
 from tests.simulation.tickets import of_release_before
@@ -213,3 +214,9 @@ def wait_until(holds):
             return
         tick.wait(0.001)
     raise AssertionError("it never became true")
+
+
+def counted(counting, name):
+    """Take the counters of a side or of a ``Tally``; return the counts of this name."""
+    take = getattr(counting, "take_counters", None) or counting.take
+    return (take() or empty_counters())[name]

@@ -16,7 +16,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvflow.errors import TicketInvalid
-from kvflow.integrations.vllm.messages import PHASES, count, empty_counters
+from kvflow.integrations.vllm.messages import PHASES, Tally, empty_counters
 from kvflow.integrations.vllm.params import (
     LoadWanted,
     OfferWanted,
@@ -90,9 +90,9 @@ class Face:
 
     def end(self, name, key):
         """Count one thing."""
-        counters = empty_counters()
-        count(counters, name, key)
-        self.observe(counters)
+        tally = Tally()
+        tally.count(name, key)
+        self.observe(tally.take())
 
     def finish(self, number=1):
         """Count requests of somebody else."""
