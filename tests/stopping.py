@@ -2,6 +2,8 @@
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.helpers.waiting import PATIENCE_S, wait_until
@@ -31,6 +33,17 @@ def stop_process(pid: int) -> None:
     """
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: all(_state(task) in "TtZX" for task in Path(f"/proc/{pid}/task").iterdir()))
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stop a process meanwhile; it may be killed before the end."""
+    stop_process(pid)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def _state(task: Path) -> str:

@@ -83,12 +83,8 @@ class Threads:
         return spent
 
 
-def ask(engine: Engine, op: str, **fields: Any) -> dict[str, Any]:
-    return engine._await(engine._command(op, f"{op}-{next(_NUMBERS)}", **fields), ANSWER_S)
-
-
 def meter(engine: Engine) -> dict[str, Any]:
-    return ask(engine, "meter")
+    return engine.obey("meter")
 
 
 def settle(engine: Engine) -> None:
@@ -182,7 +178,7 @@ class Side:
         return [each["ttft_s"] for each in answer["requests"]]
 
     def _ask_burst(self, requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        answer = ask(self._pair.decode, "burst", requests=requests)
+        answer = self._pair.decode.obey("burst", requests=requests)
         if any(each["ttft_s"] is None for each in answer["requests"]):
             raise EngineFailed(f"{self.name}: a request has failed\n{self._pair.decode.log_tail()}")
         return answer

@@ -272,9 +272,13 @@ class Engine:
         """Run a request to its end and return the engine's answer: see ``engine_process``."""
         return self.submit(prompt, params, **named).wait()
 
+    def obey(self, op: str, **fields: Any) -> dict[str, Any]:
+        """Send a command of its process, and wait for the answer."""
+        return self._await(self._command(op, f"{op}-{next(self._ids)}", **fields), ANSWER_S)
+
     def state(self) -> dict[str, Any]:
         """Return the blocks and requests of the engine, and the descriptors of reads since the last call."""
-        return self._await(self._command("state", f"state-{next(self._ids)}"), ANSWER_S)
+        return self.obey("state")
 
     def ranks(self, *, broken: int | None = None, held: tuple[int, str] | None = None) -> list[dict[str, Any]]:
         """Return what each rank says of itself: see ``rank_process.describe``.
@@ -283,18 +287,15 @@ class Engine:
             broken: rank whose next read fails before NIXL has seen it; None for none.
             held: rank, and which of its reads waits: see ``rank_process.Reads.hold``; None changes nothing.
         """
-        asked = self._command("ranks", f"ranks-{next(self._ids)}", broken=broken, held=held)
-        return list(self._await(asked, ANSWER_S)["ranks"])
+        return list(self.obey("ranks", broken=broken, held=held)["ranks"])
 
     def sabotage(self, method: str, error: str) -> None:
         """Have the next call of a method of kvflow's scheduler side raise an exception of Python's."""
-        self._await(self._command("sabotage", f"sabotage-{next(self._ids)}", method=method, error=error), ANSWER_S)
+        self.obey("sabotage", method=method, error=error)
 
     def reset_prefix_cache(self, *, running: bool = False, external: bool = False) -> bool:
         """Return whether vLLM has reset its cache; with ``external`` also the connector, with ``running`` by force."""
-        answer = self._await(
-            self._command("reset", f"reset-{next(self._ids)}", running=running, external=external), ANSWER_S
-        )
+        answer = self.obey("reset", running=running, external=external)
         assert "error" not in answer, answer["error"]
         return bool(answer["reset"])
 
@@ -314,7 +315,7 @@ class Engine:
         self._change("wake", beneath)
 
     def _change(self, op: str, beneath: bool) -> None:
-        answer = self._await(self._command(op, f"{op}-{next(self._ids)}", beneath=beneath), ANSWER_S)
+        answer = self.obey(op, beneath=beneath)
         assert "error" not in answer, answer["error"]
 
     def wait_state(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = ANSWER_S) -> dict[str, Any]:
@@ -338,6 +339,13 @@ class Engine:
             with suppress(OSError):
                 end.close()
         self.forget()
+
+    def kill(self) -> None:
+        """SIGKILL; returns when the process is gone."""
+        if self.alive:
+            os.kill(self.pid, signal.SIGKILL)
+        self._reader.join(STOP_S)
+        self.stop()
 
     def _command(self, op: str, command_id: str, **fields: Any) -> "Future[dict[str, Any]]":
         answer: Future[dict[str, Any]] = Future()

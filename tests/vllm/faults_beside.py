@@ -24,6 +24,8 @@ from typing import Any
 
 import zmq
 
+from tests.stopping import stopped
+
 from .asking import LONG, Asked
 from .engines import KVFLOW, NIXL, PYTHON, ROOT, EngineFailed, Nursery, Request
 from .pairs import model_folder
@@ -201,7 +203,7 @@ def restarted_as_it_was(harm: Harm) -> None:
 def stopped_met(harm: Harm) -> None:
     asked = Asked(harm.cluster, harm.cluster.first, "stopped")
     harm.cluster.first.generate(asked.prompt, max_tokens=1)  # kvflow admits a lease in the step after its ticket's
-    with harm.cluster.first.frozen():
+    with stopped(harm.cluster.first.pid):
         harm.done()
         asked.submit()
         harm.ends(asked)
@@ -212,7 +214,7 @@ def stopped_not_met(harm: Harm) -> None:
     harm.cluster.first.stop()
     harm.restart("first")
     asked = Asked(harm.cluster, harm.cluster.first, "stopped")
-    with harm.cluster.first.frozen():
+    with stopped(harm.cluster.first.pid):
         harm.done()
         asked.submit()
         elsewhere = Asked(harm.cluster, harm.cluster.second, "elsewhere", max_tokens=SHORT).submit()

@@ -1,11 +1,9 @@
 """Draft models on both sides or on one: tokens are those of one engine, and what is accepted tells what was read."""
 
-import itertools
 import json
 
 import pytest
 
-from .engines import ANSWER_S
 from .pairs import DRAFTS, FULL, RANKS_LOG, await_all, chosen
 from .prompts import prompt_of
 from .test_refused import refused
@@ -14,12 +12,11 @@ LENGTHS = (40, 150, 333, 700)
 TOKENS = 48
 DRAFT_LAYER = "model.layers.4.self_attn.attn"
 ALL = chosen(*DRAFTS)
-NUMBERS = itertools.count()
 
 
 def drafts(engine):
     """Return how many tokens an engine has drafted, and how many of them it has accepted."""
-    answer = engine._await(engine._command("drafts", f"drafts-{next(NUMBERS)}"), ANSWER_S)
+    answer = engine.obey("drafts")
     return answer["draft"], answer["accepted"]
 
 

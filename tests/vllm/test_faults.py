@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from tests.fuzz.listener import Attacked, be_raw
+from tests.stopping import stopped
 
 from .asking import LENGTH, LONG, PATIENCE_S, Asked, serves, ticket
 from .engines import PREFILL_PARAMS, PYTHON, ROOT, EngineFailed
@@ -99,7 +100,7 @@ def test_a_connected_prefill_engine_that_stops_affects_only_its_readers(cluster)
     asked = Asked(cluster, cluster.first, "frozen")
     elsewhere = Asked(cluster, cluster.second, "elsewhere")
     cluster.first.generate(asked.prompt, max_tokens=1)  # a lease is admitted in the step after its ticket's
-    with cluster.first.frozen():
+    with stopped(cluster.first.pid):
         asked.submit()
         elsewhere.submit().expect_right()
         asked.expect_right_or_policy("prefill stopped after it was met", SILENT, SETTINGS["wire_s"])
@@ -113,7 +114,7 @@ def test_a_prefill_engine_stopped_before_connecting_fails_its_readers(cluster):
     old.submit().expect_policy("ticket of a prefill that has ended in order", GONE, SETTINGS["handshake_s"])
     asked = Asked(cluster, cluster.first, "frozen")
     elsewhere = Asked(cluster, cluster.second, "elsewhere")
-    with cluster.first.frozen():
+    with stopped(cluster.first.pid):
         asked.submit()
         elsewhere.submit().expect_right()
         asked.expect_policy("prefill stopped before it is met", SILENT, SETTINGS["handshake_s"])
@@ -131,7 +132,7 @@ def test_a_prefill_engine_that_hangs_during_a_tcp_read_costs_no_blocks(pairs):
         asked = Asked(cluster, cluster.first, "hanging")
         with ExitStack() as stack:
             with held(asked, "data"):
-                stack.enter_context(cluster.first.frozen())
+                stack.enter_context(stopped(cluster.first.pid))
                 asked.count()
             elsewhere = Asked(cluster, cluster.second, "elsewhere").submit()
             asked.expect_policy("prefill stopped before the data is read, TCP", SILENT, bound_s)

@@ -38,7 +38,7 @@ def engine(pairs, options, role="kv_consumer"):
 
 def pool_of(engine):
     """Return the order of the free blocks, and what each rank says of what it keeps."""
-    answer = engine._await(engine._command("pool", f"pool-{next(NUMBERS)}"), 120.0)
+    answer = engine.obey("pool")
     return answer["order"], answer["ranks"]
 
 
@@ -94,7 +94,7 @@ def test_a_reset_of_the_prefix_cache_ends_all(keeper):
     assert kept_by_all(keeper)
     pool_of(keeper)
     assert keeper.reset_prefix_cache()
-    ranks = keeper._await(keeper._command("kept", f"ranks-{next(NUMBERS)}"), 120.0)["ranks"]
+    ranks = keeper.obey("kept")["ranks"]
     assert [rank["kept"] for rank in ranks] == [[]] * len(ranks), "though no step has followed"
     keeper.generate(prompt_of(90, "after"), max_tokens=TOKENS)
     assert len(kept_by_all(keeper)) == 1

@@ -1,6 +1,5 @@
 """A prefill and a decode engine that get a request at the same time: the decode engine reads what is computed."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -24,7 +23,6 @@ SIDES = {  # options of both sides, and ranks of the prefill engine
 }
 GONE = ("peer_lost", "peer_closed", "stale_lease")
 """Codes of a read whose prefill engine stops."""
-NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="module", params=list(SIDES) if FULL else ["llama-2-to-1", "gptoss"])
@@ -53,14 +51,10 @@ def settled(meeting):
     yield
     pair, _ = meeting
     for op, fields in (("preempt", {"times": 0}), ("gather", {"number": 0})):
-        tell(pair, op, **fields)
-    for rank in tell(pair, "opened")["ranks"]:
+        pair.prefill.obey(op, **fields)
+    for rank in pair.prefill.obey("opened")["ranks"]:
         assert [each for each in rank["ended"] if not each[3]] == []
     pair.settle()
-
-
-def tell(pair, op, **fields):
-    return pair.prefill._await(pair.prefill._command(op, f"{op}-{next(NUMBERS)}", **fields), 120.0)
 
 
 def both(meeting, prompt, *, decode_first):
@@ -104,7 +98,7 @@ def test_equal_prompts_at_once_are_all_answered(meeting):
 def test_a_prompt_that_is_preempted_is_not_mixed_up(meeting):
     pair, _ = meeting
     for number in range(6):
-        tell(pair, "preempt", times=1 + number)
+        pair.prefill.obey("preempt", times=1 + number)
         prompt = prompt_of(700, f"preempted {number}")
         started = both(meeting, prompt, decode_first=True)
         _, answer = [request.wait() for request in started]
@@ -113,10 +107,10 @@ def test_a_prompt_that_is_preempted_is_not_mixed_up(meeting):
 
 def test_a_prefill_that_is_aborted_fails_its_decode_leg_at_once(meeting):
     pair, _ = meeting
-    tell(pair, "gather", number=2)  # the step that would compute it waits for another
+    pair.prefill.obey("gather", number=2)  # the step that would compute it waits for another
     prompt = prompt_of(500, "aborted")
     prefill, decode = both(meeting, prompt, decode_first=True)
-    wait_until(lambda: all(rank["held"] for rank in tell(pair, "opened")["ranks"]))
+    wait_until(lambda: all(rank["held"] for rank in pair.prefill.obey("opened")["ranks"]))
     prefill.abort()
     answer = decode.wait()
     assert answer["finish_reason"] == "error"
@@ -136,7 +130,7 @@ def test_a_reset_leaves_no_wrong_token(meeting):
 @pytest.mark.skipif(not FULL, reason="one more engine starts")
 def test_a_prefill_engine_that_restarts_is_met_again(meeting, pairs):
     pair, _ = meeting
-    tell(pair, "gather", number=2)  # so it stops before it has computed anything
+    pair.prefill.obey("gather", number=2)  # so it stops before it has computed anything
     _, decode = both(meeting, prompt_of(500, "restarted"), decode_first=True)
     pair.prefill.wait_state(lambda state: state["held"] == 1)
     pair.prefill.stop()

@@ -38,13 +38,9 @@ def engine(request, pairs):
         yield engine.wait_ready()
 
 
-def tell(engine, op, **fields):
-    return engine._await(engine._command(op, f"{op}-{next(NUMBERS)}", **fields), 120.0)
-
-
 def opened(engine):
     """Return what each rank says of its open leases."""
-    return tell(engine, "opened")["ranks"]
+    return engine.obey("opened")["ranks"]
 
 
 def ends_of(engine, request_id):
@@ -66,7 +62,7 @@ def ends_of(engine, request_id):
 def intact(engine):
     """After every test: nothing that had settled was written again, and every lease and block is free in the end."""
     yield
-    tell(engine, "preempt", times=0)
+    engine.obey("preempt", times=0)
     for rank in opened(engine):
         assert [each for each in rank["ended"] if not each[3]] == []
     engine.wait_state(lambda state: state["held"] == 0)
@@ -74,7 +70,7 @@ def intact(engine):
 
 
 def test_each_chunk_of_a_prompt_settles(engine):
-    tell(engine, "gather", number=1)
+    engine.obey("gather", number=1)
     answer = engine.generate(prompt_of(700, "chunks"), PREFILL_PARAMS, max_tokens=1)
     assert answer["kv_transfer_params"]["transfer_mode"] == "push"
     [(how, count)] = ends_of(engine, answer["id"])
@@ -86,7 +82,7 @@ def test_each_chunk_of_a_prompt_settles(engine):
 def test_a_prefix_that_is_being_written_settles_later(engine):
     """Both prompts are computed in one step, and vLLM counts what they share as computed at once."""
     shared, own = prompt_of(64, "shared"), [prompt_of(24, name) for name in ("first", "second")]
-    tell(engine, "gather", number=2)
+    engine.obey("gather", number=2)
     requests = [engine.submit(shared + each, PREFILL_PARAMS, max_tokens=1) for each in own]
     answers = [request.wait() for request in requests]
     for answer in answers:
@@ -95,8 +91,8 @@ def test_a_prefix_that_is_being_written_settles_later(engine):
 
 @pytest.mark.parametrize("times", [1, 12])
 def test_a_prompt_that_is_preempted_is_offered_again(engine, times):
-    tell(engine, "preempt", times=times)
-    tell(engine, "gather", number=3)
+    engine.obey("preempt", times=times)
+    engine.obey("gather", number=3)
     prompts = [prompt_of(300, f"preempted {times} {number}") for number in range(3)]
     requests = [engine.submit(each, PREFILL_PARAMS, max_tokens=1) for each in prompts]
     answers = [request.wait() for request in requests]
@@ -117,7 +113,7 @@ def test_a_prompt_that_is_aborted_ends_its_lease_though_no_step_follows(engine):
 def test_prompts_that_are_computed_at_once_settle_apart(engine):
     lengths = [3, 31, 40, 128, 150, 257, 333, 512]
     prompts = [prompt_of(length, "at once") for length in lengths]
-    tell(engine, "gather", number=len(prompts))
+    engine.obey("gather", number=len(prompts))
     requests = [engine.submit(each, PREFILL_PARAMS, max_tokens=1) for each in prompts]
     for request in requests:
         assert [how for how, _ in ends_of(engine, request.wait()["id"])] == ["sealed"]

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 import kvflow
+from tests.stopping import stopped
 
 from .engines import EngineFailed, Pair
 from .pairs import FULL, LLAMA, PAIRS, PARALLEL, RANKS_LOG, await_all, chosen, model_folder
@@ -109,16 +110,6 @@ def records_of(engine, request_id):
         for record in records
         if record["engine_id"] == engine.name and record.get("local_request_id", "").startswith(f"{request_id}-")
     ]
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Hold a process up."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("pair", HELD_UP, indirect=True)

@@ -2,11 +2,12 @@
 
 import pytest
 
+from tests.stopping import stopped
+
 from .asking import LENGTH, ticket
 from .pairs import FULL, chosen, model_folder
 from .prompts import prompt_of
 from .test_hostile import failed, reason_of, serves
-from .test_parallel import stopped
 from .victims import Cluster
 
 TOKENS = 8

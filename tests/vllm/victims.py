@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.chaos.proxy import proxy
-from tests.stopping import stop_process
 
 from .engines import ANSWER_S, KVFLOW, STOP_S, Engine, Nursery, Options, free_port
 
@@ -32,24 +31,7 @@ SETTINGS: Mapping[str, Any] = {
 
 
 class Victim(Engine):
-    """An engine that can be killed, stopped, and held at one point."""
-
-    def kill(self) -> None:
-        """SIGKILL; returns when the process is gone."""
-        if self.alive:
-            os.kill(self.pid, signal.SIGKILL)
-        self._reader.join(STOP_S)
-        self.stop()
-
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """SIGSTOP, and SIGCONT at the end."""
-        stop_process(self.pid)
-        try:
-            yield
-        finally:
-            if self.alive:
-                os.kill(self.pid, signal.SIGCONT)
+    """An engine that can be stopped, and held at one point; see ``faulty_engine``."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -93,10 +75,6 @@ class Victim(Engine):
     def reject(self, params: Mapping[str, Any]) -> None:
         """Do what vLLM's server does with a ticket whose request it turns down."""
         self.obey("reject", kv_transfer_params=params)
-
-    def obey(self, op: str, **fields: Any) -> dict[str, Any]:
-        """Send a command of ``faulty_engine``, and wait for its answer."""
-        return self._await(self._command(op, f"{op}-{next(self._ids)}", **fields), ANSWER_S)
 
 
 class Held:
