@@ -19,7 +19,7 @@ from kvflow.reads.bounds import check_rows
 from kvflow.reads.contract import LeaseName, PeerAddress, PreparedList, Serving
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.backend import TcpBackend
-from kvflow.reads.tcp.opening import Opening
+from kvflow.reads.tcp.opening import Opening, introduction
 from tests.helpers import lines
 
 PASS_KEY = b"k" * 32
@@ -160,7 +160,8 @@ def open_line(served, name, identity):
     """Open a connection as a reader does."""
     ours = b"" if identity is None else identity.certificate
     place = place_of(served.endpoint)
-    opening = Opening(place, credentials(name, ours, served.certificate), identity, time.monotonic() + PATIENCE_S)
+    said = introduction(credentials(name, ours, served.certificate), identity)
+    opening = Opening(place, said, time.monotonic() + PATIENCE_S)
     try:
         poll = select.poll()
         poll.register(opening.fileno(), select.POLLIN)

@@ -22,7 +22,7 @@ import msgspec
 from kvflow.addresses import host_and_port
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.certificates import TlsIdentity
-from kvflow.reads.tcp.opening import Opening
+from kvflow.reads.tcp.opening import Opening, introduction
 from kvflow.reads.tcp.stream import ChannelClosed
 from kvflow.reads.thread import create_transport
 from kvflow.worker.environment import PRODUCTION
@@ -66,7 +66,7 @@ def opened(address, identity):
     """Open one connection as a reader does."""
     host, port = host_and_port(address.data_endpoint)
     until = time.monotonic() + OPENING_S
-    opening = Opening((host, port), address.credentials, identity, until)
+    opening = Opening((host, port), introduction(address.credentials, identity), until)
     try:
         while True:
             stream = opening.advance()

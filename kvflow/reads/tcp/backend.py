@@ -46,7 +46,7 @@ from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.certificates import draw_identity
 from kvflow.reads.tcp.connection import Question, SourceConnection, Told
 from kvflow.reads.tcp.exporter import TcpExporter
-from kvflow.reads.tcp.opening import Opening
+from kvflow.reads.tcp.opening import Opening, introduction
 from kvflow.reads.tcp.runs import SourceList
 from kvflow.reads.tcp.stream import ByteRows, ChannelClosed, rows_of
 from kvflow.reads.tcp01.backend import OldTcpBackend
@@ -314,7 +314,7 @@ class TcpBackend(Backend):
 
     def _open(self, peer: _DialedPeer) -> SourceConnection:
         until = time.monotonic() + self._settings.handshake_s
-        opening = Opening(peer.place, peer.address.credentials, self._identity, until)
+        opening = Opening(peer.place, introduction(peer.address.credentials, self._identity), until)
         connection = SourceConnection(opening)
         peer.connections.append(connection)
         self._opening.add(connection)

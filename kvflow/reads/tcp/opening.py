@@ -24,8 +24,9 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -101,6 +102,71 @@ def shake(sock: ssl.SSLSocket, theirs: bytes) -> int:
     return 0
 
 
+Introduction = Callable[[socket.socket], Generator[None, None, Stream]]
+"""What a reader says over a socket that is connected: it yields while it must wait, and returns the open stream.
+
+If it raises, or is closed before, a socket that it has made of the given one is closed.
+"""
+
+
+def introduction(who: Credentials, identity: TlsIdentity | None) -> Introduction:
+    """Return the reader's side of an opening.
+
+    Args:
+        who: what this reader presents, with the certificate that the producer has stated if both encrypt.
+        identity: ours; None without encryption.
+
+    Raises:
+        Rejected: the producer has stated no valid certificate.
+    """
+    certificate = b"" if identity is None else identity.certificate
+    reader = msgspec.msgpack.encode(ReaderId(who.public_key, who.engine_id, who.rank, who.incarnation, certificate))
+    try:
+        context = None if identity is None else identity.context(who.certificate, server=False)
+    except ssl.SSLError as error:
+        raise Rejected(f"the producer has stated a certificate that OpenSSL refuses: {error}") from error
+    return partial(_introduce, who, reader, context)
+
+
+def _introduce(
+    who: Credentials, reader: bytes, context: ssl.SSLContext | None, sock: socket.socket
+) -> Generator[None, None, Stream]:
+    greeting = yield from filled(sock, GREETING_BYTES)
+    magic, theirs = greeting[: len(MAGIC)], greeting[len(MAGIC) :]
+    if magic != MAGIC:
+        raise Rejected(f"its greeting is {magic!r}, not that of kvflow's TCP data plane")
+    ours = secrets.token_bytes(NONCE_BYTES)
+    proof, expected = (proof_of(who.pass_, role, (theirs, ours), who.certificate) for role in ("reader", "exporter"))
+    say(sock, _HELLO.pack(ours, hashlib.sha256(reader).digest(), proof, len(reader)) + reader)
+    if context is None:
+        yield from _be_welcome(sock, expected)
+        return PlainStream(sock)
+    encrypted = context.wrap_socket(sock, do_handshake_on_connect=False)
+    try:
+        yield from _encrypt(encrypted, who.certificate)
+        yield from _be_welcome(encrypted, expected)
+    except BaseException:
+        close_socket(encrypted, reset=True)
+        raise
+    return TlsStream(encrypted)
+
+
+def _encrypt(sock: ssl.SSLSocket, theirs: bytes) -> Generator[None, None, None]:
+    while True:
+        with suppress(BlockingIOError):  # nothing yet; then our first flight goes out
+            if socket.socket.recv(sock, 1, socket.MSG_PEEK) == REJECTION[:1]:  # no record of TLS begins with it
+                raise Rejected(_REFUSED)
+        if not shake(sock, theirs):
+            return
+        yield
+
+
+def _be_welcome(sock: socket.socket, expected: bytes) -> Generator[None, None, None]:
+    welcome = yield from filled(sock, PROOF_BYTES)
+    if not hmac.compare_digest(welcome, expected):
+        raise Rejected(_REFUSED if welcome == REJECTION else "it has not proven that it is the producer")
+
+
 class Opening:
     """A connection that a reader opens. If it ends before the welcome, it is dialed again after a random pause.
 
@@ -108,36 +174,21 @@ class Opening:
 
     Args:
         place: numeric host, and port.
-        who: what this reader presents, with the certificate that the producer has stated if both encrypt.
-        identity: ours; None without encryption.
+        introduce: what this reader says there.
         until: when to give up, on the monotonic clock.
 
     Attributes:
         due: when to call ``advance`` next, whatever happens.
-
-    Raises:
-        Rejected: the producer has stated no valid certificate.
     """
 
-    def __init__(self, place: tuple[str, int], who: Credentials, identity: TlsIdentity | None, until: float) -> None:
-        certificate = b"" if identity is None else identity.certificate
-        reader = ReaderId(who.public_key, who.engine_id, who.rank, who.incarnation, certificate)
-        self._reader = msgspec.msgpack.encode(reader)
-        try:
-            self._context = None if identity is None else identity.context(who.certificate, server=False)
-        except ssl.SSLError as error:
-            raise Rejected(f"the producer has stated a certificate that OpenSSL refuses: {error}") from error
+    def __init__(self, place: tuple[str, int], introduce: Introduction, until: float) -> None:
         self._place = place
-        self._who = who
+        self._introduce = introduce
         self._until = until
         self._epoll = select.epoll()
         self._pause_s = _PAUSE_S
         self._why = "the other side does not answer"
-        self._expected = b""  # the exporter's proof
-        self._received = bytearray()
-        self._sock: socket.socket | None = None
-        self._stream: Stream | None = None
-        self._step: Callable[[], bool] = self._dial
+        self._attempt: Generator[None, None, Stream] | None = None
         self.due = 0.0
 
     def fileno(self) -> int:
@@ -155,105 +206,53 @@ class Opening:
         now = time.monotonic()
         if now >= self._until:
             raise ChannelClosed(f"it did not open in time: {self._why}")
-        if self._sock is None and now < self.due:
-            return None
+        if self._attempt is None:
+            if now < self.due:
+                return None
+            self._attempt, self.due = self._dial(), self._until
         try:
-            while self._step():
-                if self._stream is not None:
-                    return self._stream
+            next(self._attempt)
+        except StopIteration as opened:
+            stream: Stream = opened.value
+            return stream
         except Rejected:
             raise
         except ConnectionRefusedError as error:
             raise ChannelClosed("connecting failed: nobody listens there") from error
         except (OSError, ChannelClosed) as error:
             self._why = str(error)
-            self._drop()
+            self._attempt = None
             self.due = min(self._until, now + self._pause_s * (0.5 + secrets.randbelow(1000) / 1000))
             self._pause_s = min(2 * self._pause_s, _PAUSE_S_MAX)
         return None
 
     def close(self) -> None:
         """Close what is not open yet. Idempotent."""
-        self._drop()
+        if self._attempt is not None:
+            self._attempt.close()
         self._epoll.close()
 
-    # Each step returns whether the next one can begin.
-
-    def _dial(self) -> bool:
+    def _dial(self) -> Generator[None, None, Stream]:
         host, port = self._place
-        self.due = self._until
-        self._sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        prepare_socket(self._sock)
-        _require(self._sock.connect_ex((host, port)), but=errno.EINPROGRESS)
-        self._epoll.register(self._sock, EDGES)
-        self._step = self._connect
-        return True
-
-    def _connect(self) -> bool:
-        sock = self._connection
-        _require(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
-            sock.getpeername()
-        except OSError:
-            return False
-        self._step = self._greet
-        return True
+            prepare_socket(sock)
+            _require(sock.connect_ex((host, port)), but=errno.EINPROGRESS)
+            self._epoll.register(sock, EDGES)
+            while not _is_connected(sock):
+                yield
+            return (yield from self._introduce(sock))
+        except BaseException:
+            close_socket(sock, reset=True)
+            raise
 
-    def _greet(self) -> bool:
-        sock, who = self._connection, self._who
-        if not fill(sock, self._received, GREETING_BYTES):
-            return False
-        greeting = bytes(self._received)
-        self._received.clear()
-        magic, theirs = greeting[: len(MAGIC)], greeting[len(MAGIC) :]
-        if magic != MAGIC:
-            raise Rejected(f"its greeting is {magic!r}, not that of kvflow's TCP data plane")
-        ours = secrets.token_bytes(NONCE_BYTES)
-        proof, self._expected = (
-            proof_of(who.pass_, role, (theirs, ours), who.certificate) for role in ("reader", "exporter")
-        )
-        digest = hashlib.sha256(self._reader).digest()
-        say(sock, _HELLO.pack(ours, digest, proof, len(self._reader)) + self._reader)
-        self._step = self._finish
-        if self._context is not None:
-            self._sock = self._context.wrap_socket(sock, do_handshake_on_connect=False)
-            self._step = self._encrypt
-        return True
 
-    def _encrypt(self) -> bool:
-        sock = self._connection
-        assert isinstance(sock, ssl.SSLSocket)
-        with suppress(BlockingIOError):  # nothing yet; then our first flight goes out
-            if socket.socket.recv(sock, 1, socket.MSG_PEEK) == REJECTION[:1]:  # no record of TLS begins with it
-                raise Rejected(_REFUSED)
-        if shake(sock, self._who.certificate):
-            return False
-        self._step = self._finish
-        return True
-
-    def _finish(self) -> bool:
-        sock = self._connection
-        if not fill(sock, self._received, PROOF_BYTES):
-            return False
-        welcome = bytes(self._received)
-        if not hmac.compare_digest(welcome, self._expected):
-            raise Rejected(_REFUSED if welcome == REJECTION else "it has not proven that it is the producer")
-        self._epoll.unregister(sock)
-        self._stream = TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else PlainStream(sock)
-        self._sock = None
-        return True
-
-    @property
-    def _connection(self) -> socket.socket:
-        assert self._sock is not None, "only after _dial"
-        return self._sock
-
-    def _drop(self) -> None:
-        if self._sock is not None:
-            close_socket(self._sock, reset=True)
-        self._sock = None
-        self._received.clear()
-        self._step = self._dial
+def filled(sock: socket.socket, nbytes: int) -> Generator[None, None, bytes]:
+    """Return the next bytes when they are there, and take no more; raises as ``fill``."""
+    received = bytearray()
+    while not fill(sock, received, nbytes):
+        yield
+    return bytes(received)
 
 
 def fill(sock: socket.socket, received: bytearray, nbytes: int) -> bool:
@@ -278,6 +277,15 @@ def say(sock: socket.socket, message: bytes) -> None:
     sent = sock.send(message) if isinstance(sock, ssl.SSLSocket) else sock.send(message, socket.MSG_NOSIGNAL)
     if sent != len(message):
         raise ChannelClosed("the connection has no room for the first messages")
+
+
+def _is_connected(sock: socket.socket) -> bool:
+    _require(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+    try:
+        sock.getpeername()
+    except OSError:
+        return False
+    return True
 
 
 def _require(failed: int, *, but: int = 0) -> None:

@@ -19,7 +19,7 @@ from kvflow.reads.tcp.access import Access
 from kvflow.reads.tcp.backend import TcpBackend
 from kvflow.reads.tcp.certificates import draw_identity
 from kvflow.reads.tcp.exporter import TcpExporter
-from kvflow.reads.tcp.opening import Opening
+from kvflow.reads.tcp.opening import Opening, introduction
 from tests.helpers.lines import Line
 
 KEY = b"k" * 32
@@ -129,7 +129,7 @@ class Producer(Leases):
         """Return a reader that was let in."""
         ours = None if self.identity is None else draw_identity()
         who = credentials(ours=certificate_of(ours), theirs=certificate_of(self.identity), **who)
-        opening = Opening(self.place, who, ours, time.monotonic() + PATIENCE_MS / 1e3)
+        opening = Opening(self.place, introduction(who, ours), time.monotonic() + PATIENCE_MS / 1e3)
         poll = select.poll()
         poll.register(opening.fileno(), select.POLLIN)
         try:

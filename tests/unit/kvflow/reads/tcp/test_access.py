@@ -23,7 +23,7 @@ from kvflow.reads.contract import Serving
 from kvflow.reads.tcp import access, opening
 from kvflow.reads.tcp.access import Access, Accounts, Entrant
 from kvflow.reads.tcp.certificates import TlsIdentity, draw_identity
-from kvflow.reads.tcp.opening import Opening, Rejected
+from kvflow.reads.tcp.opening import Opening, Rejected, introduction
 from kvflow.reads.tcp.stream import ChannelClosed, Stream
 
 PASS_KEY = bytes(range(32))
@@ -69,11 +69,16 @@ class Exporter:
         return Credentials(*who, pass_of(PASS_KEY, *who, certificate=mine), producers)
 
     def reader(
-        self, who: Credentials | None = None, *, at: tuple[str, int] | None = None, within_s: float = IN_TIME_S
+        self,
+        who: Credentials | None = None,
+        *,
+        at: tuple[str, int] | None = None,
+        within_s: float = IN_TIME_S,
+        identity: TlsIdentity = THEIRS,
     ) -> Opening:
         """Begin to open a connection, ``at`` another place."""
-        identity = THEIRS if self.tls else None
-        return Opening(at or self.place, who or self.credentials(), identity, time.monotonic() + within_s)
+        said = introduction(who or self.credentials(), identity if self.tls else None)
+        return Opening(at or self.place, said, time.monotonic() + within_s)
 
     def stranger(self, words: bytes = b"") -> socket.socket:
         """Connect without a pass."""
@@ -257,22 +262,25 @@ def test_an_exporter_without_the_pass_key_is_no_producer():
 def test_a_reader_with_a_stolen_pass_and_another_key_stays_out():
     """Whoever has read a pass has not the private key."""
     with exporting(tls=True) as exporter:
-        reader = exporter.reader(within_s=1.0)
         thief = TlsIdentity(THEIRS.certificate, NOBODYS.key)
-        reader._context = thief.context(OURS.certificate, server=False)
         with pytest.raises(ChannelClosed):
-            opened(reader)
+            opened(exporter.reader(within_s=1.0, identity=thief))
         exporter.access.close()
         assert exporter.members == []
         assert exporter.access.accounts.count == 0
 
 
+class Mistaken(TlsIdentity):
+    """Expects another certificate of the producer than it has stated."""
+
+    def context(self, theirs: bytes, *, server: bool) -> ssl.SSLContext:
+        return super().context(NOBODYS.certificate, server=server)
+
+
 def test_a_reader_refuses_a_producer_with_another_certificate():
     with exporting(tls=True) as exporter:
-        reader = exporter.reader()
-        reader._context = THEIRS.context(NOBODYS.certificate, server=False)
         with pytest.raises(Rejected, match="another certificate"):
-            opened(reader)
+            opened(exporter.reader(identity=Mistaken(*THEIRS)))
         assert exporter.members == []
 
 
