@@ -342,6 +342,16 @@ class LeaseTable:
         lease = self._by_request.get(request_id)
         return None if lease is None else self._end([lease], "revoked", now)[0]
 
+    def void(self, grant: Grant, now: float) -> list[LeaseEnded]:
+        """Never admit a grant: its readers find that it has ended. Return the end of a kept lease that had its slot."""
+        slot, epoch = grant.slot, grant.epoch_value
+        if slot in self._by_slot or not self.may_come(slot, epoch):
+            return []
+        self._past[slot, epoch] = PastLease("revoked", now)
+        ended = self._end([self._kept[slot]] if slot in self._kept else [], "revoked", now)
+        self._epochs.raise_all(((slot, epoch + 1),))
+        return ended
+
     def revoke_kept(self, now: float) -> list[LeaseEnded]:
         """End every kept lease now."""
         self._index = Index()

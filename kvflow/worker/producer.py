@@ -165,14 +165,17 @@ class LeaseManager:
                 self._leases.name(lease, found[-1])
             self.answers.note((request_id, *found))
 
-    def revoke(self, request_id: str) -> bool:
-        """End a lease now."""
+    def revoke(self, request_id: str, grant: Grant | None = None) -> bool:
+        """End a lease now. ``grant``: which is void, also if it was not admitted."""
         with self._lock:
             end = self._leases.revoke(request_id, self._clock())
             ended = [] if end is None else [end]
+            if grant is not None and self._name in _names(grant.engine_id, grant.ranks):
+                ended += self._leases.void(grant, self._clock())
+                self.answers.note([(grant.slot, grant.epoch_value)])
             waiters = self._note(ended)
         self._announce(ended, waiters)
-        return bool(ended)
+        return end is not None
 
     def listed(self, limit: int) -> tuple[LeaseState, ...]:
         """Return the leases that are held, at most ``limit``, the oldest first."""

@@ -291,8 +291,12 @@ class Worker:
         self._require_process()
         self._leases.admit(grant, digests)
 
-    def revoke(self, request_id: str) -> bool:
+    def revoke(self, request_id: str, grant: Grant | None = None) -> bool:
         """End a lease now. On return its blocks may be reused; consumers that still read them get ``StaleLease``.
+
+        Args:
+            request_id: of its offer.
+            grant: one that this worker may not have admitted, and will not: its consumers no longer wait for it.
 
         Returns:
             False if the lease is unknown or has ended.
@@ -300,7 +304,7 @@ class Worker:
         Thread: any.
         """
         self._require_process()
-        return self._leases.revoke(request_id)
+        return self._leases.revoke(request_id, grant)
 
     async def wait_offer(self, request_id: str) -> Outcome:
         """Wait until a lease has ended. Then its blocks may be reused.

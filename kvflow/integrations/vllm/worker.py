@@ -343,7 +343,7 @@ class RankWorker:
             logger.error("kvflow: request %s is not offered and its ticket is invalid: %s", name, error)
             held = False
         if not held:
-            self._worker.revoke(name)  # the admission was interrupted, and vLLM frees the blocks
+            self._worker.revoke(name, command.grant)  # also if the admission was interrupted: vLLM frees the blocks
             self._tally.count("leases", "refused")
         self._leases[name] = _HeldLease(inf if command.grant.kind == "open" else command.number, ended=not held)
         self._report(name)
@@ -368,11 +368,14 @@ class RankWorker:
 
     def _withdraw(self, request_id: str) -> None:
         """End an open lease. Its end must not be taken for that of a later lease of the request."""
+        void = [each.grant for each in self._unwritten if isinstance(each, Admit) and each.request_id == request_id]
         self._unwritten = [each for each in self._unwritten if each.request_id != request_id]
         lease = self._leases.pop(request_id, None)
         if lease is not None and not lease.ended:
             self._unreported[request_id] += 1
         self._worker.revoke(request_id)
+        for grant in void:
+            self._worker.revoke(request_id, grant)
 
     def _report(self, request_id: str) -> None:
         """Tell vLLM if a lease has ended. The caller holds ``_lock``."""

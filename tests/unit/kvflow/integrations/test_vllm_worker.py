@@ -33,6 +33,7 @@ from kvflow.integrations.vllm.messages import (
     Load,
     RenewLeases,
     Reset,
+    Revoke,
     add_counters,
     empty_counters,
     is_empty,
@@ -65,6 +66,7 @@ class FakeWorker:
         self.admitted = []
         self.digests = []
         self.revoked = []
+        self.void = []
         self.waited = []
         self.refusal = None
         self.refused = []
@@ -80,8 +82,9 @@ class FakeWorker:
         self.admitted.append(grant)
         self.digests.append(digests)
 
-    def revoke(self, request_id):
+    def revoke(self, request_id, grant=None):
         self.revoked.append(request_id)
+        self.void += [grant] if grant is not None else []
         return False
 
     def pull_many(self, items):
@@ -628,6 +631,28 @@ def test_a_reset_does_not_end_before_the_last_write(monkeypatch):
 
 
 ADMIT, RESET = Admit("a", new_mint().offer("a", block_ids=[[1]], num_tokens=3)[1], number=1), Reset(("a",))
+
+
+@pytest.mark.parametrize("ending", ["reset before", "reset after", "revoked", "refused"])
+def test_a_lease_that_will_not_be_held_is_void(ending):
+    fake, rank = told()
+    later = msgspec.structs.replace(ADMIT, step=STEP + 1)
+    match ending:
+        case "reset before":
+            rank.reset(("a",))
+            rank.take([ADMIT], with_step=True)
+        case "reset after":
+            rank.take([later])
+            rank.reset(("a",))
+            rank.end_step(STEP + 1)
+            rank.take()
+        case "revoked":
+            rank.take([later])
+            rank.take([Revoke("a", number=2)])
+        case _:
+            fake.refusal = WorkerClosed("closed")
+            rank.take([ADMIT])
+    assert (fake.admitted, fake.void) == ([], [ADMIT.grant])
 
 
 @pytest.mark.parametrize(

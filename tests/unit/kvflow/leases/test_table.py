@@ -8,7 +8,7 @@ from kvflow.events import LeaseEnded
 from kvflow.leases.epochs import EpochTable
 from kvflow.leases.table import READERS_LISTED_MAX, READERS_MAX, LeaseTable, PastLease, Reader
 
-from .helpers import BASE, SLOTS, mint_of
+from .helpers import BASE, SLOTS, address, mint_of
 
 ALONE = Reader("decode-0", 0, 1)
 
@@ -164,6 +164,32 @@ def test_revocation_ends_at_once_and_once(leases):
     assert leases.revoke("r", 3.0) == LeaseEnded("r", "revoked", 3.0)
     assert leases.revoke("r", 3.0) is None
     assert leases.revoke("unknown", 3.0) is None
+
+
+def test_a_grant_that_is_void_is_never_admitted(leases, epochs):
+    grant = grant_of()
+    key = (grant.slot, grant.epoch_value)
+    assert leases.void(grant, 2.0) == []
+    assert epochs[grant.slot] == grant.epoch_value + 1
+    assert (leases.past(*key), leases.renew([key], 3.0)) == (PastLease("revoked", 2.0), ["ended"])
+    with pytest.raises(BlockIdsInvalid, match="is not newer"):
+        leases.admit(grant, now=3.0)
+
+
+def test_voiding_ends_no_other_lease_but_a_kept_one_of_the_slot(leases, epochs):
+    """The issuer has given the slot of the kept lease to the grant."""
+    mint = mint_of(address(slots=1), block_sizes=(1,))
+    kept = mint.keep("kept", block_ids=[[1]], num_tokens=1, digests=[[b"1"]])[1]
+    leases.admit(kept, 0.0, (b"1",))
+    first = grant_of(mint)
+    assert leases.void(kept, 1.0) == []
+    assert leases.void(first, 1.0) == [LeaseEnded("kept", "revoked", 1.0, kind="kept")]
+    assert (leases.find((b"1",)), leases.past(kept.slot, kept.epoch_value)) == (None, PastLease("revoked", 1.0))
+    mint.retire("r")
+    second = grant_of(mint)
+    leases.admit(second, 2.0)
+    assert leases.void(first, 3.0) == leases.void(second, 3.0) == []
+    assert epochs[second.slot] == second.epoch_value
 
 
 def test_a_reused_slot_is_not_ended_by_the_word_about_its_past(leases, epochs):

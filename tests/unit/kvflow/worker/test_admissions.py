@@ -82,7 +82,7 @@ def test_a_producer_that_knows_no_questions_is_probed(monkeypatch):
         assert pull.result().early > 0
 
 
-@pytest.mark.parametrize("ending", ["revoke", "never"])
+@pytest.mark.parametrize("ending", ["revoke", "void", "never"])
 def test_a_lease_that_ends_or_never_comes_fails_its_pull(ending):
     with virtual(fence_s=4.0) as world:
         (grant,), (pull,) = early(world, 1)
@@ -90,8 +90,11 @@ def test_a_lease_that_ends_or_never_comes_fails_its_pull(ending):
         if ending == "revoke":
             world.do(partial(producer.worker.admit, grant), life=producer)
             world.do(partial(producer.worker.revoke, grant.request_id), life=producer)
+        elif ending == "void":
+            world.do(partial(producer.worker.revoke, grant.request_id, grant), life=producer)
+        if ending != "never":
             world.pass_time(SOON_S)
-            assert pull.exception().code == "stale_lease"
+            assert (pull.exception().code, pull.exception().ended_by) == ("stale_lease", "revoked")
         else:
             world.pass_time(60.0)
             assert (pull.exception().code, pull.exception().phase) == ("deadline_exceeded", "fence")
