@@ -19,7 +19,7 @@ from kvflow.errors import (
     TicketInvalid,
     TransferCancelled,
 )
-from kvflow.events import PullFailed, TransferQuiesced, TransferStarted
+from kvflow.events import PullFailed, TransferQuiesced, TransferRetried, TransferStarted
 from kvflow.leases.tickets import Content, Ticket
 from kvflow.rendezvous import questions
 from kvflow.rendezvous.dialer import Link
@@ -475,6 +475,34 @@ async def test_cancelling_at_the_instant_of_a_wrong_answer_leaves_no_task(teller
         await ended(pull)
         names = {task.get_coro().__name__ for task in asyncio.all_tasks()}
         assert "_read_on" not in names
+
+
+async def test_a_range_may_arrive_before_its_early_rank_is_asked_for(world, teller, monkeypatch):
+    """The task that asks runs once the pull has no ranks: an error in it would end the worker."""
+    await world.connect()
+    world.faults.hung.add(0)
+    pull = world.start(open_ticket(world), TARGETS)
+    teller.say(8)
+    await world.faults.strike()
+    scheduler, asked = world.consumer._consumer._scheduler, []
+    on_read_ended = scheduler.on_read_ended
+
+    async def ask(rank):
+        asked.append((rank.read.peer.rank, [each.ranks for each in world.consumer._consumer.pulls.by_id.values()]))
+        return False
+
+    def retry_first(ended, now):
+        monkeypatch.setattr(scheduler, "on_read_ended", on_read_ended)
+        (followed,) = world.consumer._consumer.pulls.by_id.values()
+        retried = TransferRetried(pull.id, "request-1", str(followed.ranks[0].read.peer))
+        return [retried, *on_read_ended(ended, now)]
+
+    monkeypatch.setattr(world.consumer._consumer.peers, "wait_admitted", ask)
+    monkeypatch.setattr(scheduler, "on_read_ended", retry_first)
+    world.faults.heal()
+    await waiting(world, 2)
+    assert asked == [(0, [()])]
+    world.producer.revoke("request-1")
 
 
 async def test_a_peer_that_is_lost_ends_the_pull_that_waits_for_it(world, teller):
