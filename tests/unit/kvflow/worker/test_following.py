@@ -119,6 +119,16 @@ def open_ticket(world, name="request-1", **named):
     return as_open(world.ticket(name, SOURCES), **named)
 
 
+async def reading(world, teller):
+    """Return a pull whose first range hangs."""
+    await world.connect()
+    world.faults.hung.add(0)
+    pull = world.start(open_ticket(world), TARGETS)
+    teller.say(8)
+    await world.faults.strike()
+    return pull
+
+
 async def waiting(world, blocks):
     """Wait until the only pull has read so many blocks, and waits for its producer."""
 
@@ -420,11 +430,7 @@ async def test_cancelling_while_it_computes_frees_our_blocks_at_once(world, tell
 
 
 async def test_cancelling_while_a_range_is_read_quarantines_until_it_has_ended(world, teller):
-    await world.connect()
-    world.faults.hung.add(0)
-    pull = world.start(open_ticket(world), TARGETS)
-    teller.say(8)
-    await world.faults.strike()
+    pull = await reading(world, teller)
     pull.cancel()
     error = await failure(pull)
     assert isinstance(error, TransferCancelled)
@@ -441,11 +447,7 @@ async def test_cancelling_while_a_range_is_read_quarantines_until_it_has_ended(w
 
 
 async def test_an_error_of_the_answers_waits_for_the_range_that_is_read(world, teller):
-    await world.connect()
-    world.faults.hung.add(0)
-    pull = world.start(open_ticket(world), TARGETS)
-    teller.say(8)
-    await world.faults.strike()
+    pull = await reading(world, teller)
     await teller.heard(2)
     teller.babble(b"")
     await asyncio.sleep(0)
@@ -459,11 +461,7 @@ async def test_an_error_of_the_answers_waits_for_the_range_that_is_read(world, t
 @pytest.mark.parametrize("steps", range(8))
 async def test_cancelling_at_the_instant_of_a_wrong_answer_leaves_no_task(teller, steps):
     async with opened(num_blocks=32, follow_bytes_min=1, ranks=2) as world:
-        await world.connect()
-        world.faults.hung.add(0)
-        pull = world.start(open_ticket(world), TARGETS)
-        teller.say(8)
-        await world.faults.strike()
+        pull = await reading(world, teller)
         await teller.heard(4)
         teller.said[0] = b""  # the other rank has not answered: a cancellation must not be lost between the two
         teller._changed.set()
@@ -479,11 +477,7 @@ async def test_cancelling_at_the_instant_of_a_wrong_answer_leaves_no_task(teller
 
 async def test_a_range_may_arrive_before_its_early_rank_is_asked_for(world, teller, monkeypatch):
     """The task that asks runs once the pull has no ranks: an error in it would end the worker."""
-    await world.connect()
-    world.faults.hung.add(0)
-    pull = world.start(open_ticket(world), TARGETS)
-    teller.say(8)
-    await world.faults.strike()
+    pull = await reading(world, teller)
     scheduler, asked = world.consumer._consumer._scheduler, []
     on_read_ended = scheduler.on_read_ended
 
