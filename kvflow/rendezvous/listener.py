@@ -32,8 +32,32 @@ from kvflow.rendezvous.endpoint import READER, LocalEndpoint, as_kvflow_error
 from kvflow.rendezvous.questions import AnswerHeld, Question
 
 
+class Answering(Protocol):
+    """What members ask about leases."""
+
+    def ask(
+        self,
+        connection: PeerKey,
+        question: Question,
+        reader: Reader,
+        answer: Callable[[questions.Answer], None],
+        nonce: int,
+    ) -> None:
+        """Answer a member's question, once, now or later. ``nonce``: its number on the connection."""
+        ...
+
+    def forget(self, connection: PeerKey) -> object:
+        """Forget the questions of a connection that has ended."""
+        ...
+
+
 class Leases(Protocol):
     """The leases that readers release and renew, and that members ask for."""
+
+    @property
+    def answers(self) -> Answering:
+        """The answers to members."""
+        ...
 
     def on_release(self, leases: Sequence[LeaseKey], reader: Reader, *, read: bool = False) -> list[Answer]:
         """Count a reader's releases, and answer each; ``read``: whether it has read the blocks."""
@@ -41,16 +65,6 @@ class Leases(Protocol):
 
     def on_renew(self, leases: Sequence[LeaseKey], reader: Reader) -> tuple[list[Answer], float]:
         """Renew leases for a reader. Return an answer for each, and how many seconds they last from now."""
-        ...
-
-    def on_question(
-        self, key: PeerKey, question: Question, reader: Reader, answer: Callable[[questions.Answer], None], nonce: int
-    ) -> None:
-        """Answer a member's question, once, now or later. ``key``: of its connection; ``nonce``: its number there."""
-        ...
-
-    def forget_questions(self, key: PeerKey) -> None:
-        """Forget the questions of a connection that has ended."""
         ...
 
     def past(self, lease: LeaseKey) -> tuple[str, float] | None:
@@ -120,7 +134,7 @@ class Listener:
         if question is None:
             self.answer(key, nonce, None)
         else:
-            self._leases.on_question(key, question, self._readers[key], partial(self.answer, key, nonce), nonce)
+            self._leases.answers.ask(key, question, self._readers[key], partial(self.answer, key, nonce), nonce)
 
     def answer(self, key: PeerKey, nonce: int, answer: questions.Answer | None) -> None:
         """Answer an open question; None says that we do not know it. Does nothing if the connection has ended."""
@@ -146,7 +160,7 @@ class Listener:
         return msgspec.structs.replace(answer, ended_by=past[0], ended_s=max(0.0, past[1]))
 
     def _forget(self, key: PeerKey) -> str:
-        self._leases.forget_questions(key)
+        self._leases.answers.forget(key)
         self._readers.pop(key, None)
         return self._names.pop(key, str(key))
 

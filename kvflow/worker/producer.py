@@ -12,7 +12,7 @@ import asyncio
 import math
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,8 +27,6 @@ from kvflow.leases.held import OpenGroups
 from kvflow.leases.issuer import Issuer, as_digest_lists, complete_digests
 from kvflow.leases.table import Answer, LeaseState, LeaseTable, Reader
 from kvflow.leases.tickets import Grant, Kind, RankAddress, Ticket
-from kvflow.rendezvous import questions
-from kvflow.rendezvous.questions import Question
 from kvflow.worker.answers import Answers
 from kvflow.worker.environment import Shared
 
@@ -224,21 +222,6 @@ class LeaseManager:
         """Renew leases for a reader. Return an answer for each, and how many seconds they last from now."""
         with self._lock:
             return self._leases.renew(leases, self._clock(), reader), self._lease_s
-
-    def on_question(
-        self,
-        key: Hashable,
-        question: Question,
-        reader: Reader,
-        answer: Callable[[questions.Answer], None],
-        nonce: int = 0,
-    ) -> None:
-        """Answer a member's question, once, now or later. ``key``: of its connection; ``nonce``: its number there."""
-        self.answers.ask(key, question, reader, answer, nonce)
-
-    def forget_questions(self, key: Hashable) -> None:
-        """Forget the questions of a connection that has ended."""
-        self.answers.forget(key)
 
     def past(self, lease: LeaseKey) -> tuple[str, float] | None:
         """Return how a lease has ended and how many seconds ago; None if unknown."""

@@ -28,7 +28,7 @@ from kvflow.rendezvous.endpoint import READER
 from kvflow.rendezvous.issuer import TicketMint
 from kvflow.rendezvous.listener import Listener
 from kvflow.rendezvous.questions import AnswerHeld, AskHeld
-from kvflow.worker.producer import LeaseManager
+from kvflow.worker.answers import Answers
 
 from .helpers import INCARNATION, OURS, PATIENCE_S, SECRET, SECURITY, config, linked, producing
 
@@ -49,11 +49,11 @@ def answers(monkeypatch):
     """Return what workers answer, one after the other, and what they were asked."""
     said, asked = [], []
 
-    def on_question(_self, _key, question, reader, answer, _nonce):
+    def ask(_self, _key, question, reader, answer, _nonce):
         asked.append((question, reader))
         answer(said.pop(0) if said else AnswerHeld())
 
-    monkeypatch.setattr(LeaseManager, "on_question", on_question)
+    monkeypatch.setattr(Answers, "ask", ask)
     return said, asked
 
 

@@ -54,7 +54,7 @@ class Asked:
     def __init__(self, worker, question, key="connection", reader=ASKER, nonce=0):
         self.answers = []
         self._come = asyncio.Event()
-        worker._leases.on_question(key, question, reader, self._take, nonce)
+        worker._leases.answers.ask(key, question, reader, self._take, nonce)
 
     def _take(self, answer):
         self.answers.append(answer)
@@ -263,7 +263,7 @@ async def test_the_end_of_the_lease_answers_what_waits(how):
         elif how == "released":
             producer._leases.on_release([lease_of(offer.ticket)], ASKER)
         elif how == "expired":
-            producer._leases.forget_questions("connection")  # otherwise it never runs out
+            producer._leases.answers.forget("connection")  # otherwise it never runs out
             assert await producer.wait_offer("r") == "expired"
             waiting = settled(producer, offer.ticket, 0, above=8)
         else:
@@ -283,7 +283,7 @@ def test_time_ends_what_nobody_advances_or_asks_about():
         )
         said = []
         ask = AskSettled(*lease_of(offers[2].ticket), known=(0,), above=8, wait_ms=35_000)
-        world.do(lambda: worker._leases.on_question("connection", ask, ASKER, said.append), life=producer)
+        world.do(lambda: worker._leases.answers.ask("connection", ask, ASKER, said.append, 0), life=producer)
         world.do(lambda: offers[3].seal([[4]]), life=producer)
 
         def left():
@@ -419,8 +419,8 @@ async def test_a_connection_that_ends_takes_its_questions_with_it(producer):
     offer = producer.offer_progressive("r", [[3]], 8)
     gone = [settled(producer, offer.ticket, 0, above=8, key="gone"), held(producer, chain(1), key="gone")]
     stays = settled(producer, offer.ticket, 0, above=8)
-    producer._leases.forget_questions("gone")
-    producer._leases.forget_questions("unknown")
+    producer._leases.answers.forget("gone")
+    producer._leases.answers.forget("unknown")
     offer.seal([[4]])
     assert (await stays.answer()).sealed
     producer.keep("kept", [[1]], 4, [chain(1)])
@@ -450,7 +450,7 @@ async def test_thousands_wait_and_each_offer_answers_one_of_them(producer):
     assert len({each.ticket for each in answered[2:]}) == 1
     assert sum(len(each.answers) for each in waiting) == 6
     for key in range(7):
-        producer._leases.forget_questions(key)
+        producer._leases.answers.forget(key)
     left = producer._leases.answers
     assert (left.at, left._of, left._sizes) == ({}, {}, {})
 
