@@ -7,12 +7,12 @@ byte of the answer has arrived. To cancel a read is to close the connections tha
 Each read of a chunk has a request of its own, so the exporter refuses each alone. At the end of each answer, the
 exporter sends what the lease's epoch slot held after the bytes were read. So a fence needs no request.
 
-A peer of the release before publishes no stretches. It is read over ``kvflow.reads.tcp01``.
+A peer of the release before publishes no stretches. What is said to it, and what it answers, is ``kvflow.reads.tcp01``.
 """
 
 import select
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,12 +44,13 @@ from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, Serving
 from kvflow.reads.device import landing
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.certificates import draw_identity
-from kvflow.reads.tcp.connection import Question, SourceConnection, Told
+from kvflow.reads.tcp.connection import Question, Request, SourceConnection, Told, answers_of
 from kvflow.reads.tcp.exporter import TcpExporter
 from kvflow.reads.tcp.opening import Opening, introduction
 from kvflow.reads.tcp.runs import SourceList
 from kvflow.reads.tcp.stream import ByteRows, ChannelClosed, rows_of
-from kvflow.reads.tcp01.backend import OldTcpBackend
+from kvflow.reads.tcp01 import opening as old_opening
+from kvflow.reads.tcp01 import wire as old_wire
 
 NAME = "tcp"
 
@@ -71,8 +72,7 @@ class _Asked(PostedWork):
 class _PreparedList:
     """A prepared list."""
 
-    group: int
-    source: SourceList
+    request: Request
     places: Places
     device: int | None  # device of the target; None: host memory
 
@@ -83,7 +83,7 @@ class _DialedPeer:
 
     address: PeerAddress
     place: tuple[str, int]
-    layout: wire.Layout
+    layout: wire.Layout | None  # None: it speaks as the release before
     connections: list[SourceConnection] = field(default_factory=list)
     prepared_lists: dict[int, _PreparedList] = field(default_factory=dict)
 
@@ -115,8 +115,6 @@ class TcpBackend(Backend):
         self._opening: set[SourceConnection] = set()
         self._told = Told()
         self._epoll = select.epoll()
-        self._older = OldTcpBackend(settings, serving, self._told)
-        self._epoll.register(self._older.fileno(), select.EPOLLIN)
         self._exporter = TcpExporter(settings, epochs, serving, self._identity)
         self.data_endpoint = self._exporter.endpoint
         self.certificate = b"" if self._identity is None else self._identity.certificate
@@ -125,9 +123,6 @@ class TcpBackend(Backend):
     def fileno(self) -> int:
         """Return the epoll of all connections."""
         return self._epoll.fileno()
-
-    def of(self, peer: PeerId) -> Backend:
-        return self if peer in self._peers else self._older
 
     def add(self, address: PeerAddress) -> Carrier:
         """Prepare to dial a peer's exporter; its first read connects."""
@@ -139,8 +134,6 @@ class TcpBackend(Backend):
             raise BackendError(FailureCode.METADATA_INVALID, str(error)) from error
         if not address.credentials.pass_:
             raise BackendError(FailureCode.PLANE_UNFIT, "the producer has given us no pass for its TCP data plane")
-        if layout is None:
-            return self._older.add(address)
         peer = _DialedPeer(address, place, layout)
         try:
             self._open(peer)
@@ -157,25 +150,24 @@ class TcpBackend(Backend):
 
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:
         """Forget a peer."""
-        self.of(peer_id).leave(peer_id)
-        if self._peers.pop(peer_id, None) is None:
-            self._older.remove(peer_id, gone=gone)
+        del gone  # connecting is fast, so no connection is kept
+        self.leave(peer_id)
+        self._peers.pop(peer_id, None)
 
     def ends_at_once(self, peer: PeerId) -> bool:
         return True  # a post sends a request only
 
     def prepare(self, prepared: CheckedList) -> None:
-        """Find the rows of a list in the stretches of its peer."""
+        """Find the rows of a list in the stretches of its peer, if it publishes them."""
         prepared_list = prepared.prepared_list
-        peer, group = self._peers[prepared_list.peer], prepared_list.group
+        peer = self._peers[prepared_list.peer]
         device = None
         if prepared_list.target_memory == "VRAM":
             device = int(prepared.target.table[0, 2])
             if self._device_memory is None or (prepared.target.table[:, 2] != device).any():
                 raise BackendError(FailureCode.BOUNDS, "the TCP data plane does not reach the memory of these devices")
-        published = peer.layout.groups[group] if group < len(peer.layout.groups) else ()
-        source = SourceList(prepared.source, published, peer.layout.num_blocks, prepared_list.source_memory)
-        peer.prepared_lists[prepared_list.list_id] = _PreparedList(group, source, Places(prepared.target), device)
+        request = old_wire.requests_of(prepared) if peer.layout is None else _requests_of(prepared, peer.layout)
+        peer.prepared_lists[prepared_list.list_id] = _PreparedList(request, Places(prepared.target), device)
 
     def post(self, chunk: Chunk) -> PostedWork | int:
         """Request a chunk."""
@@ -201,12 +193,10 @@ class TcpBackend(Backend):
         """Request slots. A fence sends nothing, because its values came with the chunks of its reads."""
         if fence:
             return self._told.verdicts(first, last, reads)
-        slots = sorted({lease.slot for _, lease in reads})
+        peer, slots = self._peers[peer_id], sorted({lease.slot for _, lease in reads})
         asked = _Asked(missing=len(slots), values=[0] * (last - first + 1))
-        self._ask(
-            self._peers[peer_id],
-            [Question(wire.encode_epoch(slot), partial(self._on_value, asked, slot - first)) for slot in slots],
-        )
+        encode = old_wire.encode_epoch if peer.layout is None else wire.encode_epoch
+        self._ask(peer, [Question(encode(slot), partial(self._on_value, asked, slot - first)) for slot in slots])
         return asked
 
     def progress(self) -> None:
@@ -218,7 +208,6 @@ class TcpBackend(Backend):
         ended = {each: detail for each in ready if (detail := self._go_on(each)) is not None}
         if ended:
             self._end(ended)
-        self._older.progress()
 
     def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
         """Return what has arrived."""
@@ -239,12 +228,10 @@ class TcpBackend(Backend):
         """Close every connection."""
         for peer_id in [*self._peers]:
             self.remove(peer_id, gone=False)
-        self._older.reset()
 
     def close(self) -> None:
         """Close every connection, then the exporter."""
         self.reset()
-        self._older.close()
         self._epoll.close()
         self._exporter.close()
 
@@ -257,12 +244,13 @@ class TcpBackend(Backend):
         target: npt.NDArray[np.int32],
     ) -> Question:
         """Return the request for descriptors of one read."""
-        lease = share.lease
+        before, frame = prepared_list.request(share.lease, source)
         table = prepared_list.places.table(target)
         return Question(
-            frame=wire.encode_read(prepared_list.group, lease.slot, lease.epoch, prepared_list.source.runs(source)),
+            frame=frame,
             answered=partial(self._on_epoch, asked, share),
-            lease=(lease.slot, lease.epoch, lease.mac),
+            epoch=share.lease.epoch,
+            before=before,
             targets=partial(self._targets, prepared_list.device, table),
             nbytes=int(table[:, 1].sum()),
             read_id=share.read_id,
@@ -314,8 +302,13 @@ class TcpBackend(Backend):
 
     def _open(self, peer: _DialedPeer) -> SourceConnection:
         until = time.monotonic() + self._settings.handshake_s
-        opening = Opening(peer.place, introduction(peer.address.credentials, self._identity), until)
-        connection = SourceConnection(opening)
+        who = peer.address.credentials
+        if peer.layout is None:
+            introduce = old_opening.introduction(who, encrypted=self._identity is not None)
+            answers, known_max = old_wire.answers_of, old_wire.LISTS_MAX
+        else:
+            introduce, answers, known_max = introduction(who, self._identity), answers_of, wire.LEASES_MAX
+        connection = SourceConnection(Opening(peer.place, introduce, until), answers, known_max)
         peer.connections.append(connection)
         self._opening.add(connection)
         self._watch(connection, peer)
@@ -383,3 +376,19 @@ class TcpBackend(Backend):
                     question.answered(0, BackendError(FailureCode.PEER_LOST, detail))
         for peer, question in repeated:
             self._ask(peer, [question])
+
+
+def _requests_of(prepared: CheckedList, layout: wire.Layout) -> Request:
+    """Return what makes the requests for descriptors of a list. Raises ``OutOfBounds``: its rows are not published."""
+    prepared_list, group = prepared.prepared_list, prepared.prepared_list.group
+    published = layout.groups[group] if group < len(layout.groups) else ()
+    source = SourceList(prepared.source, published, layout.num_blocks, prepared_list.source_memory)
+    return partial(_request, group, source)
+
+
+def _request(
+    group: int, source: SourceList, lease: LeaseName, index: npt.NDArray[np.int32]
+) -> tuple[tuple[Hashable, bytes], bytes]:
+    slot, epoch = lease.slot, lease.epoch
+    shown = (slot, epoch), wire.encode_lease(slot, epoch, lease.mac)
+    return shown, wire.encode_read(group, slot, epoch, source.runs(index))

@@ -5,8 +5,11 @@ It never blocks and has no thread. Its owner calls it when its descriptor is rea
 
 import select
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from kvflow.errors import FailureCode
 from kvflow.reads.backend import BackendError, Share
@@ -63,7 +66,8 @@ class Question:
 
     Attributes:
         answered: called once, with the value of its slot, or with the reason for no answer.
-        lease: slot, epoch and MAC that its connection must have shown; None if it asks for the value of a slot.
+        epoch: of the lease under which it reads; None if it asks for the value of a slot.
+        before: what its connection must have sent before: what it is about, and the frame.
         targets: makes what is filled, one after the other; the step after the last one ends the answer.
         nbytes: bytes of the answer.
         read_id: the read that it belongs to.
@@ -72,40 +76,50 @@ class Question:
 
     frame: bytes
     answered: Callable[[int, BackendError | None], None]
-    lease: tuple[int, int, bytes] | None = None
+    epoch: int | None = None
+    before: tuple[Hashable, bytes] | None = None
     targets: Callable[[], Iterator[ByteRows]] = lambda: iter(())
     nbytes: int = 0
     read_id: int = -1
     repeated: bool = False
 
 
+Request = Callable[[LeaseName, npt.NDArray[np.int32]], tuple[tuple[Hashable, bytes], bytes]]
+"""A lease and the numbers of descriptors -> what is sent before their request, and the request."""
+
+
 class SourceConnection:
     """A connection that is being opened, or is open.
+
+    Args:
+        opening: opens it.
+        answers: yields what the next bytes fill, answer by answer; None: ``frame``.
+        known_max: after so many frames of ``Question.before``, both sides forget them all.
 
     Attributes:
         descriptor: what to watch; another one after it has opened.
         owed: unanswered requests, in order.
+        frame: header of an answer; ``frame_row`` is its row for ``ByteRows.cut``.
+        begun: whether the first of these answers has begun.
     """
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: Opening, answers: "Answers", known_max: int) -> None:
         self.owed: deque[Question] = deque()
         self.owed_bytes = 0
         self.descriptor = opening.fileno()
+        self.frame = bytearray(wire.ANSWER.size)
+        self.frame_row = rows_of(self.frame).rows().copy()
+        self.begun = False
         self._opening: Opening | None = opening
         self._stream: Stream | None = None
         self._unsent: deque[Question] = deque()
         self._said = bytearray()
-        self._shown: dict[tuple[int, int], bytes] = {}
-        self._frame = bytearray(wire.ANSWER.size)
-        self._view = memoryview(self._frame)
-        self._row = rows_of(self._frame).rows().copy()
+        self._known: dict[Hashable, bytes] = {}
+        self._known_max = known_max
+        self._view = memoryview(self.frame)
         self._framed = 0  # bytes of the frame that have arrived
-        self._filling: ByteRows | None = None  # what the next bytes fill; None: the frame
-        self._text: bytearray | None = None  # why a request is refused
-        self._targets: Iterator[ByteRows] | None = None  # of the answer that has begun
-        self._target: ByteRows | None = None
-        self._missing = 0  # bytes of this answer without a frame
-        self._promised = 0  # bytes of its piece that ``_filling`` does not have
+        self._answers = answers(self)
+        self._filling = next(self._answers)
 
     @property
     def open(self) -> bool:
@@ -162,8 +176,16 @@ class SourceConnection:
             self._opening.close()
         if self._stream is not None:
             self._stream.close(reset=True)
-        begun = self._targets is not None
+        self._answers.close()
+        begun = self.begun
         return [question for at, question in enumerate(self.owed) if not question.repeated and (at or not begun)]
+
+    def answered(self, value: int, failure: BackendError | None = None) -> None:
+        """End the first answer that is owed."""
+        question = self.owed.popleft()
+        self.owed_bytes -= question.nbytes
+        self.begun = False
+        question.answered(value, failure)
 
     def _send(self, stream: Stream) -> None:
         while self._unsent or self._said:
@@ -175,14 +197,13 @@ class SourceConnection:
             del self._said[:count]
 
     def _write(self, question: Question) -> None:
-        """Make the frames of a request: its lease first, if this connection has not shown it."""
-        if question.lease is not None:
-            slot, epoch, mac = question.lease
-            if self._shown.get((slot, epoch)) != mac:
-                if len(self._shown) >= wire.LEASES_MAX:
-                    self._shown.clear()
-                self._shown[slot, epoch] = mac
-                self._said += wire.encode_lease(slot, epoch, mac)
+        if question.before is not None:
+            about, frame = question.before
+            if self._known.get(about) != frame:
+                if len(self._known) >= self._known_max:
+                    self._known.clear()
+                self._known[about] = frame
+                self._said += frame
         self._said += question.frame
 
     def _receive(self, stream: Stream) -> None:
@@ -202,52 +223,51 @@ class SourceConnection:
                 stream.await_bytes(min(left, _AT_ONCE_BYTES) if left > _AWAITED_BYTES_MIN else 1)
             if not left:
                 self._framed = 0
-                self._filling = self._next()
+                self._filling = next(self._answers)
                 if not self.owed and not stream.pending:
                     return
 
-    def _next(self) -> ByteRows | None:
-        """Process what was filled. Return what the next bytes fill; None: a frame. Raises: BadFrame."""
-        if self._text is not None:
-            text, self._text = self._text.decode(errors="replace"), None
-            self._answered(0, BackendError(FailureCode.BOUNDS, text))
-            return None
-        if self._promised:
-            return self._fill()
-        kind, *zeros, value = wire.ANSWER.unpack(self._frame)
-        if not self.owed or any(zeros):
+
+Answers = Callable[[SourceConnection], Generator[ByteRows | None, None, None]]
+
+
+def answers_of(connection: SourceConnection) -> Generator[ByteRows | None, None, None]:
+    """Yield what the bytes of each answer fill; None: the frame. Raises: BadFrame."""
+    while True:
+        yield None
+        if not connection.owed:
             raise wire.BadFrame("an answer to no question")
-        question = self.owed[0]
-        epoch = None if question.lease is None else question.lease[1]
-        begins = self._targets is None
-        if begins:
-            self._targets, self._missing = question.targets(), question.nbytes
-        if kind == wire.PIECE and 0 < value <= min(wire.PIECE_BYTES_MAX, self._missing):
-            self._missing -= value
-            self._promised = value
-            return self._fill()
-        if kind == wire.REFUSED and begins and 0 < value <= wire.DETAIL_BYTES_MAX:
-            self._text = bytearray(value)
-            return rows_of(self._text)
-        if kind == wire.DONE and not self._missing and epoch in (None, value):
-            assert self._targets is not None
-            next(self._targets, None)  # stores what lies on a device
-        elif kind != wire.ENDED or epoch in (None, value):  # otherwise the bytes would count as the lease's
-            raise wire.BadFrame(f"an answer of kind {kind} and {value}, with {self._missing} bytes missing")
-        self._answered(value, None)
-        return None
+        question = connection.owed[0]
+        yield from _answer(connection, question, question.targets())
 
-    def _fill(self) -> ByteRows:
-        """Return the place of the next promised bytes; a frame follows the last of them."""
-        if self._target is None or not self._target.left:
-            assert self._targets is not None
-            self._target = next(self._targets)
-        filling = self._target.cut(self._promised, after=self._row)
-        self._promised = max(0, self._promised - filling.left)
-        return filling
 
-    def _answered(self, value: int, failure: BackendError | None) -> None:
-        question = self.owed.popleft()
-        self.owed_bytes -= question.nbytes
-        self._targets = self._target = None
-        question.answered(value, failure)
+def _answer(
+    connection: SourceConnection, question: Question, targets: Iterator[ByteRows]
+) -> Generator[ByteRows | None, None, None]:
+    """Yield what the bytes of one answer fill, whose first frame has arrived. Raises: BadFrame."""
+    missing, epoch = question.nbytes, question.epoch
+    target: ByteRows | None = None
+    while True:
+        kind, *zeros, value = wire.ANSWER.unpack(connection.frame)
+        if any(zeros):
+            raise wire.BadFrame("an answer to no question")
+        if kind == wire.REFUSED and not connection.begun and 0 < value <= wire.DETAIL_BYTES_MAX:
+            text = bytearray(value)
+            yield rows_of(text)
+            connection.answered(0, BackendError(FailureCode.BOUNDS, text.decode(errors="replace")))
+            return
+        connection.begun = True
+        if kind != wire.PIECE or not 0 < value <= min(wire.PIECE_BYTES_MAX, missing):
+            break
+        missing -= value
+        while value > 0:  # the next frame follows the last byte of the piece, and is received with it
+            if target is None or not target.left:
+                target = next(targets)
+            filling = target.cut(value, after=connection.frame_row)
+            value -= filling.left
+            yield filling
+    if kind == wire.DONE and not missing and epoch in (None, value):
+        next(targets, None)  # stores what lies on a device
+    elif kind != wire.ENDED or epoch in (None, value):  # otherwise the bytes would count as the lease's
+        raise wire.BadFrame(f"an answer of kind {kind} and {value}, with {missing} bytes missing")
+    connection.answered(value)

@@ -16,7 +16,6 @@ from kvflow.reads.contract import PeerAddress
 from kvflow.reads.tcp import connection as module
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.connection import Told
-from kvflow.reads.tcp01.backend import OldTcpBackend
 from tests.unit.kvflow.reads.tcp.peers import (
     EPOCH,
     Consumer,
@@ -135,13 +134,6 @@ def test_without_a_pass_nobody_is_dialed(consumer, producer):
 
 def producer_metadata(producer):
     return seal(Envelope("tcp", "producer", wire.encode_layout(producer.serving.tracks)))
-
-
-def test_a_peer_that_publishes_no_stretches_is_read_over_the_wire_before(consumer):
-    peer = consumer.add("tcp://127.0.0.1:1", Leases(), blob=b"")
-    assert type(consumer.backend.of(peer)) is OldTcpBackend
-    consumer.backend.remove(peer, gone=True)
-    consumer.backend.reset()
 
 
 @pytest.mark.parametrize(

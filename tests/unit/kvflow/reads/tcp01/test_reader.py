@@ -4,23 +4,24 @@ import select
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvflow.config import TcpSettings
 from kvflow.errors import FailureCode
 from kvflow.ids import Credentials, PeerId
 from kvflow.layout.component import Region
-from kvflow.reads.backend import BackendError, CheckedList, Chunk, Portion, Share
+from kvflow.reads.backend import BackendError, CheckedList, Chunk, Envelope, Portion, Share, seal
 from kvflow.reads.bounds import check_rows
 from kvflow.reads.contract import SERVES_NOTHING, LeaseName, PeerAddress, PreparedList
-from kvflow.reads.tcp.connection import Told
-from kvflow.reads.tcp.stream import ChannelClosed
-from kvflow.reads.tcp01 import wire
-from kvflow.reads.tcp01.backend import OldTcpBackend
-from kvflow.reads.tcp01.channel import TlsChannel
+from kvflow.reads.tcp.backend import TcpBackend
+from kvflow.reads.tcp.opening import Rejected
+from kvflow.reads.tcp01 import opening, wire
+from kvflow.reads.tcp01.opening import OldTlsStream
 
 PEER = PeerId("producer", 0, "0" * 32, "tcp://127.0.0.1:1", "")
 WHO = Credentials("ab" * 32, "reader", 0, "1" * 32, b"p" * 32)
@@ -31,8 +32,8 @@ PATIENCE_S = 60.0
 class OldExporter:
     """Lets one reader in, and answers each READ with what the test gives."""
 
-    def __init__(self, *answers, pass_=WHO.pass_):
-        self._answers, self._pass = answers, pass_
+    def __init__(self, *answers, pass_=WHO.pass_, magic=opening.MAGIC):
+        self._answers, self._pass, self._magic = answers, pass_, magic
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.heard = []
@@ -42,26 +43,25 @@ class OldExporter:
     def _serve(self):
         self._listener.settimeout(PATIENCE_S)
         sock, _ = self._listener.accept()
-        with sock, sock.makefile("rb") as said:
-            theirs = b"t" * wire.NONCE_BYTES
-            sock.sendall(wire.MAGIC + theirs)
-            hello = said.read(wire.HELLO_BYTES + len(WHO.engine_id))
-            ours = hello[len(wire.MAGIC) :][: wire.NONCE_BYTES]
-            assert hello == wire.encode_hello(WHO, theirs, ours, b"")
-            sock.sendall(wire.proof_of_exporter(self._pass, theirs, ours, b""))
+        with sock, sock.makefile("rb") as said, suppress(ConnectionResetError):
+            theirs = b"t" * opening.NONCE_BYTES
+            sock.sendall(self._magic + theirs)
+            hello = said.read(opening.HELLO_BYTES + len(WHO.engine_id))
+            nonces = theirs, hello[len(opening.MAGIC) :][: opening.NONCE_BYTES]
+            if not hello:
+                return
+            assert hello == opening.encode_hello(WHO, nonces, b"")
+            sock.sendall(opening.proof_of(replace(WHO, pass_=self._pass), "exporter", nonces, b""))
             for answer in self._answers:
-                kind = wire.EPOCH
-                while kind in (wire.EPOCH, wire.PROGRAM):
+                kind = wire.PROGRAM
+                while kind == wire.PROGRAM:
                     header = said.read(wire.HEADER.size)
                     if not header:
                         return
                     kind, *_, nbytes = wire.HEADER.unpack(header)
                     self.heard.append((kind, said.read(nbytes)))
-                    if kind == wire.EPOCH:
-                        break
                 sock.sendall(answer)
-            with suppress(ConnectionResetError):
-                said.read()
+            said.read()
 
     def close(self):
         self._listener.close()
@@ -74,29 +74,44 @@ def done(data, epoch=EPOCH):
 
 @pytest.fixture
 def read():
-    """Returns a function that reads two blocks from an exporter, and returns what was posted and the target."""
+    """Returns a function that reads two blocks from an exporter, and returns what was posted, target and fence.
+
+    Without ``shares``, both blocks are those of one read. ``first``: ask for the slot of the lease before.
+    """
     made = []
 
-    def read_from(exporter):
+    def read_from(exporter, shares=((5, 2),), *, first=False):
         anywhere = "tcp://127.0.0.1:0"
         settings = TcpSettings(bind=anywhere, advertise=anywhere, connections=1, encryption="off")
-        backend = OldTcpBackend(settings, SERVES_NOTHING, Told())
+        slots = np.zeros(1, np.uint64)
+        backend = TcpBackend("reader", settings, [], Region(slots.ctypes.data, 8), SERVES_NOTHING)
         made.extend((backend, exporter))
-        backend.add(PeerAddress(PEER, {}, Region(8, 8), None, exporter.endpoint, WHO))
+        planes = {"tcp": seal(Envelope("tcp", "producer", b""))}
+        backend.add(PeerAddress(PEER, planes, Region(8, 8), None, exporter.endpoint, WHO))
         target = np.zeros(128, np.uint8)
         rows = [check_rows(np.array([[address, 32, 0, 32, 4]])) for address in (1 << 20, target.ctypes.data)]
         prepared_list = PreparedList(1, PEER, rows[0].table, rows[1].table)
         backend.prepare(CheckedList(prepared_list, *rows))
         index = [np.array(each, np.int32) for each in ([0, 3], [2, 1])]
-        share = Share(5, LeaseName(3, EPOCH, b"m" * 32), 2)
-        posted = backend.post(Chunk(Portion(PEER, 1, *index, np.array([0, 2]), 64, (share,)), 0, 2))
-        poll = select.poll()
-        poll.register(backend.fileno(), select.POLLIN)
-        while backend.poll(posted) is None:
-            assert poll.poll(PATIENCE_S * 1e3)
-            backend.progress()
-        fence = backend.post_check(PEER, 3, 3, [(5, share.lease)], fence=True) if not posted.refused else None
-        return posted, target, fence
+        lease = LeaseName(3, EPOCH, b"m" * 32)
+        shares = tuple(Share(read_id, lease, pairs) for read_id, pairs in shares)
+
+        def wait(posted):
+            poll = select.poll()
+            poll.register(backend.fileno(), select.POLLIN)
+            until = time.monotonic() + PATIENCE_S
+            while (value := backend.poll(posted)) is None:
+                assert time.monotonic() < until
+                backend.progress()
+                poll.poll(100)
+            return value
+
+        if first:
+            assert wait(backend.post_check(PEER, 3, 3, [(5, lease)], fence=False)) == [EPOCH]
+        posted = backend.post(Chunk(Portion(PEER, 1, *index, np.array([0, 2]), 64, shares), 0, 2))
+        wait(posted)
+        reads = [(share.read_id, lease) for share in shares if share.read_id not in posted.refused]
+        return posted, target, backend.post_check(PEER, 3, 3, reads, fence=True) if reads else None
 
     yield read_from
     for each in made:
@@ -112,6 +127,21 @@ def test_blocks_arrive_where_they_belong(read):
     assert (program, kind) == (wire.PROGRAM, wire.READ)
     assert struct.unpack("<5q", rows) == (1 << 20, 32, 0, 32, 4)
     assert body == wire.LEASE.pack(3, EPOCH, b"m" * 32) + struct.pack("<2i", 0, 3)
+
+
+def test_each_read_has_a_request_and_a_list_is_announced_once(read):
+    exporter = OldExporter(done(BYTES[:32]), wire.ANSWER.pack(wire.REFUSED, 0, 0, 0, 3) + b"why")
+    posted, target, fence = read(exporter, ((5, 1), (6, 1)))
+    assert {read_id: reason.code for read_id, reason in posted.refused.items()} == {6: FailureCode.BOUNDS}
+    assert fence == [EPOCH]
+    assert target.tobytes() == bytes(64) + BYTES[:32] + bytes(32)
+    assert [kind for kind, _ in exporter.heard] == [wire.PROGRAM, wire.READ, wire.READ]
+
+
+def test_the_value_of_a_slot_is_asked_for(read):
+    exporter = OldExporter(wire.ANSWER.pack(wire.DONE, 0, 0, 0, 8) + struct.pack("<Q", EPOCH), done(BYTES))
+    assert read(exporter, first=True)[2] == [EPOCH]
+    assert [kind for kind, _ in exporter.heard] == [wire.EPOCH, wire.PROGRAM, wire.READ]
 
 
 def test_a_lease_that_is_not_held_is_told(read):
@@ -145,12 +175,17 @@ def test_an_exporter_without_the_pass_is_not_believed(read):
         read(OldExporter(pass_=b"x" * 32))
 
 
+def test_who_speaks_another_wire_is_not_read(read):
+    with pytest.raises(BackendError, match="its greeting is b'kvftcp03', not b'kvftcp01'"):
+        read(OldExporter(magic=b"kvftcp03"))
+
+
 def test_what_is_no_tls_ends_the_handshake():
     near, far = socket.socketpair()
-    channel = TlsChannel(near)
-    assert not channel.handshake()
-    far.sendall(b"kvftcp02" * 9)
-    with pytest.raises(ChannelClosed, match="does not speak TLS"):
-        channel.handshake()
-    channel.close()
-    far.close()
+    with near, far:
+        near.setblocking(False)
+        shaking = OldTlsStream(near).shake()
+        next(shaking)
+        far.sendall(b"kvftcp02" * 9)
+        with pytest.raises(Rejected, match="does not speak TLS"):
+            next(shaking)
