@@ -311,11 +311,6 @@ class Places:
         self._firsts = rows.firsts.tolist()
         self._fields = rows.table[:, [0, 3, 1]].tolist()
 
-    def stretches(self, index: Int32s) -> tuple[list[int], list[int]]:
-        """Return the columns of ``table`` as lists."""
-        starts, lengths = self.table(index).T.tolist()
-        return starts, lengths
-
     def table(self, index: Int32s) -> Int64s:
         """Return address and length of descriptors, by checked numbers, in order: int64, shape (n, 2).
 
@@ -323,8 +318,7 @@ class Places:
         """
         if len(index) > FEW:
             row = _row_of(self._rows, index)
-            address, nbytes, _ = joined(_addresses(self._rows, index, row), self._rows.table[row, 1])
-            return np.stack([address, nbytes], axis=1)
+            return np.stack(joined(_addresses(self._rows, index, row), self._rows.table[row, 1]), axis=1)
         parts = []
         for number in index.tolist():
             at = bisect_right(self._firsts, number) - 1
@@ -348,15 +342,10 @@ def joined_few(parts: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
     return starts, lengths
 
 
-def joined(
-    address: Int64s, nbytes: Int64s, owner: npt.NDArray[np.uint16] | None = None
-) -> tuple[Int64s, Int64s, Intps]:
-    """Join neighbors that touch and have one owner. Return address, length and first descriptor of each stretch."""
-    follows = address[1:] == address[:-1] + nbytes[:-1]
-    if owner is not None:
-        follows &= owner[1:] == owner[:-1]
-    first = np.concatenate(([0], np.flatnonzero(~follows) + 1))
-    return address[first], np.add.reduceat(nbytes, first), first
+def joined(address: Int64s, nbytes: Int64s) -> tuple[Int64s, Int64s]:
+    """Join neighbors that touch. Return address and length of each stretch."""
+    first = np.concatenate(([0], np.flatnonzero(address[1:] != address[:-1] + nbytes[:-1]) + 1))
+    return address[first], np.add.reduceat(nbytes, first)
 
 
 def merge(

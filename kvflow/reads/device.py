@@ -73,34 +73,28 @@ def device_memory_of(regions: Sequence[Region]) -> DeviceMemory | None:
     return TorchDeviceMemory(regions, PORTION_BYTES)
 
 
-def portions(parts: Iterable[Piece], nbytes_max: int = PORTION_BYTES) -> Iterator[tuple[list[Piece], list[int]]]:
-    """Divide parts into portions of ``nbytes_max`` bytes; the last may have fewer. A part may be cut.
-
-    Yields:
-        The parts of a portion, and for each the number of the given part that it belongs to.
-    """
+def portions(parts: Iterable[Piece], nbytes_max: int = PORTION_BYTES) -> Iterator[list[Piece]]:
+    """Divide parts into portions of ``nbytes_max`` bytes; the last may have fewer. A part may be cut."""
     portion: list[Piece] = []
-    numbers: list[int] = []
     room = nbytes_max
-    for number, (start, nbytes) in enumerate(parts):
+    for start, nbytes in parts:
         done = 0
         while done < nbytes:
             taken = min(nbytes - done, room)
             portion.append((start + done, taken))
-            numbers.append(number)
             done += taken
             room -= taken
             if not room:
-                yield portion, numbers
-                portion, numbers, room = [], [], nbytes_max
+                yield portion
+                portion, room = [], nbytes_max
     if portion:
-        yield portion, numbers
+        yield portion
 
 
 def landing(store: Callable[[Sequence[Piece], memoryview], None], parts: Sequence[Piece]) -> Iterator[memoryview]:
     """Yield buffers to fill, one after the other. The next step stores the contents of the last one to ``parts``."""
     buffer = memoryview(bytearray(min(PORTION_BYTES, sum(nbytes for _, nbytes in parts))))
-    for portion, _ in portions(parts):
+    for portion in portions(parts):
         content = buffer[: sum(nbytes for _, nbytes in portion)]
         yield content
         store(portion, content)

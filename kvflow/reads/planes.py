@@ -76,7 +76,7 @@ class PlaneBackends:
 
     def of(self, peer: PeerId) -> Backend:
         """Return the backend that reads from a peer that was added."""
-        return self._peers[peer].of(peer)
+        return self._peers[peer]
 
     def cancel(self, read_ids: Collection[int]) -> None:
         """End what is in flight of these reads, on the planes that can."""

@@ -33,6 +33,7 @@ class StagingMemory:
 
     Attributes:
         buffers: one region for each buffer; empty if nothing may be staged.
+        regions: what the reader registers: one region, or none; ``memory``: its kind.
         use: how many are taken, after the core's last step. Thread: the core writes, any reads.
     """
 
@@ -48,9 +49,11 @@ class StagingMemory:
                 remedy="Lower staging_bytes; the default is 64 MiB, and 0 never stages.",
             ) from error
         self._stage: TorchStage | None = None
-        region = Region(self._memory.ctypes.data, self._memory.nbytes)
-        self.buffers = _divided(region) if nbytes else ()
-        self.memory = region.memory
+        self.buffers: tuple[Region, ...] = ()
+        self.regions: tuple[Region, ...] = ()
+        self.memory = "DRAM"
+        if nbytes:
+            self._lie_in(Region(self._memory.ctypes.data, self._memory.nbytes))
         self.use = StagingUse(buffers=len(self.buffers), buffer_bytes=nbytes)
 
     def place(self, regions: Sequence[Region]) -> None:
@@ -66,20 +69,19 @@ class StagingMemory:
 
     def _move(self, stage: "TorchStage") -> None:
         self._stage, self._memory = stage, np.empty(0, np.uint8)
-        self.buffers, self.memory = _divided(stage.region), stage.region.memory
+        self._lie_in(stage.region)
+
+    def _lie_in(self, region: Region) -> None:
+        self.regions, self.memory = (region,), region.memory
+        nbytes = region.nbytes // STAGING_BUFFERS
+        starts = range(region.address, region.address + STAGING_BUFFERS * nbytes, nbytes)
+        self.buffers = tuple([Region(start, nbytes, region.memory, region.device) for start in starts])
 
     def note(self, in_use: int, quarantined: int, waiting: frozenset[PeerId]) -> None:
         """Publish how many buffers are taken, and how many peers wait for one."""
         use = self.use
         if (in_use, quarantined, waiting) != (use.in_use, use.quarantined, use.waiting):
             self.use = replace(use, in_use=in_use, quarantined=quarantined, waiting=waiting)
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        """What the reader registers: one region, or none."""
-        if self._stage is not None:
-            return (self._stage.region,)
-        return (Region(self._memory.ctypes.data, self._memory.nbytes),) if self.buffers else ()
 
     def content(self, buffer: int) -> Any:
         """Return the bytes of one buffer: an array, or a tensor of the device."""
@@ -91,7 +93,7 @@ class StagingMemory:
     def scatterer(self, scatter: CheckedScatter) -> Scatters:
         """Return what runs the copies of one prepared list."""
         if self._stage is None:
-            return Scatterer(scatter, self.target)
+            return Scatterer(scatter)
         copies = [(tuple(row[:FIXED]), tuple(_axes(row))) for row in scatter.table.tolist()]
         return self._stage.scatterer(copies, scatter.units)
 
@@ -99,10 +101,6 @@ class StagingMemory:
         """Return when every copy that was started has ended."""
         if self._stage is not None:
             self._stage.settle()
-
-    def target(self, address: int, nbytes: int) -> Bytes:
-        """Return the bytes of the cache at an address, which was checked."""
-        return memory_at(address, nbytes)
 
     def rows(self, relative: CheckedRows) -> CheckedRows:
         """Return the rows of one buffer for all buffers, one buffer after the other."""
@@ -169,14 +167,7 @@ class Scatterer(Scatters):
         self._boxes = [_Box(*box, target) for box in zip(scatter.table.tolist(), scatter.reach.tolist(), strict=True)]
 
     def start(self, content: Bytes, numbers: npt.NDArray[np.int32]) -> None:
-        """Copy at once."""
-        self.run(content, numbers)
-
-    def run(self, content: Bytes, numbers: npt.NDArray[np.int32]) -> None:
-        """Copy the places of one buffer, from the first on, to these units of the target.
-
-        ``numbers``: int32, shape (n,), at most as many as the buffer has places.
-        """
+        """Copy at once; see ``Scatters``."""
         block, rest = np.divmod(numbers.astype(np.int64), self._per_block)
         kernel_block, unit = np.divmod(rest, self._per_kernel_block)
         segments: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
@@ -206,14 +197,6 @@ class _Box:
         # One array element per contiguous piece, so that NumPy moves it with one memmove.
         self.dtype = np.dtype(f"V{nbytes}")
         self.memory = target(address, reach)
-
-
-def _divided(region: Region) -> tuple[Region, ...]:
-    """Divide memory into buffers."""
-    nbytes = region.nbytes // STAGING_BUFFERS
-    return tuple(
-        Region(region.address + at * nbytes, nbytes, region.memory, region.device) for at in range(STAGING_BUFFERS)
-    )
 
 
 def _axes(row: list[int]) -> list[tuple[int, int, int]]:

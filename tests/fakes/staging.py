@@ -84,10 +84,9 @@ class SimulatedStaging(StagingMemory):
 
     def scatterer(self, scatter: CheckedScatter) -> Scatters:
         """See ``StagingMemory.scatterer``."""
-        return _WatchedScatterer(scatter, self.target, self._check)
+        return _WatchedScatterer(scatter, self._target, self._check)
 
-    def target(self, address: int, nbytes: int) -> Bytes:
-        """See ``StagingMemory.target``."""
+    def _target(self, address: int, nbytes: int) -> Bytes:
         first = address - self._cache.region.address
         return self._cache.memory[first : first + nbytes]
 
@@ -110,10 +109,10 @@ class _WatchedScatterer(Scatterer):
         self._units = scatter.units
         self._check = check
 
-    def run(self, content: Bytes, numbers: npt.NDArray[np.int32]) -> None:
-        """See ``Scatterer.run``."""
+    def start(self, content: Bytes, numbers: npt.NDArray[np.int32]) -> None:
+        """See ``Scatterer.start``."""
         self._check(blocks_of_units(self._units, numbers))
-        super().run(content, numbers)
+        super().start(content, numbers)
 
 
 def blocks_of_units(units: tuple[int, int, int], numbers: npt.NDArray[np.int32]) -> list[int]:

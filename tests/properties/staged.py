@@ -77,6 +77,6 @@ def copy_staged(binding, pairs, source, target, writes):
                 moved += nbytes * len(at)
         after = target.memory.copy()
         target.memory[:] = before
-        scatterer.run(content, np.array(units, np.int32))
+        scatterer.start(content, np.array(units, np.int32))
         assert np.array_equal(target.memory, after), "the strided copies differ from the pieces one by one"
     assert moved == bound.nbytes

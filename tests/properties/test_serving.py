@@ -129,7 +129,7 @@ def require_runs(listed, served, source, binding, index):
     found = served.resolve(wire.encode_read(0, 0, 0, listed.runs(index))[wire.REQUEST.size :])
     address, nbytes = descriptors(binding.source.table, index.astype(np.int64))
     assert found.nbytes == nbytes.sum()
-    starts, lengths, _ = joined(address, nbytes)
+    starts, lengths = joined(address, nbytes)
     assert [*found.starts] == [*starts]
     assert [*found.lengths] == [*lengths]
     assert found.devices == {-1}

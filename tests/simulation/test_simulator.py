@@ -57,7 +57,7 @@ def test_without_faults_a_pull_fails_only_by_what_callers_do():
 
 USED = (
     (LeaseRenewer, "hold_ticket"),
-    (Scatterer, "run"),
+    (Scatterer, "start"),
     (ThreadedWorker, "pull"),
     (LeaseManager, "offer_when_possible"),
     (Worker, "drain"),

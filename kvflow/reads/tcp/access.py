@@ -111,15 +111,11 @@ class Account:
         self.used_at = time.monotonic()
 
     def grow(self, nbytes: int) -> bool:
-        """Count bytes of a request that has arrived in part, before they are kept. False: end this connection.
+        """Count more or fewer bytes of requests that have arrived in part. False: end this connection.
 
         Above a bound the largest such request of the key that has most ends: its connection is shut down.
         """
         return self._accounts.grow(self, nbytes)
-
-    def shrink(self, nbytes: int) -> None:
-        """Count bytes that are kept no longer."""
-        self._accounts.grow(self, -nbytes)
 
     def leave(self) -> None:
         """Give everything back. Call it before the socket is closed. Idempotent."""

@@ -328,7 +328,7 @@ class _Sender:
         device = min(found.devices)
         buffer = memoryview(bytearray(min(PORTION_BYTES, found.nbytes)))
         end = self._end_of(slot, epoch)
-        for parts, _ in portions(zip(_listed(found.starts), _listed(found.lengths), strict=True)):
+        for parts in portions(zip(_listed(found.starts), _listed(found.lengths), strict=True)):
             content = buffer[: sum(nbytes for _, nbytes in parts)]
             if end[0] == wire.DONE:
                 memory.fetch(device, parts, content)

@@ -197,8 +197,7 @@ class ServedGroup:
         block, at = np.divmod(at, times[run])
         block += first[run]
         start = address[run] + block * every[run] + offset[run] + at * stride[run]
-        starts, lengths, _ = joined(start, nbytes[run])
-        return Resolved(block, starts, lengths, set(np.unique(device).tolist()))
+        return Resolved(block, *joined(start, nbytes[run]), set(np.unique(device).tolist()))
 
 
 def _numbered(counts: Int64s) -> tuple[Int64s, Int64s]:

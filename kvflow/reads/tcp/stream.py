@@ -90,10 +90,10 @@ class ByteRows:
         return ByteRows(table, self._held)
 
 
-def rows_of(*buffers: bytearray | memoryview | npt.NDArray[np.uint8]) -> ByteRows:
-    """Return writable buffers as spans, which keep them alive."""
-    arrays = [np.frombuffer(each, np.uint8) for each in buffers]
-    return ByteRows(np.array([(each.ctypes.data, each.nbytes) for each in arrays], np.int64), arrays)
+def rows_of(buffer: bytearray | memoryview) -> ByteRows:
+    """Return a writable buffer as rows, which keep it alive."""
+    array = np.frombuffer(buffer, np.uint8)
+    return ByteRows(np.array([(array.ctypes.data, array.nbytes)], np.int64), array)
 
 
 class Stream(Protocol):

@@ -56,7 +56,7 @@ def test_torch_copies_what_numpy_copies(piece, seed):
     numbers = draw.permutation(24)[:SLOTS].astype(np.int32)
     half = 1 << 15
     like = CheckedScatter(shifted, SLOTS, checked.units, checked.reach, 0, 1, SLOTS)
-    Scatterer(like).run(content.numpy()[half:], numbers)
+    Scatterer(like).start(content.numpy()[half:], numbers)
     copies = [(tuple(row[:FIXED]), tuple(_axes(row))) for row in checked.table.tolist()]
     assert stage.scatterer(copies, checked.units).start(stage.content(half, half), numbers) is None
     assert (expected != 0xEE).any()

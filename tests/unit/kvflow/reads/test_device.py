@@ -15,15 +15,9 @@ from tests.devices import StandIn, cache_of
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 50)), max_size=20), st.integers(1, 60))
 def test_portions_have_every_byte_once_and_in_order(parts, nbytes_max):
     found = [*portions(parts, nbytes_max)]
-    given = [(number, start + at) for number, (start, nbytes) in enumerate(parts) for at in range(nbytes)]
-    divided = [
-        (number, address + at)
-        for portion, numbers in found
-        for (address, nbytes), number in zip(portion, numbers, strict=True)
-        for at in range(nbytes)
-    ]
-    assert divided == given
-    sizes = [sum(nbytes for _, nbytes in portion) for portion, _ in found]
+    given = [start + at for start, nbytes in parts for at in range(nbytes)]
+    assert [address + at for portion in found for address, nbytes in portion for at in range(nbytes)] == given
+    sizes = [sum(nbytes for _, nbytes in portion) for portion in found]
     assert all(size == nbytes_max for size in sizes[:-1])
     assert all(0 < size <= nbytes_max for size in sizes[-1:])
 

@@ -62,7 +62,7 @@ def test_slots_are_copied_to_their_units(target, units):
     region = Region(target.ctypes.data, target.nbytes)
     checked = check_scatter(prepared_list, *rows, buffer_bytes=BUFFER, regions=[region])
     content = np.random.default_rng(0).integers(1, 256, BUFFER, np.uint8)
-    Scatterer(checked).run(content, np.array(units, np.int32))
+    Scatterer(checked).start(content, np.array(units, np.int32))
     expected = np.zeros((UNITS, 2, PIECE), np.uint8)
     expected[units] = content[: 2 * SLOTS * PIECE].reshape(2, SLOTS, PIECE).transpose(1, 0, 2)[: len(units)]
     assert np.array_equal(target, expected.ravel())
@@ -219,7 +219,7 @@ def test_a_defect_while_scattering_ends_the_read_and_frees_its_buffer(bench, mon
     def defect(*_):
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(Scatterer, "run", defect)
+    monkeypatch.setattr(Scatterer, "start", defect)
     with caplog.at_level(logging.CRITICAL, "kvflow.reads.core"):
         bench.post(1, range(SLOTS))
         bench.step()

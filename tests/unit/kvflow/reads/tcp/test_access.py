@@ -460,7 +460,7 @@ def test_half_requests_of_one_key_end_its_largest_connection(monkeypatch):
         assert accounts.buffered == 141
         assert not small.grow(60)  # it is the largest itself
         assert accounts.buffered == 100
-        other.shrink(30)
+        other.grow(-30)
         assert accounts.buffered == 70
         other.leave()
         assert (accounts.buffered, accounts.count) == (0, 0)

@@ -191,7 +191,7 @@ SLOW_CALLS = {
     "handshake": (PlanCache, "plan"),
     "bind": (SmallChunks, "bind"),
     "post": (SimulatedBackend, "post"),
-    "scatter": (Scatterer, "run"),
+    "scatter": (Scatterer, "start"),
     "deliver": (Scheduler, "on_read_ended"),  # the event loop is busy when the answer comes
 }
 
