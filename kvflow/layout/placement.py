@@ -163,26 +163,7 @@ def item_alignment(spec: CacheSpec) -> int:
     return math.lcm(*(ITEM_BYTES[part.dtype] for part in spec.components))
 
 
-AXIS_ORDERS: dict[tuple[str, str], str] = {
-    ("LBNHC", "content"): "LBNHK",
-    ("LBHNC", "content"): "LBHNK",
-    ("BLNHC", "content"): "BLNHK",
-    ("BLHNC", "content"): "BLHNK",
-    ("BHLNC", "content"): "BHLNK",
-    ("LBNHC", "split"): "LKBNH",
-    ("LBHNC", "split"): "LKBHN",
-    ("BLNHC", "split"): "BLKNH",
-    ("BLHNC", "split"): "BLKHN",
-    ("BHLNC", "split"): "BHLKN",
-    ("LBNHC", "block_split"): "LBKNH",
-    ("LBHNC", "block_split"): "LBKHN",
-    ("BLNHC", "block_split"): "BLKNH",
-    ("BLHNC", "block_split"): "BLKHN",
-    ("BHLNC", "block_split"): "BHLKN",
-}
-"""(layout, kv) -> axes, outermost first. The content of one head of one token is innermost."""
-
-LAYOUTS = tuple(dict.fromkeys(layout for layout, _ in AXIS_ORDERS))
+LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC")
 KV_FORMS = ("content", "split", "block_split")
 
 
@@ -214,13 +195,15 @@ class Pool(Struct, frozen=True):
 
 def axes_of(layout: str, kv: str) -> str:
     """Return the order of axes of a layout; SpecInvalid if it, or the form of K and V, is unknown."""
-    try:
-        return AXIS_ORDERS[layout, kv]
-    except KeyError:
+    if layout not in LAYOUTS or kv not in KV_FORMS:
         raise SpecInvalid(
             f"layout {layout!r} with kv {kv!r} is unknown",
             remedy=f"Use one of {', '.join(LAYOUTS)} with one of {', '.join(KV_FORMS)}.",
-        ) from None
+        )
+    if kv == "content":
+        return layout.replace("C", "K")
+    before = "B" if kv == "block_split" and layout.startswith("L") else "L"  # the axis that the pair lies in
+    return layout.removesuffix("C").replace(before, f"{before}K")
 
 
 def place_row(
