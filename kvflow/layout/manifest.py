@@ -85,6 +85,11 @@ class ManifestGroup(Struct, frozen=True):
     stripe: Stripe = ALL_TOKENS
 
     @property
+    def components(self) -> Iterator[tuple[str, Component]]:
+        """Every component, with the name of its layer."""
+        return ((layer.name, part) for layer in self.layers for part in layer.components)
+
+    @property
     def block_tokens(self) -> int:
         """Tokens of a request that one block id stands for, on all ranks together."""
         return self.block_size * self.stripe.size
@@ -162,11 +167,16 @@ class Manifest(Struct, frozen=True, dict=True, omit_defaults=True):
 
     def __repr__(self) -> str:
         """Return whose cache it is, and its size. ``Manifest.groups`` has the rest."""
-        layers = counted(sum(len(group.layers) for group in self.groups), "layer")
+        layers = counted(len(self.layers), "layer")
         owner = f" of {quoted(self.identity.engine_id)} rank {self.identity.rank}" if self.identity.engine_id else ""
         return (
             f"<Manifest{owner}: {layers} in {counted(len(self.groups), 'group')}, {counted(self.num_blocks, 'block')}>"
         )
+
+    @cached_property
+    def layers(self) -> dict[str, tuple[int, Layer]]:
+        """Each layer by its name, with the number of its group."""
+        return {layer.name: (index, layer) for index, group in enumerate(self.groups) for layer in group.layers}
 
     def check(self) -> None:
         """Check that every component lies in a region and has no byte twice, every region has layers, names are unique.
@@ -190,7 +200,8 @@ class Manifest(Struct, frozen=True, dict=True, omit_defaults=True):
         for index, region in enumerate(self.regions):
             if region.address + region.nbytes > ADDRESS_MAX:
                 raise SpecInvalid(f"region {index} reaches beyond the address space: {region}")
-        if sum(len(layer.components) for group in self.groups for layer in group.layers) > COMPONENTS_MAX:
+        used = [part.region for group in self.groups for _, part in group.components]
+        if len(used) > COMPONENTS_MAX:
             raise SpecInvalid(f"the layers have more than {COMPONENTS_MAX} components together")
         names = [layer.name for group in self.groups for layer in group.layers]
         if not names:
@@ -207,8 +218,7 @@ class Manifest(Struct, frozen=True, dict=True, omit_defaults=True):
                     raise SpecInvalid(f"{layer.name}: role {_first_duplicate(roles)!r} is named twice")
                 for component in layer.components:
                     self._check_component(f"{layer.name}.{component.role}", group, component)
-        used = {part.region for group in self.groups for layer in group.layers for part in layer.components}
-        if unused := set(range(len(self.regions))) - used:  # memory of a group without layers, say
+        if unused := set(range(len(self.regions))).difference(used):  # memory of a group without layers, say
             raise SpecInvalid(f"region {min(unused)} is memory of no layer")
         _ = self.aliases  # a pull needs them, and must not wait until thousands of components are sorted
         return True
@@ -312,6 +322,5 @@ def _spans(index: int, group: ManifestGroup) -> set[tuple[int, int, int, int]]:
     """Return where a group's pages of block 0 lie: region, begin, end, and the group."""
     return {
         (component.region, component.offset, component.end(1, group.kernel_blocks), index)
-        for layer in group.layers
-        for component in layer.components
+        for _, component in group.components
     }

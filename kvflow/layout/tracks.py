@@ -138,8 +138,7 @@ def _cut_all(manifest: Manifest) -> list[_Cut]:
     cuts = [
         _cut(index, component, group.kernel_blocks, manifest.num_blocks)
         for index, group in enumerate(manifest.groups)
-        for layer in group.layers
-        for component in layer.components
+        for _, component in group.components
     ]
     refused: set[int] = set()
     while True:

@@ -52,10 +52,9 @@ class KVCache:
         self.storages = tuple(storages)
         self._manifest = manifest
         self._components = {
-            (layer.name, part.role): (part, part.kernel_blocks(group.block_size))
+            (layer, part.role): (part, group.kernel_blocks)
             for group in manifest.groups
-            for layer in group.layers
-            for part in layer.components
+            for layer, part in group.components
         }
 
     def __repr__(self) -> str:

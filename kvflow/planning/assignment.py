@@ -151,15 +151,14 @@ def _rotation_among(lattice: tuple[int, int], stripe: Stripe, rotation: int) -> 
 
 def _holdings(manifest: Manifest) -> dict[ComponentName, _Holding]:
     return {
-        (layer.name, part.role): _Holding(
+        (layer, part.role): _Holding(
             (part.held.first, part.held.count),
             group.stripe,
             part.held.total,
             "head" if part.token_axis >= 0 else "slice",
         )
         for group in manifest.groups
-        for layer in group.layers
-        for part in layer.components
+        for layer, part in group.components
     }
 
 

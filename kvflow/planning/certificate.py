@@ -203,27 +203,19 @@ def _refuse(pairs: Sequence[ComponentPair], wrong: Bools, fault: str) -> None:
 
 
 def _page_bytes(target: Manifest) -> int:
-    return sum(
-        part.nbytes * group.kernel_blocks
-        for group in target.groups
-        for layer in group.layers
-        for part in layer.components
-    )
+    return sum(part.nbytes * group.kernel_blocks for group in target.groups for _, part in group.components)
 
 
 def _missing(target: Manifest, covered: dict[tuple[str, str], tuple[ComponentPair, bool]]) -> tuple[Missing, ...]:
     missing = []
     for group in target.groups:
-        for layer in group.layers:
-            for part in layer.components:
-                pair, partly = covered.get((layer.name, part.role), (None, False))
-                first = pair.first if pair else part.first
-                count = pair.count if pair else 0
-                spans = ((part.first, first), (first + count, part.first + part.held.count))
-                indices = "whole" if part.total == 1 else "heads" if part.token_axis >= 0 else "slices"
-                missing += [
-                    Missing(layer.name, part.role, low, high - low, indices) for low, high in spans if high > low
-                ]
-                if partly:
-                    missing.append(Missing(layer.name, part.role, first, count, "tokens"))
+        for layer, part in group.components:
+            pair, partly = covered.get((layer, part.role), (None, False))
+            first = pair.first if pair else part.first
+            count = pair.count if pair else 0
+            spans = ((part.first, first), (first + count, part.first + part.held.count))
+            indices = "whole" if part.total == 1 else "heads" if part.token_axis >= 0 else "slices"
+            missing += [Missing(layer, part.role, low, high - low, indices) for low, high in spans if high > low]
+            if partly:
+                missing.append(Missing(layer, part.role, first, count, "tokens"))
     return tuple(missing)

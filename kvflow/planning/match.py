@@ -108,12 +108,11 @@ def match_groups(source: Manifest, target: Manifest, head_ranges: HeadRanges | N
     """
     require_same_model(source, target)
     require_common_layer([source], target)
-    there = {layer.name: (index, layer) for index, layer in _layers(source)}
     found: dict[tuple[int, int], list[ComponentPair]] = {}
-    for target_group, layer in _layers(target):
-        if layer.name not in there:
+    for target_group, layer in target.layers.values():
+        if layer.name not in source.layers:
             continue
-        source_group, layer_there = there[layer.name]
+        source_group, layer_there = source.layers[layer.name]
         _require_equal(layer_there, layer)
         found.setdefault((source_group, target_group), []).extend(_match_components(layer_there, layer, head_ranges))
     matched = (
@@ -133,13 +132,12 @@ def require_same_model(source: Manifest, target: Manifest) -> None:
 
 def count_unread_layers(source: Manifest, target: Manifest) -> int:
     """Return how many layers of the source the target does not have."""
-    here = {layer.name for _, layer in _layers(target)}
-    return sum(layer.name not in here for _, layer in _layers(source))
+    return len(source.layers.keys() - target.layers.keys())
 
 
 def unread_layers(sources: Sequence[Manifest], target: Manifest) -> tuple[str, ...]:
     """Return the layers that no source has and that the target can rebuild, which are left unread."""
-    there = {layer.name for source in sources for _, layer in _layers(source)}
+    there = _all_layers(sources)
     return tuple(name for name in target.rebuilt if name not in there)
 
 
@@ -147,8 +145,7 @@ def omitted_layers(engine_id: str, sources: Sequence[Manifest], target: Manifest
     """Yield what is to be said of layers that only one side has, and can rebuild."""
     if unread := unread_layers(sources, target):
         yield LayersOmitted(engine_id, "target", ", ".join(_few(unread)), COSTS["target"], SAME_DRAFT)
-    here = {layer.name for _, layer in _layers(target)}
-    unused = {layer.name for each in sources for _, layer in _layers(each)} - here
+    unused = _all_layers(sources).keys() - target.layers.keys()
     # If we are a pipeline stage, we lack other layers, too, and another stage may have these.
     if unused and unused <= {name for each in sources for name in each.rebuilt}:
         yield LayersOmitted(engine_id, "source", ", ".join(_few(sorted(unused))), COSTS["source"], SAME_DRAFT)
@@ -156,25 +153,24 @@ def omitted_layers(engine_id: str, sources: Sequence[Manifest], target: Manifest
 
 def have_common_layer(source: Manifest, target: Manifest) -> bool:
     """Return whether both have a common layer. Pipeline stages of one model may have none."""
-    there = {layer.name for _, layer in _layers(source)}
-    return any(layer.name in there for _, layer in _layers(target))
+    return not source.layers.keys().isdisjoint(target.layers)
 
 
 def require_common_layer(sources: Sequence[Manifest], target: Manifest) -> None:
     """Check that at least one source has a layer of the target; LayoutMismatch names the layers of the first."""
     if sources and not any(have_common_layer(source, target) for source in sources):
         remedy = "Serve the same model on both sides, and give each layer the same name."
-        raise LayoutMismatch("layers", _names(sources[0]), _names(target), remedy=remedy)
+        raise LayoutMismatch("layers", _few([*sources[0].layers]), _few([*target.layers]), remedy=remedy)
 
 
 def require_equal_layer(name: str, sources: Sequence[Manifest], target: Manifest) -> None:
     """Check that some source has a layer, as the target describes it; LayoutMismatch names the first difference."""
-    (ours,) = (layer for _, layer in _layers(target) if layer.name == name)
-    theirs = [layer for source in sources for _, layer in _layers(source) if layer.name == name]
+    _, ours = target.layers[name]
+    theirs = [source.layers[name] for source in sources if name in source.layers]
     if not theirs:
         remedy = "Serve the same model on both sides, with the same draft model, and pass the tickets of all stages."
-        raise LayoutMismatch("layers", _names(*sources), [name], remedy=remedy)
-    for layer in theirs:
+        raise LayoutMismatch("layers", _few([*_all_layers(sources)]), [name], remedy=remedy)
+    for _, layer in theirs:
         _require_equal(layer, ours)
 
 
@@ -186,10 +182,6 @@ def _require_equal(source: Layer, target: Layer) -> None:
             kinds = sorted({source.kind, target.kind})
             remedy += "".join(ALSO_NEEDED.get(kind, "") for kind in kinds)
             raise LayoutMismatch(f"{target.name}.{path}", theirs, ours, remedy=remedy)
-
-
-def _layers(manifest: Manifest) -> Iterator[tuple[int, Layer]]:
-    return ((index, layer) for index, group in enumerate(manifest.groups) for layer in group.layers)
 
 
 def _match_components(source: Layer, target: Layer, head_ranges: HeadRanges | None) -> list[ComponentPair]:
@@ -206,8 +198,9 @@ def _match_components(source: Layer, target: Layer, head_ranges: HeadRanges | No
     return pairs
 
 
-def _names(*manifests: Manifest) -> list[str]:
-    return _few(list(dict.fromkeys(layer.name for each in manifests for _, layer in _layers(each))))
+def _all_layers(manifests: Sequence[Manifest]) -> dict[str, None]:
+    """Return the names of all layers, in the order in which they come first."""
+    return dict.fromkeys(name for each in manifests for name in each.layers)
 
 
 def _few(names: Sequence[str]) -> list[str]:

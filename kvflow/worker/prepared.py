@@ -257,7 +257,7 @@ def _require_one_engine(ranks: Sequence[PeerId], manifests: Sequence[Manifest]) 
     for rank, manifest in zip(ranks, manifests, strict=True):
         if manifest.identity.num_ranks <= ranks[-1].rank:
             raise TicketInvalid(f"the ticket names {ranks[-1]}, but {rank} has {manifest.identity.num_ranks} ranks")
-        own = rank, frozenset(layer.name for group in manifest.groups for layer in group.layers)
+        own = rank, frozenset(manifest.layers)
         for other, layers in {stages.setdefault(name, own) for name in own[1]}:
             if layers != own[1]:
                 raise TicketInvalid(f"{rank} has some layers of {other}, but not all: they are of no pipeline stage")
