@@ -453,9 +453,9 @@ def shown(value: object) -> str:
     return _SHOWN.repr(value)
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: ``1 block``, ``2 blocks``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: ``1 block``, ``2 blocks``. ``plural`` is for a noun that takes more than an s."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def _described(found: object) -> str:

@@ -186,7 +186,7 @@ class TransferPlan(Struct, frozen=True, eq=False):
             unit = f"unit of {group.unit_tokens} tokens" if group.unit_tokens else "state"
             lines.append(
                 f"source group {group.source_group} -> target group {group.target_group}: "
-                f"{len(runs):,} run{'s' if len(runs) > 1 else ''} of {size} bytes for each {unit} "
+                f"{counted(len(runs), 'run')} of {size} bytes for each {unit} "
                 f"({group.source_units} per source block, {group.target_units} per target block)"
             )
             merging = f"{dense_runs(runs, group.source, group.target):,} of {len(runs):,} merge over consecutive blocks"

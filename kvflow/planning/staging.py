@@ -24,7 +24,7 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvflow.errors import PlanUnsound
+from kvflow.errors import PlanUnsound, counted
 from kvflow.layout.component import Component, Region
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 from kvflow.layout.shards import ALL_TOKENS
@@ -389,7 +389,7 @@ def choose(group: PlannedGroup, sides: tuple[Manifest, Manifest], staging_bytes:
     runs, nbytes = group.runs, group.runs.unit_bytes
     direct_s = len(runs) * DESCRIPTOR_S + nbytes * READ_BYTE_S
     copied_s = POST_S + nbytes * COPIED_BYTE_S
-    words = f"direct takes {_count(len(runs), 'descriptor')} and about {direct_s * 1e6:,.0f} us"
+    words = f"direct takes {counted(len(runs), 'descriptor')} and about {direct_s * 1e6:,.0f} us"
     # No staged read takes less; most groups need no plan of one.
     if direct_s <= copied_s + DESCRIPTOR_S + nbytes * READ_BYTE_S + LAUNCH_S:
         return Choice(None, f"{words}; direct, because staging is not cheaper")
@@ -404,12 +404,8 @@ def choose(group: PlannedGroup, sides: tuple[Manifest, Manifest], staging_bytes:
     fetch, copies = len(staged.fetch), len(staged.copies)
     fetch_s = fetch * DESCRIPTOR_S + staged.place_bytes * READ_BYTE_S
     staged_s = copied_s + fetch_s + copies * LAUNCH_S
-    words += f", staged {_count(fetch, 'descriptor')}, {_count(copies, 'copy', 'copies')} and about "
+    words += f", staged {counted(fetch, 'descriptor')}, {counted(copies, 'copy', 'copies')} and about "
     words += f"{staged_s * 1e6:,.0f} us"
     if staged_s < direct_s:
         return Choice(staged, f"{words}; staged, because it is {direct_s / staged_s:,.1f} times cheaper")
     return Choice(None, f"{words}; direct, because staging is not cheaper")
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
