@@ -18,14 +18,13 @@ SECRET_VARIABLE = "KVFLOW_CLUSTER_SECRET"  # noqa: S105  # the name of the varia
 ACCEPTED_VARIABLE = "KVFLOW_CLUSTER_SECRET_ACCEPTED"
 KEY_VARIABLE = "KVFLOW_PRIVATE_KEY"
 SECRET_LENGTH_MIN = 16
-SECRETS = frozenset({"cluster_secret", "cluster_secret_accepted", "private_key"})
-"""Settings that are never printed."""
 VARIABLES = {
     "cluster_secret": SECRET_VARIABLE,
     "cluster_secret_accepted": ACCEPTED_VARIABLE,
     "private_key": KEY_VARIABLE,
 }
 """Settings that a variable gives if the caller does not."""
+SECRETS = frozenset(VARIABLES)  # settings that are never printed
 WILDCARD_HOSTS = frozenset({"0.0.0.0", "*", "[::]"})  # noqa: S104  # recognized in order to be refused
 
 ENDPOINT_PATTERN = r"tcp://(\[[^\[\]]+\]|[^\[\]:/]+):[0-9]{1,5}"

@@ -268,7 +268,7 @@ def _require_inside(table: Int64s, regions: Sequence[Region], region: Int64s) ->
     first = np.array([entry.address for entry in regions], np.int64)[region]
     length = np.array([entry.nbytes for entry in regions], np.int64)[region]
     room = length - (address - first) - nbytes  # no term overflows: all are in [0, 2**63)
-    if np.any((address < first) | (room < 0) | ((count > 1) & (stride > room // np.maximum(count - 1, 1)))):
+    if np.any((address < first) | (room_left(room, count[:, None], stride[:, None]) < 0)):
         raise PlanUnsound("a row leaves its region")
 
 

@@ -157,7 +157,6 @@ def _before(values: npt.NDArray[np.integer] | Bools) -> Int64s:
 
 
 @lru_cache(maxsize=1024)
-@lru_cache(maxsize=256)
 def one_chunk(total: int) -> Int64s:
     """Return the cuts of a batch that is one chunk."""
     cuts = np.array((0, total), np.int64)

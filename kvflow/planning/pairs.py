@@ -13,15 +13,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from kvflow.errors import BlockRangeMismatch, CapacityExceeded, counted
 from kvflow.ids import ABSENT, FEW, Ids
 from kvflow.planning.plan import GroupPlan
-from kvflow.planning.runs import UNITS_MAX, Bools, Units
-
-Int64s = npt.NDArray[np.int64]
+from kvflow.planning.runs import UNITS_MAX, Bools, Int64s, Units
 
 
 class UnitPairs(Struct, frozen=True, eq=False, gc=False):

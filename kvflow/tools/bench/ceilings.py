@@ -19,8 +19,9 @@ from kvflow.layout.component import Region
 from kvflow.layout.manifest import Manifest
 from kvflow.memory.cache import KVCache
 from kvflow.planning.bind import Binding, Bound, Int32s
-from kvflow.planning.pairs import Int64s, UnitPairs
+from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.plan import plan_transfer
+from kvflow.planning.runs import Int64s
 from kvflow.reads.device import device_order_of
 from kvflow.reads.nixl.binding import Agent, error_types, load_binding
 from kvflow.reads.reach import HostFacts, host_facts
