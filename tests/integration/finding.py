@@ -18,15 +18,26 @@ from .words import Words, origin
 
 
 class Host:
-    """The other process; ``counted`` is what it says at its end."""
+    """The other process, after its first line; ``counted`` is what it says at its end."""
 
     def __init__(self, endpoint, process):
         self.endpoint, self._process = endpoint, process
+        self._awaited = {}
         self.counted = {}
 
-    def tell(self, *words):
-        """Write a line to it."""
-        self._process.stdin.write(json.dumps(words).encode() + b"\n")
+    def tell(self, number, *words):
+        """Write a line to it about a number; return a future that is done once it prints that number."""
+        self._process.stdin.write(json.dumps([number, *words]).encode() + b"\n")
+        return self._awaited.setdefault(number, asyncio.get_running_loop().create_future())
+
+    async def hear(self):
+        """Take what it prints, up to its end."""
+        while line := await self._process.stdout.readline():
+            said = json.loads(line)
+            if isinstance(said, dict):
+                self.counted = said
+            elif (awaited := self._awaited.pop(said, None)) is not None:
+                awaited.set_result(None)
 
 
 @asynccontextmanager
@@ -43,15 +54,15 @@ async def hosted(module, transport, *arguments, seed=0):
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
+    host = Host((await process.stdout.readline()).decode().strip(), process)
+    hearing = asyncio.create_task(host.hear())
     try:
-        host = Host((await process.stdout.readline()).decode().strip(), process)
         assert host.endpoint, "the process has ended"
         yield host
     finally:
         process.stdin.close()
-        last = await process.stdout.read()
+        await hearing
         assert await process.wait() == 0
-    host.counted = json.loads(last)
 
 
 class Finder:

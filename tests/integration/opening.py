@@ -1,8 +1,9 @@
 """An engine that offers prompts while it computes them, and preempts some at random moments, in its own process.
 
 ``python -m tests.integration.opening TRANSPORT SEED HOW`` prints its endpoint. Each line ``[7, 5]`` on standard input
-is one more prompt, number 7, of five blocks: peers find it by its content. At the end of the input it prints what it
-has counted, and ends. The bytes of a block say whose it is. HOW is ``right``, or ``early``: settled, then written.
+is one more prompt, number 7, of five blocks: peers find it by its content. It prints ``7`` once that lease has ended.
+At the end of the input it prints what it has counted, and ends. The bytes of a block say whose it is. HOW is ``right``,
+or ``early``: settled, then written.
 """
 
 import asyncio
@@ -133,7 +134,12 @@ async def main(transport, seed, how):
     loop, lines = asyncio.get_running_loop(), asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     cache, ended = TARGET.build(), queue.SimpleQueue()
-    hooks = [OnlyEvents(LeaseEnded, lambda event: ended.put(event.request_id))]
+
+    def on_ended(event):
+        ended.put(event.request_id)
+        say(event.request_id)
+
+    hooks = [OnlyEvents(LeaseEnded, on_ended)]
     async with kvflow.open_worker(
         configured("opener", transport=transport, lease_s=LEASE_S), cache, hooks=hooks
     ) as worker:
@@ -143,8 +149,7 @@ async def main(transport, seed, how):
         computer = Computer(worker, words, ended, early=how == "early", seed=seed)
         running = asyncio.create_task(asyncio.to_thread(computer.run))
         checking = asyncio.create_task(check_often(worker))
-        sys.stdout.write(f"{worker.endpoint}\n")
-        sys.stdout.flush()
+        say(worker.endpoint)
         while (line := await lines.readline()) and not running.done():
             computer.todo.put(json.loads(line))
         computer.todo.put(None)
@@ -153,7 +158,12 @@ async def main(transport, seed, how):
         worker.check()
         snapshot = worker.snapshot()
     counted = {"preempted": computer.preempted, "sealed": computer.sealed, "found": snapshot.found}
-    sys.stdout.write(json.dumps(counted) + "\n")
+    say(json.dumps(counted))
+
+
+def say(line):
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 async def check_often(worker):

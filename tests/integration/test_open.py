@@ -3,11 +3,14 @@
 ``KVFLOW_TEST_READS`` says how many offers; ``make test-fence`` makes a hundred thousand over each data plane.
 """
 
+import asyncio
 import os
 import sys
 from itertools import count
 
 import pytest
+
+from tests.helpers.waiting import PATIENCE_S
 
 from .finding import Finder, find_all, hosted
 from .opening import BLOCKS_MAX, WINDOW_BLOCKS
@@ -15,8 +18,6 @@ from .words import digests_of
 
 OFFERS = int(os.environ.get("KVFLOW_TEST_READS", "1500"))
 READERS = 6
-WAIT_S = 0.2
-"""For an offer: one that is preempted before it is found is found never."""
 FEW = 3
 """Wrong reads that show that blocks must be written before they settle."""
 ENOUGH = 30_000
@@ -40,12 +41,16 @@ class Follower(Finder):
     async def read(self, host, enough):
         while not enough(self.tally):
             number, num_blocks = next(self.numbers), self.rng.randint(1, BLOCKS_MAX)
-            host.tell(number, num_blocks)
-            digests = digests_of(number, num_blocks)
-            ticket, _ = await self.worker.find(host.endpoint, digests, WAIT_S, at_least=num_blocks)
-            if ticket is None:
+            ended = host.tell(number, num_blocks)
+            finding = self.worker.find(host.endpoint, digests_of(number, num_blocks), PATIENCE_S, at_least=num_blocks)
+            finding = asyncio.create_task(finding)
+            await asyncio.wait([finding, ended], return_when=asyncio.FIRST_COMPLETED)
+            if not finding.done():  # it was preempted before it was found
+                finding.cancel()
                 self.tally.stale += 1
                 continue
+            ticket, _ = finding.result()
+            assert ticket is not None, f"{number} was offered, and not found"
             ids = self.rng.sample(self.blocks, num_blocks + WINDOW_BLOCKS)
             await self.pull(number, ticket, [ids[:num_blocks], ids[num_blocks:]])
 
