@@ -97,10 +97,6 @@ class Wires:
             if process in (connection.client.process, connection.server):
                 connection.cut()
 
-    def open_connections(self) -> int:
-        """Return how many connections are open or being opened."""
-        return len(self._connections)
-
     def listen(self, listener: "ListeningWire") -> None:
         """Answer at an endpoint."""
         self._listeners[listener.endpoint] = listener
