@@ -50,28 +50,34 @@ OPENED = Opened()
 
 
 def describe(_worker: Any) -> dict[str, Any]:
-    """Return the leases that a rank holds, by kind, and what ``Opened`` has seen."""
-    leases = runtime()._worker.snapshot().held_leases
-    return {"held": [(lease.request_id, lease.kind) for lease in leases], "ended": OPENED.ended}
+    """Return the leases that a rank holds, by kind, what ``Opened`` has seen, and the phase and bytes of each pull."""
+    snapshot = runtime()._worker.snapshot()
+    return {
+        "held": [(lease.request_id, lease.kind) for lease in snapshot.held_leases],
+        "ended": OPENED.ended,
+        "pulls": [(pull.phase, pull.nbytes) for pull in snapshot.open_pulls],
+    }
 
 
 class Served(engine_process.Served):
-    """An engine that preempts requests on demand, and tells of its open leases; see ``engine_process``.
+    """An engine that preempts requests and waits on demand, and tells of open leases; see ``engine_process``.
 
     =======  ==========  ======================================================================================
     op       fields      answer
     =======  ==========  ======================================================================================
     preempt  id, times   id; before so many of the next steps, every request that has computed some is preempted
     gather   id, number  id; the next step waits until so many requests are on offer
+    halt     id, tokens  id; once a request has so many computed, no step follows; 0 ends this
     opened   id          id, ranks: ``describe`` of each
+    waiting  id          id, number: requests that hold a ticket of which nothing has settled
     =======  ==========  ======================================================================================
     """
 
-    ops = engine_process.Served.ops | {"preempt", "gather", "opened"}
+    ops = engine_process.Served.ops | {"preempt", "gather", "halt", "opened", "waiting"}
 
     def __init__(self, *arguments: Any) -> None:
         OPENED.watch()
-        self.preemptions = self.gathered = 0
+        self.preemptions = self.gathered = self.halted = 0
         super().__init__(*arguments)
 
     def preempt(self, command: dict[str, Any]) -> None:
@@ -82,10 +88,21 @@ class Served(engine_process.Served):
         self.gathered = command["number"]
         self.answer(id=command["id"])
 
+    def halt(self, command: dict[str, Any]) -> None:
+        self.halted = command["tokens"]
+        self.answer(id=command["id"])
+
     def opened(self, command: dict[str, Any]) -> None:
         self.answer(id=command["id"], ranks=self.core.model_executor.collective_rpc(describe))
 
+    def waiting(self, command: dict[str, Any]) -> None:
+        meetings = [*self.scheduler.connector._scheduler_side._finder._meetings.values()]
+        self.answer(id=command["id"], number=sum(each.given is not None and not each.asked.done() for each in meetings))
+
     def step(self) -> None:
+        if self.halted and any(request.num_computed_tokens >= self.halted for request in self.scheduler.running):
+            time.sleep(engine_process.IDLE_S)
+            return
         if self.gathered:
             wanted = self.scheduler.connector._scheduler_side.offering._wanted.values()
             if sum(each.told >= 0 for each in wanted) < self.gathered:

@@ -1,5 +1,7 @@
 """A prefill and a decode engine that get a request at the same time: the decode engine reads what is computed."""
 
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -8,8 +10,9 @@ from tests.helpers.waiting import wait_until
 from tests.ports import free_port
 
 from .engines import PREFILL_PARAMS, Engine, Options, Pair
-from .pairs import FULL, RENEWED_S, model_folder
+from .pairs import FULL, RANKS_LOG, RENEWED_S, await_all, model_folder
 from .prompts import prompt_of
+from .test_parallel import records_of
 
 CHUNK = 128  # tokens of a step
 LENGTHS = (40, 128, 257, 700, 990)
@@ -17,7 +20,7 @@ TOKENS = 8
 BASE = Options("llama", block_size=32)
 SIDES = {  # options of both sides, and ranks of the prefill engine
     "llama": (BASE, 1),
-    "gptoss": (replace(BASE, model="gptoss"), 1),
+    "gptoss": (replace(BASE, model="gptoss", dtype="float32", failure_policy="recompute"), 1),
     "granite": (replace(BASE, model="granite", block_size=0), 1),
     "llama-2-to-1": (replace(BASE, dtype="float32"), 2),
 }
@@ -39,7 +42,8 @@ def meeting(request, pairs):
         llm={"max_num_batched_tokens": CHUNK},
         served="tests.vllm.open_engine",
     )
-    decode = replace(base, extra={"lease_s": RENEWED_S, "rendezvous_from": [endpoint], "rendezvous_s": 60.0})
+    finds = {"rendezvous_from": [endpoint], "rendezvous_s": 60.0, "follow_bytes_min": 1, "log_file": str(RANKS_LOG)}
+    decode = replace(base, extra={"lease_s": RENEWED_S} | finds, served="tests.vllm.open_engine")
     params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "127.0.0.1", "remote_port": port}
     with Pair(model_folder(base.model), prefill, decode, nursery=pairs.nursery) as pair:
         yield pair, params
@@ -50,7 +54,7 @@ def settled(meeting):
     """After every test, nothing that had settled was written again, and every block of both sides is free."""
     yield
     pair, _ = meeting
-    for op, fields in (("preempt", {"times": 0}), ("gather", {"number": 0})):
+    for op, fields in (("preempt", {"times": 0}), ("gather", {"number": 0}), ("halt", {"tokens": 0})):
         pair.prefill.obey(op, **fields)
     for rank in pair.prefill.obey("opened")["ranks"]:
         assert [each for each in rank["ended"] if not each[3]] == []
@@ -75,6 +79,16 @@ def expect(meeting, prompt, answer, *, reasons=()):
         assert pair.decode.reason(answer["id"]) in reasons
     else:
         assert answer["tokens"] == pair.monolithic(prompt)[:TOKENS]
+
+
+def expect_policy(meeting, alone, answer, reasons):
+    """Check why the decode engine could not read a prompt, and that it has failed or computed it, as it was told."""
+    pair, _ = meeting
+    assert pair.decode.reason(answer["id"]) in reasons
+    if pair.decode.options.failure_policy == "recompute":
+        assert answer["tokens"] == alone[:TOKENS]
+    else:
+        assert answer["finish_reason"] == "error"
 
 
 @pytest.mark.parametrize("decode_first", [True, False])
@@ -107,13 +121,13 @@ def test_a_prompt_that_is_preempted_is_not_mixed_up(meeting):
 
 def test_a_prefill_that_is_aborted_fails_its_decode_leg_at_once(meeting):
     pair, _ = meeting
-    pair.prefill.obey("gather", number=2)  # the step that would compute it waits for another
     prompt = prompt_of(500, "aborted")
+    alone = pair.monolithic(prompt)
+    pair.prefill.obey("gather", number=2)  # the step that would compute it waits for another
     prefill, decode = both(meeting, prompt, decode_first=True)
     wait_until(lambda: all(rank["held"] for rank in pair.prefill.obey("opened")["ranks"]))
     prefill.abort()
-    answer = decode.wait()
-    assert answer["finish_reason"] == "error"
+    expect_policy(meeting, alone, decode.wait(), {"stale_lease"})
 
 
 def test_a_reset_leaves_no_wrong_token(meeting):
@@ -127,15 +141,9 @@ def test_a_reset_leaves_no_wrong_token(meeting):
         expect(meeting, prompt, answer, reasons={"stale_lease"})
 
 
-@pytest.mark.skipif(not FULL, reason="one more engine starts")
-def test_a_prefill_engine_that_restarts_is_met_again(meeting, pairs):
+def serves_again(meeting, pairs):
+    """Start the prefill engine again, and have it met."""
     pair, _ = meeting
-    pair.prefill.obey("gather", number=2)  # so it stops before it has computed anything
-    _, decode = both(meeting, prompt_of(500, "restarted"), decode_first=True)
-    pair.prefill.wait_state(lambda state: state["held"] == 1)
-    pair.prefill.stop()
-    answer = decode.wait()
-    assert (answer["finish_reason"], pair.decode.reason(answer["id"])) in {("error", each) for each in GONE}
     old, folder = pair.prefill, model_folder(pair.prefill.options.model)
     given = {"role": "kv_producer", "name": old.name, "secret": pair.secret, "nursery": pairs.nursery}
     pair.prefill = Engine(old.options, folder, **given).wait_ready()
@@ -145,3 +153,41 @@ def test_a_prefill_engine_that_restarts_is_met_again(meeting, pairs):
         started = both(meeting, prompt, decode_first=True)
         _, answer = [request.wait() for request in started]
         expect(meeting, prompt, answer)
+
+
+@pytest.mark.skipif(not FULL, reason="one more engine starts")
+def test_a_prefill_engine_that_restarts_is_met_again(meeting, pairs):
+    pair, _ = meeting
+    prompt = prompt_of(500, "restarted")
+    alone = pair.monolithic(prompt)
+    pair.prefill.obey("gather", number=2)  # so it stops before it has computed anything
+    _, decode = both(meeting, prompt, decode_first=True)
+    pair.prefill.wait_state(lambda state: state["held"] == 1)
+    pair.prefill.stop()
+    expect_policy(meeting, alone, decode.wait(), GONE)
+    serves_again(meeting, pairs)
+
+
+def test_a_prefill_engine_is_killed_while_it_is_met(meeting, pairs):
+    """Of one prompt some ranges have been read, of the other nothing is computed."""
+    pair, _ = meeting
+    prompts = [prompt_of(700, f"killed {number}") for number in range(2)]
+    alone = [pair.monolithic(prompt) for prompt in prompts]
+    pair.prefill.obey("gather", number=2)
+    pair.prefill.obey("halt", tokens=2 * CHUNK)
+    (_, reading), (_, waiting) = [both(meeting, prompt, decode_first=True) for prompt in prompts]
+    wait_until(lambda: pair.decode.obey("waiting")["number"] == 1)
+    wait_until(
+        lambda: [phase for phase, read in pair.decode.obey("opened")["ranks"][0]["pulls"] if read] == ["compute"]
+    )
+    for pid in {pair.prefill.pid, *(rank["pid"] for rank in pair.prefill.ranks())}:
+        os.kill(pid, signal.SIGKILL)
+    pair.prefill.stop()
+    for request, tokens in zip((reading, waiting), alone, strict=True):
+        expect_policy(meeting, tokens, request.wait(), GONE)
+    read = []
+    for request in (reading, waiting):
+        [record] = await_all(lambda name=request.request_id: records_of(pair.decode, name))
+        read.append(record["nbytes"] > 0)
+    assert read == [True, False]
+    serves_again(meeting, pairs)
