@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests.vllm.clients import client_of
 from tests.vllm.engines import free_port
-from tests.vllm.howto import DECODE_PORT, PREFILL_PORT, PROXY_PORT, ROUTERS_PAGE, SOURCE_PORT, blocks, command
+from tests.vllm.howto import DECODE_PORT, PREFILL_PORT, PROXY_PORT, ROUTERS_PAGE, SOURCE_PORT, command, members
 from tests.vllm.pairs import await_all, model_folder
 from tests.vllm.prompts import prompt_of
 from tests.vllm.servers import Deployment
@@ -54,7 +54,7 @@ def cpu_of(server):
     spent = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            if int(stat.read_text().rpartition(")")[2].split()[3]) == server._process.pid:  # it leads a session
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == server.pid:  # it leads a session
                 spent += sum(int((each / "schedstat").read_text().split()[0]) for each in stat.parent.glob("task/*"))
         except FileNotFoundError:
             continue
@@ -70,14 +70,10 @@ class Flows(Deployment):
 
     def start(self):
         self.ports[SOURCE_PORT] = free_port()
-        offers, finds = (
-            next(block.strip()[1:-1] for block in blocks("json", ROUTERS_PAGE) if word in block)
-            for word in ('"dispatch"', '"rendezvous_from"')
-        )
         self.servers = {
             "serial": self.start_side("serial", "kv_producer", ""),
-            "concurrent": self.start_side("concurrent", "kv_producer", f"{offers}, "),
-            "decode": self.start_side("decode", "kv_consumer", f'{finds}, "rendezvous_s": 60, '),
+            "concurrent": self.start_side("concurrent", "kv_producer", f"{members('dispatch')}, "),
+            "decode": self.start_side("decode", "kv_consumer", f'{members("rendezvous_from")}, "rendezvous_s": 60, '),
         }
         return self.servers.values()
 

@@ -17,6 +17,12 @@ def blocks(language: str, page: Path = PAGE) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+def members(key: str, page: Path = ROUTERS_PAGE) -> str:
+    """Return what stands between the braces of the one block of JSON that has a key."""
+    [found] = [block.strip()[1:-1] for block in blocks("json", page) if f'"{key}"' in block]
+    return found
+
+
 def fences(page: Path = PAGE) -> list[tuple[str, str]]:
     """Return the language and the text of every block of a page, in order."""
     return re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)

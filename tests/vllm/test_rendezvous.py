@@ -10,9 +10,12 @@ from operator import itemgetter
 import openai
 import pytest
 
-from .clients import LEASES, RELEASED, RUNNING, TRANSFERS, USAGE, said, text_of
+from tests.helpers.waiting import wait_until
+from tests.stopping import stopped
+
+from .clients import LEASES, RELEASED, RUNNING, TRANSFERS, USAGE, WAITING, said, text_of
 from .engines import free_port
-from .howto import DECODE_PORT, PREFILL_PORT, ROUTERS_PAGE, SOURCE_PORT, blocks, command
+from .howto import DECODE_PORT, PREFILL_PORT, SOURCE_PORT, command, members
 from .pairs import FULL, await_all, model_folder
 from .prompts import prompt_of
 from .routers import STARTS
@@ -23,6 +26,8 @@ FLAGS = " --dtype float32 --max-num-batched-tokens 128"
 """In bfloat16, a part of a prompt computed alone differs from the whole where two tokens are equally likely."""
 
 LENGTHS = (500, 1500, 4000) if FULL else (500, 4000)
+PREFILLED = max(LENGTHS) + 16
+"""The longest prompt that the prefill server computes."""
 AT_ONCE = 6
 
 
@@ -31,12 +36,9 @@ class Both(Deployment):
 
     def start(self):
         self.ports[SOURCE_PORT] = free_port()
-        offers, finds = (
-            next(block.strip()[1:-1] for block in blocks("json", ROUTERS_PAGE) if word in block)
-            for word in ('"dispatch"', '"rendezvous_from"')
-        )
-        finds += ', "rendezvous_s": 60, "follow_bytes_min": 1'  # a busy machine is slow, and the model is small
-        self.prefill = self.start_side("prefill", "kv_producer", offers, PREFILL_PORT)
+        self.start_prefill()
+        # A busy machine is slow, and the model is small.
+        finds = f'{members("rendezvous_from")}, "rendezvous_s": 60, "follow_bytes_min": 1'
         self.decode = self.start_side("decode", "kv_consumer", finds, DECODE_PORT)
         alone = f"vllm serve {self.model} --port {self.alone_port}{FLAGS}"
         self.alone = self.serve("alone", alone, self.alone_port)
@@ -45,9 +47,14 @@ class Both(Deployment):
         self.proxy = self.serve("proxy", shell, port)
         return self.prefill, self.decode, self.alone, self.proxy
 
+    def start_prefill(self):
+        self.prefill = self.start_side("prefill", "kv_producer", members("dispatch"), PREFILL_PORT)
+
     def start_side(self, name, role, settings, port):
+        """Start the server of a role; that which prefills knows shorter prompts than the other."""
+        length = f" --max-model-len {PREFILLED}" if name == "prefill" else ""
         shell = command("vllm serve", role).strip().replace('_config": {', f'_config": {{{settings}, ')
-        return self.serve(name, self.fitted(shell) + FLAGS, self.ports[port])
+        return self.serve(name, self.fitted(shell) + FLAGS + length, self.ports[port])
 
     def reads(self, begun):
         """Return the records of all reads but the first ones, in order."""
@@ -76,21 +83,24 @@ def fronts(both):
 def settled(both):
     yield both
     for server in (both.prefill, both.decode):
-        server.wait_metric(0, RUNNING)
-        server.wait_metric(0, USAGE)
+        for metric in (RUNNING, WAITING, USAGE):
+            server.wait_metric(0, metric)
+
+
+def follows(both, front, prompt, **asked):
+    """Check that a prompt is read while it is computed, and that its answer is that of one server."""
+    begun, alone = len(both.reads(0)), said(both, both.alone, prompt, **asked)
+    assert said(both, front, prompt, **asked) == alone
+    [read] = await_all(lambda: both.reads(begun))
+    assert read["event"] == "transfer.completed"
+    assert read["ranges"] > 1, read
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("name", FRONTS)
 def test_a_prompt_is_read_while_it_is_computed(settled, fronts, name, stream):
     for length in LENGTHS:
-        prompt = prompt_of(length, f"{name} {stream}")
-        alone = said(settled, settled.alone, prompt, stream=stream)
-        begun = len(settled.reads(0))
-        assert said(settled, fronts[name], prompt, stream=stream) == alone
-        [read] = await_all(lambda begun=begun: settled.reads(begun))
-        assert read["event"] == "transfer.completed"
-        assert read["ranges"] > 1, read
+        follows(settled, fronts[name], prompt_of(length, f"{name} {stream}"), stream=stream)
 
 
 @pytest.mark.parametrize("name", FRONTS)
@@ -119,3 +129,35 @@ def test_the_proxy_has_asked_both_at_once(both, fronts):
     answered = [each for each in records if each["event"] == "request.answered"]
     assert len(answered) > len(LENGTHS)
     assert all(each["prefilled"] and not each["failed_attempts"] for each in answered)
+
+
+def test_a_prompt_that_the_prefill_server_refuses_ends_on_both(settled, fronts):
+    """The decode server would take it, and waits for who computes it until the proxy hangs up."""
+    prompt = prompt_of(PREFILLED + 16, "refused")
+    with ThreadPoolExecutor(1) as thread:
+        with stopped(settled.prefill.pid):  # not its engine, which says that it has no such prompt
+            asked = thread.submit(said, settled, fronts["kvflow proxy"], prompt)
+            settled.decode.wait_metric(1, WAITING)
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            asked.result()
+    settled.decode.wait_metric(0, WAITING)
+    assert "has not offered this prompt" not in settled.decode.log.read_text(), "the request was not ended"
+    follows(settled, fronts["kvflow proxy"], prompt_of(LENGTHS[0], "after a refusal"))
+
+
+@pytest.mark.skipif(not FULL, reason="one more server starts")
+def test_a_prefill_server_that_is_killed_in_mid_prompt_costs_nothing(settled, fronts):
+    front, prompt = fronts["kvflow proxy"], prompt_of(max(LENGTHS), "killed")
+    begun, alone = len(settled.reads(0)), said(settled, settled.alone, prompt)
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(said, settled, front, prompt)
+        wait_until(lambda: settled.decode.metric(USAGE) > 0)  # it has begun to read
+        settled.prefill.kill()
+        assert asked.result() == alone
+    [read] = await_all(lambda: settled.reads(begun))
+    assert read["event"] == "transfer.failed"
+    settled.start_prefill()
+    settled.prefill.wait_ready()
+    first = prompt_of(100, "after the kill")  # of which the proxy learns that both can be asked at once again
+    assert said(settled, front, first) == said(settled, settled.alone, first)
+    follows(settled, front, prompt_of(LENGTHS[0], "after the kill"))
