@@ -9,6 +9,7 @@ from handshake.security import ClusterSecurity, sign
 from kvflow.leases.tickets import MAC_BYTES
 from tests.simulation.tickets import forge
 
+from .checks import LENGTH, failed, reason_of, serves
 from .engines import PREFILL_PARAMS
 from .pairs import LEASE_S
 from .prompts import prompt_of
@@ -25,10 +26,7 @@ from .tampering import (
     without_in_grant,
 )
 
-LENGTH = 300
 OTHER_SECRET = "0123456789abcdef" * 4
-TRAP = "trap"
-"""Stands for an address at which a test listens."""
 
 FORGED = {
     "other blocks": in_grant(block_ids=[[1001, 1002, 1003]]),
@@ -115,14 +113,6 @@ SMALL_BODY = 1024
 """Bytes. A ticket that ended the engine took fewer."""
 
 
-def serves(pair, params=None):
-    """Check that the pair still says what one engine says; use the ticket that is there, so that its lease ends."""
-    prompt = prompt_of(LENGTH)
-    answer = pair.decode.generate(prompt, params or pair.ticket(prompt))
-    assert answer["finish_reason"] == "length", answer
-    assert answer["tokens"] == pair.monolithic(prompt)
-
-
 @pytest.mark.parametrize("tamper", REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("pair", ["llama"], indirect=True)
 def test_the_request_fails_and_the_engine_serves_the_next(pair, tamper):
@@ -188,16 +178,6 @@ def test_a_defect_of_the_prefill_side_costs_one_ticket(pair, method):
     if answer["kv_transfer_params"]:  # the order comes a step later
         serves(pair, answer["kv_transfer_params"])
     serves(pair)
-
-
-def failed(answer):
-    """Return whether a request has ended with an error."""
-    return answer.get("finish_reason") == "error" or "error" in answer
-
-
-def reason_of(pair, answer):
-    """Return the code of the error with which a decode request has ended."""
-    return pair.decode.reason(answer["id"])
 
 
 @pytest.mark.parametrize("params", NOT_OBJECTS.values(), ids=NOT_OBJECTS)

@@ -9,10 +9,10 @@ import pytest
 from tests.helpers.waiting import wait_until
 from tests.ports import free_port
 
+from .checks import expect_policy, records_of
 from .engines import PREFILL_PARAMS, Engine, Options, Pair
 from .pairs import FULL, RANKS_LOG, RENEWED_S, await_all, model_folder
 from .prompts import prompt_of
-from .test_parallel import records_of
 
 CHUNK = 128  # tokens of a step
 LENGTHS = (40, 128, 257, 700, 990)
@@ -82,17 +82,7 @@ def expect(meeting, prompt, answer, *, reasons=()):
         assert pair.decode.reason(answer["id"]) in reasons
     else:
         alone = pair.disaggregated if pair.prefill.options.model in CUT else pair.monolithic
-        assert answer["tokens"] == alone(prompt)[:TOKENS]
-
-
-def expect_policy(meeting, alone, answer, reasons):
-    """Check why the decode engine could not read a prompt, and that it has failed or computed it, as it was told."""
-    pair, _ = meeting
-    assert pair.decode.reason(answer["id"]) in reasons
-    if pair.decode.options.failure_policy == "recompute":
-        assert answer["tokens"] == alone[:TOKENS]
-    else:
-        assert answer["finish_reason"] == "error"
+        assert answer["tokens"] == alone(prompt, max_tokens=TOKENS)
 
 
 @pytest.mark.parametrize("decode_first", [True, False])
@@ -126,12 +116,12 @@ def test_a_prompt_that_is_preempted_is_not_mixed_up(meeting):
 def test_a_prefill_that_is_aborted_fails_its_decode_leg_at_once(meeting):
     pair, _ = meeting
     prompt = prompt_of(500, "aborted")
-    alone = pair.monolithic(prompt)
+    alone = pair.monolithic(prompt, max_tokens=TOKENS)
     pair.prefill.obey("gather", number=2)  # the step that would compute it waits for another
     prefill, decode = both(meeting, prompt, decode_first=True)
     wait_until(lambda: all(rank["held"] for rank in pair.prefill.obey("opened")["ranks"]))
     prefill.abort()
-    expect_policy(meeting, alone, decode.wait(), {"stale_lease"})
+    expect_policy(pair, decode.wait(), alone, {"stale_lease"})
 
 
 def test_a_reset_leaves_no_wrong_token(meeting):
@@ -163,12 +153,12 @@ def serves_again(meeting, pairs):
 def test_a_prefill_engine_that_restarts_is_met_again(meeting, pairs):
     pair, _ = meeting
     prompt = prompt_of(500, "restarted")
-    alone = pair.monolithic(prompt)
+    alone = pair.monolithic(prompt, max_tokens=TOKENS)
     pair.prefill.obey("gather", number=2)  # so it stops before it has computed anything
     _, decode = both(meeting, prompt, decode_first=True)
     pair.prefill.wait_state(lambda state: state["held"] == 1)
     pair.prefill.stop()
-    expect_policy(meeting, alone, decode.wait(), GONE)
+    expect_policy(pair, decode.wait(), alone, GONE)
     serves_again(meeting, pairs)
 
 
@@ -176,7 +166,7 @@ def test_a_prefill_engine_is_killed_while_it_is_met(meeting, pairs):
     """Of one prompt some ranges have been read, of the other nothing is computed."""
     pair, _ = meeting
     prompts = [prompt_of(700, f"killed {number}") for number in range(2)]
-    alone = [pair.monolithic(prompt) for prompt in prompts]
+    alone = [pair.monolithic(prompt, max_tokens=TOKENS) for prompt in prompts]
     pair.prefill.obey("gather", number=2)
     pair.prefill.obey("halt", tokens=2 * CHUNK)
     (_, reading), (_, waiting) = [both(meeting, prompt, decode_first=True) for prompt in prompts]
@@ -188,7 +178,7 @@ def test_a_prefill_engine_is_killed_while_it_is_met(meeting, pairs):
         os.kill(pid, signal.SIGKILL)
     pair.prefill.stop()
     for request, tokens in zip((reading, waiting), alone, strict=True):
-        expect_policy(meeting, tokens, request.wait(), GONE)
+        expect_policy(pair, request.wait(), tokens, GONE)
     read = []
     for request in (reading, waiting):
         [record] = await_all(lambda name=request.request_id: records_of(pair.decode, name))

@@ -12,14 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from .checks import LENGTH, expect_policy, records_of
 from .clients import BLOCK_BYTES, BLOCK_TOKENS
 from .engines import PREFILL_PARAMS
 from .pairs import MULTI, RANKS_LOG, await_all, chosen
 from .prompts import prompt_of
-from .test_hostile import failed
-from .test_parallel import records_of
 
-LENGTH = 300
 ON_DISK = LENGTH // BLOCK_TOKENS * BLOCK_TOKENS
 """Whole blocks alone are kept."""
 LENGTHS = (40, 128, 150, 333, 700)
@@ -121,16 +119,6 @@ def test_the_first_child_that_has_a_prompt_loads_it(pair):
     else:
         assert injections(pair.decode) == loaded
         expect_read(pair, prompt, answer, ticket)
-
-
-def expect_policy(pair, answer, alone, reasons):
-    """Check what an engine makes of a prompt that it could not read."""
-    assert pair.decode.reason(answer["id"]) in reasons
-    match pair.decode.options.failure_policy:
-        case "fail":
-            assert failed(answer), answer
-        case "recompute":
-            assert answer["tokens"] == alone
 
 
 def used_up(pair, name):

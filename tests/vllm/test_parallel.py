@@ -1,6 +1,5 @@
 """Engines that divide the heads among ranks: one ticket names them all, and each is read, fenced and released."""
 
-import json
 import os
 import re
 import signal
@@ -13,10 +12,10 @@ import pytest
 import kvflow
 from tests.stopping import stopped
 
+from .checks import failed, reason_of, records_of, serves
 from .engines import EngineFailed, Pair
-from .pairs import FULL, LLAMA, PAIRS, PARALLEL, RANKS_LOG, await_all, chosen, model_folder
+from .pairs import FULL, LLAMA, PAIRS, PARALLEL, await_all, chosen, model_folder
 from .prompts import PROMPT_LENGTHS, prompt_of
-from .test_hostile import failed, reason_of, serves
 
 LENGTH = 333
 TOKENS = 8
@@ -99,17 +98,6 @@ def test_each_reading_rank_writes_one_record(pair):
     assert {record["event"] for record in records} == {"transfer.completed"}
     if pair.decode.options.stages == 1:
         assert len({record["nbytes"] for record in records}) == 1, "the ranks have equal shares"
-
-
-def records_of(engine, request_id):
-    """Return the records of a request's transfers, of all ranks of the engine that read."""
-    with RANKS_LOG.open() as lines:
-        records = [json.loads(line) for line in lines if request_id in line and engine.name in line]
-    return [
-        record
-        for record in records
-        if record["engine_id"] == engine.name and record.get("local_request_id", "").startswith(f"{request_id}-")
-    ]
 
 
 @pytest.mark.parametrize("pair", HELD_UP, indirect=True)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from .checks import failed, reason_of
 from .pairs import FULL, REFUSED, REFUSED_FLOAT8
 from .prompts import prompt_of
-from .test_hostile import failed, reason_of
 
 LENGTH = 333
 

@@ -5,9 +5,9 @@ import pytest
 from tests.stopping import stopped
 
 from .asking import LENGTH, ticket
+from .checks import failed, reason_of, serves
 from .pairs import FULL, chosen, model_folder
 from .prompts import prompt_of
-from .test_hostile import failed, reason_of, serves
 from .victims import Cluster
 
 TOKENS = 8

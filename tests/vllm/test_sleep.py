@@ -2,9 +2,9 @@
 
 import pytest
 
+from .checks import failed, reason_of, serves
 from .pairs import chosen
 from .prompts import prompt_of
-from .test_hostile import failed, reason_of, serves
 
 LENGTH = 333
 VOID = {"stale_lease", "peer_lost", "peer_unavailable"}

@@ -2,11 +2,11 @@
 
 import pytest
 
+from .checks import failed, reason_of
 from .engines import KVFLOW, PREFILL_PARAMS
 from .pairs import MODELS, MULTI, PAIRS, REFUSED, REFUSED_FLOAT8, VARIANTS, chosen
 from .prompts import PROMPT_LENGTHS, prompt_of
 from .tampering import of_other_blocks
-from .test_hostile import failed, reason_of
 from .tiny_models import VOCABULARY
 
 TOKENS = 32

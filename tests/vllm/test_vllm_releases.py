@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from .checks import failed, reason_of, serves
 from .engines import ENVIRONMENT, OUT, PREFILL_PARAMS, PYTHON, ROOT, Nursery, Options, Pair
 from .pairs import GPTOSS, LEASE_S, LLAMA, await_all, model_folder
 from .prompts import prompt_of
 from .tables import TABLES
 from .test_contents import ALIKE
-from .test_hostile import failed, reason_of, serves
 from .tiny_models import WINDOW
 
 RECORDS = OUT / "logs" / "releases.jsonl"
