@@ -177,6 +177,7 @@ class Engine:
     ) -> None:
         self.options = options
         self.name = name
+        self.free_blocks = 0
         self.log = OUT / "logs" / f"{name}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._ids = itertools.count()
@@ -234,7 +235,9 @@ class Engine:
         return codes[0] if codes else ""
 
     def wait_ready(self) -> "Engine":
+        """Wait until it serves, and note how many blocks are free then."""
         self._await(self._ready, START_S)
+        self.free_blocks = int(self.state()["free_blocks"])
         return self
 
     def submit(
@@ -326,6 +329,10 @@ class Engine:
                 raise EngineFailed(f"{self.name} is still at {state} after {timeout_s} s\n{self.log_tail()}")
             time.sleep(0.05)
         return state
+
+    def settle(self, timeout_s: float = ANSWER_S) -> None:
+        """Wait until it keeps no request, and every block is free that was free at the start."""
+        self.wait_state(lambda state: state["held"] == 0 and state["free_blocks"] == self.free_blocks, timeout_s)
 
     def stop(self) -> None:
         """End the process; one that does not obey is killed."""
@@ -506,7 +513,6 @@ class Pair:
         secret = secrets.token_hex(32)
         name = f"{prefill.model}-{secrets.token_hex(2)}"
         self.secret = secret
-        self.free_blocks: dict[Engine, int] = {}
         self.prefill = Engine(
             prefill, folder, role="kv_producer", name=f"{name}-prefill", secret=secret, nursery=nursery
         )
@@ -530,7 +536,6 @@ class Pair:
         try:
             self.prefill.wait_ready()
             self.decode.wait_ready()
-            self.free_blocks = {engine: engine.state()["free_blocks"] for engine in (self.prefill, self.decode)}
         except BaseException:
             self.stop()
             raise
@@ -546,8 +551,8 @@ class Pair:
 
     def settle(self) -> None:
         """Wait until neither engine keeps a request, and every block is free that was free at the start."""
-        for engine, free_blocks in self.free_blocks.items():
-            engine.wait_state(lambda state, free=free_blocks: state["held"] == 0 and state["free_blocks"] == free)
+        self.prefill.settle()
+        self.decode.settle()
 
     def monolithic(self, prompt: Sequence[int], **named: Any) -> list[int]:
         """Return the tokens that the prefill engine makes of a prompt on its own."""

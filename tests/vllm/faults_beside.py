@@ -155,12 +155,12 @@ class Harm:
         return ", ".join(spans)
 
     def _wait_free(self, name: str) -> None:
-        engine, free = self.cluster.engines[name], self.cluster.free_blocks[name]
+        engine = self.cluster.engines[name]
         if engine.alive:
             left_s = max(1.0, self.since_s + LIMIT_S - time.monotonic())
             answer: Future[dict[str, Any]] = engine._command("state", f"free-{time.monotonic()}")
             engine._await(answer, left_s)
-            engine.wait_state(lambda state: state["held"] == 0 and state["free_blocks"] == free, left_s)
+            engine.settle(left_s)
 
 
 def killed_then_asked(harm: Harm) -> None:

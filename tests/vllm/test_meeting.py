@@ -141,7 +141,6 @@ def serves_again(meeting, pairs):
     old, folder = pair.prefill, model_folder(pair.prefill.options.model)
     given = {"role": "kv_producer", "name": old.name, "secret": pair.secret, "nursery": pairs.nursery}
     pair.prefill = Engine(old.options, folder, **given).wait_ready()
-    pair.free_blocks[pair.prefill] = pair.free_blocks.pop(old)
     for length in LENGTHS:
         prompt = prompt_of(length, "after the restart")
         started = both(meeting, prompt, decode_first=True)

@@ -212,8 +212,7 @@ def test_requests_of_a_killed_prefill_engine_fail_or_are_recomputed(pairs, pair)
     expect_policy(pair, pair.decode.generate(prompts[1], tickets[1]), alone[1], KILLED)
     pair.decode.forget()
     assert pair.decode.generate(prompts[0])["tokens"] == alone[0]
-    free = pair.free_blocks[pair.decode]
-    pair.decode.wait_state(lambda state: state["held"] == 0 and state["free_blocks"] == free)
+    pair.decode.settle()
 
 
 @pytest.mark.parametrize("pair", ["llama-alias"], indirect=True)

@@ -18,7 +18,7 @@ def asked_for(pair, prompt, **named):
     """Prefill a prompt; return the answer, how many blocks that keeps, and how many requests keep some."""
     answer = pair.prefill.generate(prompt, PREFILL_PARAMS, **named)
     state = pair.prefill.state()
-    return answer, pair.free_blocks[pair.prefill] - state["free_blocks"], state["held"]
+    return answer, pair.prefill.free_blocks - state["free_blocks"], state["held"]
 
 
 def expect_read(pair, prompt, params, **named):

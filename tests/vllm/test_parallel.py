@@ -162,8 +162,7 @@ def test_a_prefill_stage_is_killed_in_mid_read(pairs, at, killed):
         assert answer["tokens"] == pair.alone(pair.decode, prompt, max_tokens=TOKENS)
         if killed:  # or its read was over, or vLLM has ended the other stages by now
             assert reason_of(pair, answer) in {"peer_lost", "stale_lease", "transfer_failed"}
-        free = pair.free_blocks[pair.decode]
-        pair.decode.wait_state(lambda state: state["held"] == 0 and state["free_blocks"] == free)
+        pair.decode.settle()
 
 
 @pytest.mark.skipif(not FULL, reason="make test-vllm-full has it")
@@ -171,8 +170,7 @@ def test_a_decode_stage_is_killed_in_mid_read(pairs):
     with two_stages(pairs, "data") as (pair, prompt, request):
         alone = pair.alone(pair.prefill, prompt, max_tokens=TOKENS)
         os.kill(pair.decode.ranks()[1]["pid"], signal.SIGKILL)
-        free = pair.free_blocks[pair.prefill]
-        pair.prefill.wait_state(lambda state: state["held"] == 0 and state["free_blocks"] == free)
+        pair.prefill.settle()
         assert pair.alone(pair.prefill, prompt, max_tokens=TOKENS) == alone
         with pytest.raises(EngineFailed):
             request.wait()

@@ -22,7 +22,7 @@ def test_a_reset_succeeds_while_tickets_are_out_and_ends_them(pair, flags):
     prompts = [prompt_of(LENGTH, f"reset {number}") for number in range(3)]
     tickets = [pair.ticket(prompt) for prompt in prompts]
     assert pair.prefill.reset_prefix_cache(**flags)
-    assert pair.prefill.state()["free_blocks"] == pair.free_blocks[pair.prefill]
+    assert pair.prefill.state()["free_blocks"] == pair.prefill.free_blocks
     alone = pair.alone(pair.decode, prompts[0], max_tokens=TOKENS)
     for prompt, old in zip(prompts, tickets, strict=True):
         answer = pair.decode.generate(prompt, old, max_tokens=TOKENS)
@@ -48,10 +48,9 @@ def test_loads_of_several_ranks_are_dropped_and_computed(pair):
     prompt = prompt_of(LENGTH)
     alone = pair.alone(pair.decode, prompt, max_tokens=LONG)
     given = pair.ticket(prompt)
-    free = pair.free_blocks[pair.decode]
     with stopped(pair.prefill.ranks()[0]["pid"]):
         request = pair.decode.submit(prompt, given, max_tokens=LONG)
-        pair.decode.wait_state(lambda state: state["free_blocks"] < free)
+        pair.decode.wait_state(lambda state: state["free_blocks"] < pair.decode.free_blocks)
         assert pair.decode.reset_prefix_cache(running=True, external=True)
         assert request.wait()["tokens"] == alone
     pair.settle()
@@ -72,7 +71,6 @@ def test_a_load_in_flight_is_dropped_and_its_prompt_computed(cluster, ended):
         prompt = prompt_of(LENGTH, f"reset during {ended}")
         alone = cluster.second.generate(prompt)["tokens"]
         given = ticket(cluster.first, prompt)
-        free = cluster.free_blocks[decode.name.removeprefix(f"{cluster.prefix}-")]
         with decode.held("data") as read:
             request = decode.submit(prompt, given)
             read.reached()
@@ -84,7 +82,7 @@ def test_a_load_in_flight_is_dropped_and_its_prompt_computed(cluster, ended):
                 reset = decode._command("reset", f"reset-{ended}", running=True, external=True)
                 read.let_go()
                 assert decode._await(reset, 60.0)["reset"]
-                assert decode.state()["free_blocks"] == free
+                assert decode.state()["free_blocks"] == decode.free_blocks
             answer = request.wait()
         assert answer["tokens"] == ([] if ended == "aborted" else alone)
         later = ticket(cluster.first, prompt)

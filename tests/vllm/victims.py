@@ -161,7 +161,6 @@ class Cluster:
         self.nursery = nursery
         self.ports = {name: free_port() for name in ("first", "second", "failing", "recomputing")}
         self.wire = Wire(self.ports["second"])
-        self.free_blocks: dict[str, int] = {}
         self.engines: dict[str, Victim] = {}
         self._usual = Options(
             model,
@@ -178,8 +177,8 @@ class Cluster:
         try:
             for name in self.ports:
                 self.begin(name)
-            for name in self.ports:
-                self.free_blocks[name] = self.engines[name].wait_ready().state()["free_blocks"]
+            for engine in self.engines.values():
+                engine.wait_ready()
         except BaseException:
             self.stop()
             raise
@@ -244,10 +243,8 @@ class Cluster:
 
     def settle(self) -> None:
         """Wait until no engine keeps a request, and every block is free that was free at the start."""
-        for name, engine in self.engines.items():
-            engine.wait_state(
-                lambda state, free=self.free_blocks[name]: state["held"] == 0 and state["free_blocks"] == free
-            )
+        for engine in self.engines.values():
+            engine.settle()
 
     def stop(self) -> None:
         for engine in self.engines.values():
