@@ -122,8 +122,6 @@ class Offering:
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._wanted: dict[str, _Prefill] = {}
-        self._running: Counter[str] = Counter()
-        self._first_prompts: Counter[str] = Counter()
         self._held: dict[str, _ClientCall] = {}
         self._answered: dict[str, dict[str, Any]] = {}
         self._speculative = _Speculative(num_blocks)
@@ -161,9 +159,6 @@ class Offering:
         """
         origin = _ClientCall.of(request_id, asked=asked, traceparent=traceparent)
         wanted = self._wanted[request_id] = _Prefill(origin, digests, grow, num_tokens)
-        self._running[origin.prompt] += 1
-        if origin.call and not origin.number:
-            self._first_prompts[origin.call] += 1
         self._start()
         self._open_soon(request_id, wanted)
 
@@ -238,7 +233,6 @@ class Offering:
         if wanted is None:
             return False, None
         origin = wanted.call
-        _subtract(self._running, origin.prompt)
         try:
             if not computed or not num_tokens or not any(listed) or self._is_surplus(origin):
                 return False, None
@@ -249,7 +243,7 @@ class Offering:
             if request_id not in self._held:
                 with self._lock:
                     self._drop(request_id, wanted)
-                self._end(request_id, origin)
+                self._speculative.give(request_id)
 
     def sent(self, request_id: str) -> None:
         """Take the report that the lease of a request has ended on every rank."""
@@ -257,7 +251,7 @@ class Offering:
         origin = self._held.pop(request_id, None)
         if origin is not None:
             self._answered.pop(origin.prompt, None)
-            self._end(request_id, origin)
+            self._speculative.give(request_id)
 
     def reset(self) -> list[str]:
         """Answer no offer again, and return the requests whose offers the ranks have not reported as sent."""
@@ -275,13 +269,12 @@ class Offering:
 
     def _is_surplus(self, origin: _ClientCall) -> bool:
         """Return whether vLLM answers the parameters of another request of the same call."""
-        behind = origin.call and origin.number and self._first_prompts[origin.call]
-        return bool(behind or (origin.sampled and self._running[origin.prompt]))
-
-    def _end(self, request_id: str, origin: _ClientCall) -> None:
-        self._speculative.give(request_id)
-        if origin.call and not origin.number:
-            _subtract(self._first_prompts, origin.call)
+        if not (origin.number or origin.sampled):
+            return False
+        running = [each.call for each in self._wanted.values()]
+        firsts = [each.call for each in (*running, *self._held.values()) if not each.number]
+        behind = origin.number > 0 and origin.call in firsts
+        return behind or (origin.sampled and origin.prompt in [each.prompt for each in running])
 
     def _start(self) -> None:
         if self._thread is None:
@@ -312,7 +305,8 @@ class Offering:
             if not is_last or wanted.call.sampled or self._wanted.get(request_id) is not wanted:
                 return
             self._drop(request_id, wanted)  # if the request was preempted
-            wanted.signed = self._sign(request_id, wanted, wanted.listed, wanted.num_tokens)
+            block_ids = offered_blocks(self.groups, wanted.listed, wanted.num_tokens)
+            wanted.signed = self._sign(request_id, wanted, block_ids, wanted.num_tokens)
 
     def _open_soon(self, request_id: str, wanted: _Prefill) -> None:
         """Have the other thread offer a request before it is computed, if that is wanted."""
@@ -359,26 +353,25 @@ class Offering:
             for each in self.groups
         )
 
-    def _rest(self, wanted: _Prefill, listed: Sequence[Sequence[int]], num_tokens: int) -> BlockIds | None:
+    def _rest(self, wanted: _Prefill, block_ids: BlockIds, num_tokens: int) -> BlockIds | None:
         """Return the blocks that the ranks do not know; None if a request has ended with others than they know."""
-        offered, told = offered_blocks(self.groups, listed, num_tokens), self._between(wanted.listed, 0, wanted.told)
-        pairs = [(ids, len(known), known) for ids, known in zip(offered, told, strict=True)]
+        told = self._between(wanted.listed, 0, wanted.told)
+        pairs = [(ids, len(known), known) for ids, known in zip(block_ids, told, strict=True)]
         if num_tokens != wanted.num_tokens or any(ids[:at] != known for ids, at, known in pairs):
             return None
         return tuple([ids[at:] for ids, at, _ in pairs])
 
     def _sign(
-        self, request_id: str, wanted: _Prefill, listed: Sequence[Sequence[int]] | None, num_tokens: int
+        self, request_id: str, wanted: _Prefill, block_ids: BlockIds | None, num_tokens: int
     ) -> tuple[Ticket, dict[str, Any], Digests]:
-        """Sign a ticket; an open one if no blocks are ``listed``. The caller holds the lock."""
+        """Sign a ticket; an open one if it has no blocks yet. The caller holds the lock."""
         assert self._mint is not None
         trace = wanted.call.traceparent
-        if listed is None:
+        if block_ids is None:
             blocks = [1 if each.is_state else -(-num_tokens // each.group.block_size) for each in self.groups]
             digests = wanted.digests([(0,) * each for each in blocks], num_tokens=num_tokens)
             ticket, _ = self._mint.offer_progressive(request_id, [()] * len(blocks), num_tokens, digests, trace)
         else:
-            block_ids = offered_blocks(self.groups, listed, num_tokens)
             digests = wanted.digests(block_ids, num_tokens=num_tokens)
             ticket, _ = self._mint.offer(
                 request_id,
@@ -397,10 +390,6 @@ class Offering:
             return ticket, params, ()
         return ticket, params | {"transfer_mode": "push"}, digests
 
-    def _fits(self, grant: Grant, listed: Sequence[Sequence[int]], num_tokens: int) -> bool:
-        """Return whether a ticket can be answered for a request that has ended with these blocks and tokens."""
-        return grant.num_tokens[0] == num_tokens and grant.block_ids == offered_blocks(self.groups, listed, num_tokens)
-
     def _offer(
         self, request_id: str, wanted: _Prefill, listed: Sequence[Sequence[int]], num_tokens: int
     ) -> tuple[bool, dict[str, Any] | None] | None:
@@ -412,18 +401,21 @@ class Offering:
         if not origin.asked and not self._speculative.take(request_id, listed, self._mint.slots):
             return None
         try:
-            rest = self._rest(wanted, listed, num_tokens) if wanted.told >= 0 else None
-            if wanted.signed is None or not (rest or self._fits(wanted.signed[0].grants[0], listed, num_tokens)):
+            block_ids = offered_blocks(self.groups, listed, num_tokens)
+            rest = self._rest(wanted, block_ids, num_tokens) if wanted.told >= 0 else None
+            grant = wanted.signed[0].grants[0] if wanted.signed else None
+            fits = rest or (grant and grant.num_tokens[0] == num_tokens and grant.block_ids == block_ids)
+            if not (wanted.signed and fits):
                 with self._lock:
                     self._drop(request_id, wanted)
-                    wanted.signed = self._sign(request_id, wanted, listed, num_tokens)
+                    wanted.signed = self._sign(request_id, wanted, block_ids, num_tokens)
         except KvflowError as error:
             warn("request %s is not offered", request_id, error=error)
             return None
         try:
             ticket, params, digests = wanted.signed
             if rest:
-                params["remote_block_ids"] = [list(ids[-1:]) for ids in offered_blocks(self.groups, listed, num_tokens)]
+                params["remote_block_ids"] = [list(ids[-1:]) for ids in block_ids]
             offered = True, params
             self._held[request_id] = origin
             if origin.sampled:
@@ -476,7 +468,9 @@ class _Speculative:
     def give(self, request_id: str) -> None:
         """Stop counting the blocks of a request, if they were counted."""
         for block in self._held.pop(request_id, ()):
-            _subtract(self._blocks, block)
+            self._blocks[block] -= 1
+            if not self._blocks[block]:
+                del self._blocks[block]
 
     def _warn(self, request_id: str) -> None:
         if self._told:
@@ -492,9 +486,3 @@ class _Speculative:
             self._blocks_max,
             len(self._held),
         )
-
-
-def _subtract(counter: Counter[Any], key: Any) -> None:
-    counter[key] -= 1
-    if counter[key] <= 0:
-        del counter[key]
