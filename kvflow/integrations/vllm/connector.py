@@ -261,15 +261,8 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         shape = engine_shape(self._vllm_config, layers)
         kernels = cpu_kernels(self._vllm_config, layers)
         tp_rank = config.rank % shape.tp_size
-        groups = self._kv_cache_config.kv_cache_groups
-        drafts = draft_layers(self._vllm_config, [name for group in groups for name in group.layer_names])
-        if kept_back := [name for name in drafts if name not in layers]:
-            logger.warning(
-                "kvflow: vLLM leaves layers of its draft model out of transfers: %s. Tokens are the same, but after a "
-                "prompt that another engine has prefilled, fewer drafts are accepted",
-                ", ".join(kept_back),
-            )
-        rebuilt = [name for name in drafts if name in layers and self._settings.rebuild_layers == "auto"]
+        drafts = draft_layers(self._vllm_config, self._kv_cache_config)
+        rebuilt = drafts if self._settings.rebuild_layers == "auto" else []
         cache = adopt_caches(kv_caches, self._groups, shape, tp_rank=tp_rank, kernels=kernels, rebuilt=rebuilt)
         set_scales(kv_caches, self._vllm_config.compilation_config.static_forward_context)
         # Peers compare model_dtype. The marker separates caches that their specs cannot tell apart.

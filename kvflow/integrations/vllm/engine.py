@@ -227,8 +227,10 @@ def head_counts(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, i
     return models.kv_heads(layers, target.hf_config.to_dict(), text, theirs)
 
 
-def draft_layers(vllm_config: "VllmConfig", layers: Iterable[str]) -> list[str]:
-    """Return which layers are a draft model's: stale keys and values there cost accepted drafts, and change no token.
+def draft_layers(vllm_config: "VllmConfig", cache_config: "KVCacheConfig") -> list[str]:
+    """Return the transferred layers of a draft model, where stale keys and values cost accepted drafts but no token.
+
+    Say in the log which of its layers vLLM leaves out of transfers.
 
     vLLM's first model runner marks none. There, draft layers count on from the model's last, or have a prefix.
     """
@@ -237,9 +239,10 @@ def draft_layers(vllm_config: "VllmConfig", layers: Iterable[str]) -> list[str]:
         return []
     num_layers = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", inf)
     modules = vllm_config.compilation_config.static_forward_context
-    return [
+    drafts = [
         name
-        for name in layers
+        for group in cache_config.kv_cache_groups
+        for name in group.layer_names
         if name in modules
         and (
             getattr(modules[name], "is_draft_layer", False)
@@ -247,6 +250,14 @@ def draft_layers(vllm_config: "VllmConfig", layers: Iterable[str]) -> list[str]:
             or not DRAFT_PREFIXES.isdisjoint(name.split("."))
         )
     ]
+    transferred = {name for group in cache_config.transfer_groups for name in group.layer_names}
+    if kept_back := [name for name in drafts if name not in transferred]:
+        logger.warning(
+            "kvflow: vLLM leaves layers of its draft model out of transfers: %s. Tokens are the same, but after a "
+            "prompt that another engine has prefilled, fewer drafts are accepted",
+            ", ".join(kept_back),
+        )
+    return [name for name in drafts if name in transferred]
 
 
 def element_types(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, str]:

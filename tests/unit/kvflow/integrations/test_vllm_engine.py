@@ -87,15 +87,17 @@ def test_layers_behind_the_model_are_those_of_its_draft():
     assert counts(PUBLISHED["meta-llama/Meta-Llama-3.1-8B"], 8, 31, 32, draft=draft) == [8, 1]
 
 
-def drafts(speculative, *names, marked=(), num_layers=2):
-    """Return which of some layers are taken for those of a draft model."""
+def drafts(speculative, *names, marked=(), num_layers=2, kept_back=()):
+    """Return which of some layers are taken for those of a draft model, and transferred."""
     modules = {name: SimpleNamespace(is_draft_layer=name in marked) for name in names}
     engine = SimpleNamespace(
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=num_layers)),
         speculative_config=speculative,
         compilation_config=SimpleNamespace(static_forward_context=modules),
     )
-    return draft_layers(engine, [*names, "model.layers.9.attn.of_no_module"])
+    groups = [SimpleNamespace(layer_names=[each]) for each in (*names, "model.layers.9.attn.of_no_module")]
+    transferred = [group for group in groups if group.layer_names[0] not in kept_back]
+    return draft_layers(engine, SimpleNamespace(kv_cache_groups=groups, transfer_groups=transferred))
 
 
 def speculative(eagle=True, model=False):
@@ -120,6 +122,13 @@ def test_the_layers_of_a_draft_model_are_told_from_those_of_the_model(draft):
     assert drafts(speculative(eagle=False, model=True), *MODEL, draft) == [draft]
     assert drafts(speculative(eagle=False), *MODEL, draft) == []  # what it keeps may be no draft's
     assert drafts(None, *MODEL, draft) == []
+
+
+def test_layers_of_a_draft_model_that_vllm_leaves_out_are_told(caplog):
+    first, second = "mtp.layers.0.self_attn.attn", "mtp.layers.1.self_attn.attn"
+    assert drafts(speculative(), *MODEL, first, second, kept_back=[MODEL[0], second]) == [first]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"draft model out of transfers: {second}." in caplog.messages[0]
 
 
 def test_vllm_may_mark_the_layers_of_a_draft_model():
