@@ -27,10 +27,6 @@ FINEST_BLOCK = 16
 """Tokens of the smallest block that a producer may have, unless this engine has smaller ones: vLLM's default."""
 
 
-class Nothing(Struct, frozen=True):
-    """The request involves no other engine."""
-
-
 class OfferWanted(Struct, frozen=True):
     """Offer the blocks of the prompt when it is computed."""
 
@@ -48,7 +44,7 @@ class RendezvousWanted(Struct, frozen=True):
     endpoint: str
 
 
-Wanted = Nothing | OfferWanted | LoadWanted | RendezvousWanted
+Wanted = OfferWanted | LoadWanted | RendezvousWanted
 
 SWITCHES = ("do_remote_prefill", "do_remote_decode")
 
@@ -75,16 +71,16 @@ def wants_transfer(params: object) -> bool:
     return True
 
 
-def read_params(params: object, read: ReadTicket, chars_max: int, *, meets: bool = False) -> Wanted:
-    """Read which transfer a request asks for. A client may send anything; ``chars_max`` is that of a usable ticket.
+def read_params(params: object, read: ReadTicket, chars_max: int, *, meets: bool = False) -> Wanted | None:
+    """Read which transfer a request asks for; None if it involves no other engine. A client may send anything.
 
-    ``meets``: a request without a ticket may name the prefill engine.
+    ``chars_max`` is that of a usable ticket. ``meets``: a request without a ticket may name the prefill engine.
 
     Raises:
         TicketInvalid: a switch is not true or false, both are true, or there is no ticket of this cluster.
     """
     if params is None:
-        return Nothing()
+        return None
     if not isinstance(params, dict):
         raise TicketInvalid(f"kv_transfer_params must be an object, not {type(params).__name__}")
     load, offer = switches = [params.get(name) for name in SWITCHES]
@@ -96,7 +92,7 @@ def read_params(params: object, read: ReadTicket, chars_max: int, *, meets: bool
     if offer:
         return OfferWanted()
     if not load:
-        return Nothing()
+        return None
     if meets and params.get("kvflow") is None and (endpoint := _endpoint_of(params)):
         return RendezvousWanted(endpoint)
     ticket = read(params, chars_max=chars_max)
