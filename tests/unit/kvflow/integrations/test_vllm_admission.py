@@ -24,11 +24,20 @@ from kvflow.integrations.vllm.worker import MARKS_MAX
 from tests.helpers.settings import flat_config
 from tests.helpers.waiting import wait_until
 
-from .vllm_like import SECRET, FullAttentionSpec, counted, new_request, new_ticket, rank_address, side, step_output
+from .vllm_like import (
+    OFFER,
+    SECRET,
+    FullAttentionSpec,
+    counted,
+    new_request,
+    new_ticket,
+    rank_address,
+    side,
+    step_output,
+)
 
 PATIENCE_S = 60.0
 STEP = 5
-OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 TICKET = new_ticket()
 
 

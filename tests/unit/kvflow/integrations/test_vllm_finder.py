@@ -28,6 +28,7 @@ from tests.ports import free_port
 from tests.unit.kvflow.worker.helpers import cache_of
 
 from .vllm_like import (
+    OFFER,
     SECRET,
     SIDES,
     FullAttentionSpec,
@@ -35,6 +36,7 @@ from .vllm_like import (
     SlidingWindowSpec,
     blocks_of,
     counted,
+    matched,
     new_contents,
     new_request,
     new_ticket,
@@ -420,8 +422,6 @@ def test_the_thread_ends_with_its_connections(finders):
 
 # At the side of vLLM's scheduler.
 
-OFFER = {"do_remote_decode": True}
-
 
 @pytest.fixture
 def engine(finders, monkeypatch):
@@ -434,13 +434,6 @@ def engine(finders, monkeypatch):
         return side(*(specs or [FullAttentionSpec()]), sources=list(sources), **named)
 
     return make
-
-
-def matched(found, request, computed=0):
-    """Ask as vLLM does, step by step, until the number of tokens is known."""
-    answers = []
-    wait_until(lambda: answers.append(found.matched(request, computed)) or answers[-1] != (None, False))
-    return answers[-1]
 
 
 def loaded(found, request, blocks, computed=0):

@@ -15,6 +15,7 @@ from kvflow.integrations.vllm.messages import Admit, KeepBlocks, Reset
 
 from .vllm_like import (
     NUM_BLOCKS,
+    OFFER,
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
@@ -26,7 +27,6 @@ from .vllm_like import (
     step_output,
 )
 
-OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 SLOTS = rank_address().slots
 
 

@@ -19,7 +19,18 @@ from tests.helpers.settings import flat_config
 from tests.ports import free_port
 from tests.unit.kvflow.worker.helpers import cache_of
 
-from .vllm_like import SECRET, SIDES, FullAttentionSpec, blocks_of, new_contents, new_key, new_request, side, wait_until
+from .vllm_like import (
+    SECRET,
+    SIDES,
+    FullAttentionSpec,
+    blocks_of,
+    matched,
+    new_contents,
+    new_key,
+    new_request,
+    side,
+    wait_until,
+)
 
 PORT = free_port()
 ENDPOINT = f"tcp://127.0.0.1:{PORT}"
@@ -64,13 +75,6 @@ def arrived(found, prompt=49, request_id="r", params=NAMED):
     request = new_request(dict(params), prompt, request_id)
     found.on_new_request(request)
     return request
-
-
-def matched(found, request, computed=0):
-    """Ask as vLLM does, step by step, until the number of tokens is known."""
-    answers = []
-    wait_until(lambda: answers.append(found.matched(request, computed)) or answers[-1] != (None, False))
-    return answers[-1]
 
 
 def refusal(found, request):

@@ -1,7 +1,6 @@
 """Which requests of a prefill engine are offered: one of several samples, the first of several prompts, or all."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +8,9 @@ from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm.messages import Admit
 
 from .vllm_like import (
+    ABORTED,
     NUM_BLOCKS,
+    OFFER,
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
@@ -18,9 +19,6 @@ from .vllm_like import (
     new_request,
     side,
 )
-
-OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
-ABORTED = SimpleNamespace(name="FINISHED_ABORTED")
 
 
 class Prefill:

@@ -14,10 +14,19 @@ from kvflow.integrations.vllm.messages import Admit, Advance, Reset, Revoke, Sea
 from kvflow.integrations.vllm.runtime import RankRuntime
 from tests.helpers.settings import flat_config
 
-from .vllm_like import SECRET, FullAttentionSpec, MambaSpec, SlidingWindowSpec, new_key, new_request, side, step_output
+from .vllm_like import (
+    ABORTED,
+    OFFER,
+    SECRET,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    new_key,
+    new_request,
+    side,
+    step_output,
+)
 
-OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
-ABORTED = SimpleNamespace(name="FINISHED_ABORTED")
 PATIENCE_S = 60.0
 SHAPE = {"num_kv_heads": 2, "head_size": 8, "dtype": "float16"}
 SPECS = {

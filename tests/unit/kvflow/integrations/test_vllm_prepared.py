@@ -1,7 +1,6 @@
 """Tickets that another thread signs while a step computes the end of their prompts."""
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +8,8 @@ from kvflow import Ticket
 from kvflow.integrations.vllm.messages import Admit
 
 from .vllm_like import (
+    ABORTED,
+    OFFER,
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
@@ -20,8 +21,6 @@ from .vllm_like import (
     step_output,
 )
 
-OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
-ABORTED = SimpleNamespace(name="FINISHED_ABORTED")
 PATIENCE_S = 60.0
 SLOTS = 8  # of ``rank_address``
 

@@ -8,6 +8,7 @@ import pytest
 from kvflow.integrations.vllm.messages import Admit, Cancel, Fail, GiveBack, Load, Reset
 
 from .vllm_like import (
+    OFFER,
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
@@ -20,7 +21,6 @@ from .vllm_like import (
     side,
 )
 
-OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 LOAD = {"do_remote_prefill": True}
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"

@@ -13,6 +13,8 @@ from kvflow.integrations.vllm.settings import EngineFacts, read_settings
 from tests.simulation.tickets import of_release_before
 
 NUM_BLOCKS = 64
+OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
+ABORTED = SimpleNamespace(name="FINISHED_ABORTED")
 SECRET = "a secret of the tests, long enough"
 
 
@@ -220,3 +222,10 @@ def counted(counting, name):
     """Take the counters of a side or of a ``Tally``; return the counts of this name."""
     take = getattr(counting, "take_counters", None) or counting.take
     return (take() or empty_counters())[name]
+
+
+def matched(found, request, computed=0):
+    """Ask as vLLM does, step by step, until the number of tokens is known."""
+    answers = []
+    wait_until(lambda: answers.append(found.matched(request, computed)) or answers[-1] != (None, False))
+    return answers[-1]
