@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial, wraps
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from msgspec import structs
 
@@ -51,52 +51,26 @@ WAITING_SHARE = 0.25  # of the blocks that are free, or held by requests whose p
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class Guard:
-    """Counts and logs exceptions that vLLM must not see: an exception out of its scheduler ends the engine."""
-
-    def __init__(self, tally: Tally) -> None:
-        self._tally = tally
-        self._told: set[tuple[str, type[Exception]]] = set()
-
-    def note(self, method: str, error: Exception) -> None:
-        """Count an exception, and log its traceback the first time."""
-        self._tally.count("defects", method)
-        known = (method, type(error)) in self._told
-        self._told.add((method, type(error)))
-        logger.error(
-            "kvflow: %s failed: %s: %.200s", method, type(error).__name__, error, exc_info=None if known else error
-        )
-
-
-class Guarded(Protocol):
-    """An object with methods that vLLM's scheduler calls."""
-
-    guard: Guard
-
-
 def guarded(answer: Any, mend: Callable[..., Any] | None = None) -> Callable[[Method], Method]:
-    """Return a decorator for a method that must not raise, not even ``MemoryError`` or ``RecursionError``.
+    """Return a decorator for a method that must not raise, not even ``MemoryError``: that would end vLLM's engine.
 
     If it raises, ``mend`` returns the result, from the object, the exception and the arguments; without it ``answer``.
     """
 
     def decorate(method: Method) -> Method:
         @wraps(method)
-        def call(self: Guarded, *args: Any) -> Any:
+        def call(self: "SchedulerSide", *args: Any) -> Any:
             try:
                 return method(self, *args)
             except Exception as error:  # noqa: BLE001 - any exception would end vLLM
-                return mended(self, method.__name__, error, *args)
+                with suppress(Exception):  # memory may be short
+                    self.note_defect(method.__name__, error)
+                try:
+                    return answer if mend is None else mend(self, error, *args)
+                except Exception:  # noqa: BLE001 - as above
+                    return answer
 
         return cast("Method", call)
-
-    def mended(self: Guarded, name: str, error: Exception, *args: Any) -> Any:
-        with suppress(Exception):  # memory may be short
-            self.guard.note(name, error)
-        try:
-            return answer if mend is None else mend(self, error, *args)
-        except Exception:  # noqa: BLE001 - as above
-            return answer
 
     return decorate
 
@@ -139,7 +113,7 @@ class SchedulerSide:
         lookahead = prefill_lookahead(vllm_config)
         self._backoff, self._unsettled = prefill_backoff(groups, lookahead), lookahead - 1
         self._tally = Tally()
-        self.guard = Guard(self._tally)
+        self._told_defects: set[tuple[str, type[Exception]]] = set()
         self.loading = Loading(groups, tokens_max)
         self._early = EarlyAdmission()
         self.offering = Offering(
@@ -164,6 +138,15 @@ class SchedulerSide:
             self._finder = Finder(settings, self._contents, self._tally, whole=whole, waits=waits)
         self._ended: set[str] = set()  # requests that a reset has ended on all ranks, which have not reported them yet
         self._resets: list[Command] = []
+
+    def note_defect(self, method: str, error: Exception) -> None:
+        """Count an exception that vLLM must not see, and log its traceback the first time."""
+        self._tally.count("defects", method)
+        known = (method, type(error)) in self._told_defects
+        self._told_defects.add((method, type(error)))
+        logger.error(
+            "kvflow: %s failed: %s: %.200s", method, type(error).__name__, error, exc_info=None if known else error
+        )
 
     def meet_ranks(self, ranks: Sequence[RankAddress], contacts: Iterable[Contact] = ()) -> None:
         """Take the addresses of the ranks, and their contacts between steps."""
