@@ -15,6 +15,7 @@ from kvflow.rendezvous.listener import Listener
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.producer import LeaseManager
 from kvflow.worker.runtime import open_worker
+from tests.unit.kvflow.worker.helpers import lease_of
 from tests.unit.kvflow.worker.pulling import FaultyNetwork
 
 from .helpers import (
@@ -53,11 +54,6 @@ def mute(monkeypatch):
             on_event(self, key, event)
 
     return lambda muted=True: monkeypatch.setattr(Listener, "on_event", hear_nothing if muted else on_event)
-
-
-def key(ticket):
-    (grant,) = ticket.grants
-    return grant.slot, grant.epoch_value
 
 
 async def test_a_link_knows_its_peer():
@@ -160,7 +156,7 @@ async def test_many_leases_travel_in_messages_of_bounded_size():
     """A longer message would be a violation of the protocol, and the end of the connection."""
     count = 2 * LEASES_MAX + 1
     async with producing() as producer, linked(producer) as link:
-        leases = [key(producer.offer(str(number), [[1]], 4)) for number in range(count)]
+        leases = [lease_of(producer.offer(str(number), [[1]], 4)) for number in range(count)]
         link.renew(leases)
         link.release(leases, read=False)
         async with asyncio.timeout(PATIENCE_S):
@@ -188,7 +184,7 @@ async def test_an_expired_ticket_seems_over_however_far_the_clocks_are_apart(our
 
 async def test_a_question_without_an_answer_has_a_deadline(mute):
     async with producing() as producer, linked(producer) as link:
-        lease = key(producer.offer("r", [[1]], 4))
+        lease = lease_of(producer.offer("r", [[1]], 4))
         producer.revoke("r")
         mute()
         patient = asyncio.ensure_future(link.ask_end(lease, within_s=PATIENCE_S))
@@ -206,7 +202,7 @@ async def test_questions_end_with_their_connection(mute):
         async with producing() as producer:
             link = linked(producer, on_ended=lambda code, detail: ended.set())
             opened = await link.__aenter__()
-            lease = key(producer.offer("r", [[1]], 4))
+            lease = lease_of(producer.offer("r", [[1]], 4))
             mute()
             asked = [asyncio.ensure_future(opened.ask_end(lease, within_s=1000.0)) for _ in range(2)]
             await asyncio.sleep(0)
@@ -220,10 +216,10 @@ async def test_questions_of_one_turn_about_a_lease_are_one_message(questions):
     async with producing() as producer, linked(producer) as link:
         ticket = producer.offer("r", [[1]], 4)
         producer.revoke("r")
-        ends = await asyncio.gather(*(link.ask_end(key(ticket), within_s=PATIENCE_S) for _ in range(3)))
+        ends = await asyncio.gather(*(link.ask_end(lease_of(ticket), within_s=PATIENCE_S) for _ in range(3)))
         assert [end.ended_by for end in ends] == ["revoked"] * 3
         assert ends[0].ended_s >= 0.0
-        assert questions == [[key(ticket)]]
+        assert questions == [[lease_of(ticket)]]
 
 
 async def test_an_older_producer_says_no_more_than_that_a_lease_has_ended(monkeypatch):
@@ -231,7 +227,7 @@ async def test_an_older_producer_says_no_more_than_that_a_lease_has_ended(monkey
     async with producing() as producer, linked(producer) as link:
         ticket = producer.offer("r", [[1]], 4)
         producer.revoke("r")
-        end = await link.ask_end(key(ticket), within_s=PATIENCE_S)
+        end = await link.ask_end(lease_of(ticket), within_s=PATIENCE_S)
         assert (end, end.words) == (LeaseEnd("unknown", None), "it ended, reason unknown")
 
 

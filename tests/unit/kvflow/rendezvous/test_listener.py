@@ -14,14 +14,10 @@ from kvflow.events import ConsumerRejected
 from kvflow.rendezvous.endpoint import READER
 from kvflow.worker.runtime import open_worker
 from tests.helpers.waiting import until
+from tests.unit.kvflow.worker.helpers import lease_of
 from tests.unit.kvflow.worker.pulling import FaultyNetwork
 
 from .helpers import OURS, PATIENCE_S, READER_INCARNATION, SECURITY, cache_of, config, linked, producing, side
-
-
-def key(ticket):
-    (grant,) = ticket.grants
-    return grant.slot, grant.epoch_value
 
 
 async def ended(producer, name):
@@ -35,12 +31,12 @@ async def test_a_lease_ends_when_every_rank_of_a_reader_has_released_it():
         tickets = [producer.offer(name, [[1]], 4) for name in ("one", "both", "again")]
         async with linked(producer, local=ranks[1]) as second:
             for link in (first, first, second):
-                link.release([key(tickets[1]), (99, 99)], read=True)
+                link.release([lease_of(tickets[1]), (99, 99)], read=True)
             assert await ended(producer, "both") == "released"
-        second.release([key(tickets[0])], read=True)  # it has left, and nobody hears it
-        first.release([key(tickets[0])], read=True)
+        second.release([lease_of(tickets[0])], read=True)  # it has left, and nobody hears it
+        first.release([lease_of(tickets[0])], read=True)
         async with linked(producer) as alone:
-            alone.release([key(tickets[2])], read=True)
+            alone.release([lease_of(tickets[2])], read=True)
             assert await ended(producer, "again") == "released"
         assert producer._leases.requests() == ("one",)
 
@@ -49,9 +45,9 @@ async def test_a_lease_ends_when_every_rank_of_a_reader_has_released_it():
 async def test_a_lease_was_used_if_its_reader_says_that_it_has_read(said, end):
     async with producing() as producer, linked(producer) as link:
         ticket = producer.offer("r", [[1]], 4)
-        slot, epoch = key(ticket)
+        slot, epoch = lease_of(ticket)
         link._client.send(Release(leases=(LeaseRef(slot=slot, epoch=epoch),), read=said))
-        assert (await link.ask_end(key(ticket), within_s=PATIENCE_S)).ended_by == end
+        assert (await link.ask_end(lease_of(ticket), within_s=PATIENCE_S)).ended_by == end
 
 
 async def test_a_reader_that_breaks_the_protocol_is_reported_by_name():

@@ -35,6 +35,18 @@ def cache_of(num_blocks=8, specs=None, **how):
     return allocate(specs or SPECS, num_blocks=num_blocks, layout="BLHNC", **how)
 
 
+def lease_of(ticket):
+    """Return slot and epoch of a ticket of one grant."""
+    (grant,) = ticket.grants
+    return grant.slot, grant.epoch_value
+
+
+async def turns(count):
+    """Let the loop turn so many times."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 class Clock:
     """Time that passes when it is told to."""
 

@@ -25,7 +25,7 @@ from kvflow.worker.threaded import run_worker
 from tests.helpers.waiting import until
 from tests.ports import free_port
 
-from .helpers import PATIENCE_S, SECRET, Reports, cache_of
+from .helpers import PATIENCE_S, SECRET, Reports, cache_of, lease_of
 from .pulling import FaultyNetwork, config, failure, opened
 from .virtual import virtual
 
@@ -44,10 +44,6 @@ def keep(worker, name, *blocks, **how):
 
 def held(worker):
     return {lease.request_id: lease.kind == "kept" for lease in worker.snapshot().held_leases}
-
-
-def lease_of(ticket):
-    return ticket.grants[0].slot, ticket.grants[0].epoch_value
 
 
 @pytest.fixture

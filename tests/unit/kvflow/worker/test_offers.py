@@ -25,7 +25,7 @@ from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker.runtime import open_worker
 from tests.fakes.models import Shape
 
-from .helpers import PATIENCE_S, SECRET, SPECS, Reports, cache_of, futures_left
+from .helpers import PATIENCE_S, SECRET, SPECS, Reports, cache_of, futures_left, turns
 from .pulling import config, opened
 from .virtual import virtual
 
@@ -66,11 +66,6 @@ def requests(producer):
     return producer._leases.requests()
 
 
-async def turns(count=5):
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
 async def waited(*awaitables):
     async with asyncio.timeout(PATIENCE_S):
         return await asyncio.gather(*awaitables, return_exceptions=True)
@@ -102,7 +97,7 @@ async def test_a_lease_that_is_released_before_its_admission_ends_on_admission()
 async def test_each_caller_that_waits_for_an_end_is_told_and_so_are_later_ones(producer):
     producer.offer("r", BLOCKS, 8)
     waiters = [asyncio.ensure_future(producer.wait_offer("r")) for _ in range(3)]
-    await turns()
+    await turns(5)
     waiters[0].cancel()
     producer.revoke("r")
     impatient, *patient = await waited(*waiters)
@@ -114,7 +109,7 @@ async def test_each_caller_that_waits_for_an_end_is_told_and_so_are_later_ones(p
 async def test_of_leases_that_end_together_each_end_is_told(producer):
     grants = [producer.offer(name, BLOCKS, 8).grants[0] for name in "abc"]
     waiters = [asyncio.ensure_future(producer.wait_offer(name)) for name in "abc"]
-    await turns()
+    await turns(5)
     producer._leases.on_release([(grant.slot, grant.epoch_value) for grant in grants], ALONE)
     assert await waited(*waiters) == ["released"] * 3
     assert await waited(*map(producer.wait_offer, "abc")) == ["released"] * 3
@@ -122,15 +117,15 @@ async def test_of_leases_that_end_together_each_end_is_told(producer):
 
 async def test_draining_refuses_offers_that_wait_and_waits_for_each_lease(full):
     line = [waiting(full, name) for name in "ab"]
-    await turns()
+    await turns(5)
     drained = asyncio.ensure_future(full.drain(PATIENCE_S))
-    await turns()
+    await turns(5)
     assert all(task.done() for task in line)
     assert [type(error) for error in await waited(*line)] == [WorkerDraining] * 2
     for name in requests(full):
         assert not drained.done()
         full.revoke(name)
-        await turns()
+        await turns(5)
     (report,) = await waited(drained)
     assert report.complete
 
@@ -140,7 +135,7 @@ async def test_a_caller_that_gives_up_waiting_is_forgotten(producer, wait, monke
     producer.offer("r", BLOCKS, 8)
     call = partial(producer.wait_offer, "r") if wait == "wait_offer" else partial(producer.drain, PATIENCE_S)
     patient = asyncio.ensure_future(call())
-    await turns()
+    await turns(5)
     assert await futures_left(call, monkeypatch) == 0
     producer.revoke("r")
     (outcome,) = await waited(patient)
@@ -158,7 +153,7 @@ async def test_a_name_that_is_offered_again_forgets_its_past(producer, monkeypat
     assert caught.value.request_id == "a"
     producer.offer("b", BLOCKS, 8)
     waiter = asyncio.ensure_future(producer.wait_offer("b"))
-    await turns()
+    await turns(5)
     assert not waiter.done()
     producer.revoke("b")
     assert await waited(waiter) == ["revoked"]
@@ -338,7 +333,7 @@ def waiting(producer, name, *, block_ids=BLOCKS, timeout_s=None):
 
 async def test_offers_that_wait_are_served_in_turn(full, reports):
     line = [waiting(full, name) for name in "abc"]
-    await turns()
+    await turns(5)
     assert not any(task.done() for task in line)
     with pytest.raises(CapacityExceeded, match="leases"):
         await waiting(full, "impatient", timeout_s=0)
@@ -355,7 +350,7 @@ async def test_offers_that_wait_are_served_in_turn(full, reports):
 
 async def test_a_caller_that_gives_up_leaves_the_line(full):
     line = [waiting(full, name) for name in "abc"]
-    await turns()
+    await turns(5)
     line[0].cancel()
     full.revoke("0")
     line[1].cancel()  # it has not run when the slot is given away
@@ -368,7 +363,7 @@ async def test_a_caller_that_gives_up_leaves_the_line(full):
 @pytest.mark.parametrize("timeout_s", [0, None])
 async def test_an_offer_that_gave_up_waiting_keeps_no_other_from_the_slot(full, timeout_s):
     task = waiting(full, "a", timeout_s=timeout_s)
-    await turns()
+    await turns(5)
     task.cancel()
     await asyncio.wait([task])
     full.revoke("0")
@@ -377,7 +372,7 @@ async def test_an_offer_that_gave_up_waiting_keeps_no_other_from_the_slot(full, 
 
 async def test_a_ticket_that_its_caller_never_gets_is_revoked(full, reports):
     task = waiting(full, "a")
-    await turns()
+    await turns(5)
     full.revoke("0")
     await asyncio.sleep(0)
     assert "a" in requests(full), "its ticket is made, and its caller has not run yet"
@@ -409,7 +404,7 @@ async def test_a_ticket_that_comes_at_the_end_of_the_wait_is_given(full, reports
 async def test_callers_that_wait_are_bounded(full, monkeypatch):
     monkeypatch.setattr("kvflow.worker.producer.WAITING_MAX", 2)
     line = [waiting(full, name) for name in "ab"]
-    await turns()
+    await turns(5)
     with pytest.raises(CapacityExceeded, match="offers that wait") as caught:
         await waiting(full, "c")
     assert caught.value.limit == 2
@@ -436,7 +431,7 @@ class Broken:
 )
 async def test_a_failing_offer_does_not_stop_the_offers_after_it(full, wrong, error):
     broken, right = waiting(full, **wrong), waiting(full, "b")
-    await turns()
+    await turns(5)
     full.revoke("0")
     failed, ticket = await waited(broken, right)
     assert isinstance(failed, error)
@@ -451,7 +446,7 @@ async def test_callers_that_wait_are_refused_when_the_worker_closes():
         for index in range(SLOTS):
             producer.offer(str(index), BLOCKS, 8)
         line = [waiting(producer, name) for name in "ab"]
-        await turns()
+        await turns(5)
     assert [type(error) for error in await waited(*line, waiting(producer, "late"))] == [WorkerClosed] * 3
     with pytest.raises(WorkerClosed):
         producer.offer("late", BLOCKS, 8)

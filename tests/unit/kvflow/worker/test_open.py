@@ -25,7 +25,7 @@ from kvflow.worker import answers
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.threaded import run_worker
 
-from .helpers import PATIENCE_S, SECRET, Reports, cache_of
+from .helpers import PATIENCE_S, SECRET, Reports, cache_of, lease_of
 from .pulling import config, opened
 from .virtual import virtual
 
@@ -42,10 +42,6 @@ SPECS = {
 def chain(*tokens):
     """Return a digest for each block that covers those before."""
     return [f"{tokens[:end]}".encode() for end in range(1, len(tokens) + 1)]
-
-
-def lease_of(ticket):
-    return ticket.grants[0].slot, ticket.grants[0].epoch_value
 
 
 class Asked:

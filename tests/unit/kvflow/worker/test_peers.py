@@ -31,7 +31,7 @@ from kvflow.worker.peers import PeerPool
 from kvflow.worker.prepared import PreparedTable
 from kvflow.worker.runtime import open_worker
 
-from .helpers import PATIENCE_S, SPECS, Clock, cache_of
+from .helpers import PATIENCE_S, SPECS, Clock, cache_of, turns
 from .pulling import Faults, FaultyNetwork, config, failure, issued_before, opened, with_faults
 
 ADDRESS = "tcp://127.0.0.1:1"
@@ -73,11 +73,6 @@ async def ended(worker, name="request-1"):
     """Return how an offer has ended."""
     async with asyncio.timeout(PATIENCE_S):
         return await worker.wait_offer(name)
-
-
-async def turns(count=50):
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 async def test_pulls_that_start_together_share_one_connection():
@@ -122,7 +117,7 @@ async def test_a_lost_peer_is_told_once_and_connected_again_when_needed(world, n
     assert (dropped.peer, dropped.code) == (named(world.ticket("another")), "peer_lost")
     assert world.consumer.snapshot().dropped == {"peer_lost": 1}
     assert [gone for _, gone in world.faults.called("remove")] == [False], "it may come again"
-    await turns()
+    await turns(50)
     assert len(network.dialed) == 1
     await world.pull(world.ticket("again"))
     assert len(network.dialed) == 2
@@ -139,7 +134,7 @@ async def test_a_peer_that_said_goodbye_is_closed_and_never_dialed(network):
         for ask in (world.pull, world.consumer.release):
             with pytest.raises(StaleLease, match="it said goodbye"):
                 await ask(late)
-        await turns()
+        await turns(50)
         assert len(network.dialed) == 1
 
 
@@ -154,7 +149,7 @@ async def test_a_successor_is_dialed_by_its_own_pull_and_the_old_ones_once(netwo
             await world.pull(offered(old))
         with pytest.raises(StaleLease, match="was restarted"):
             await world.pull(offered(older))
-        await turns()
+        await turns(50)
         assert len(network.dialed) == 2
         await world.pull(offered(new))
         with pytest.raises(StaleLease, match="is closed"):
@@ -221,7 +216,7 @@ async def test_a_pull_of_a_peer_that_is_being_left_connects_it_again(world, netw
     network.leaving.clear()
     network.cut(world.producer.endpoint)
     handle = world.start()
-    await turns()
+    await turns(50)
     assert len(network.dialed) == 1
     network.leaving.set()
     async with asyncio.timeout(PATIENCE_S):
@@ -310,7 +305,7 @@ async def test_a_closed_worker_does_not_connect_a_peer_that_it_is_leaving(networ
             network.leaving.clear()
             network.cut(producer.endpoint)
             late = asyncio.ensure_future(consumer.release(offered(producer, "late")))
-            await turns()
+            await turns(50)
             asyncio.get_running_loop().call_soon(network.leaving.set)
         with pytest.raises(WorkerClosed):
             await late
