@@ -2,10 +2,12 @@
 
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
 from contextlib import suppress
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from kvflow.reads.bounds import check_rows
 from kvflow.reads.contract import SERVES_NOTHING, LeaseName, PeerAddress, PreparedList
 from kvflow.reads.tcp.backend import TcpBackend
 from kvflow.reads.tcp.opening import Rejected
+from kvflow.reads.tcp.stream import ByteRows
 from kvflow.reads.tcp01 import opening, wire
 from kvflow.reads.tcp01.opening import OldTlsStream
 
@@ -189,3 +192,65 @@ def test_what_is_no_tls_ends_the_handshake():
         far.sendall(b"kvftcp02" * 9)
         with pytest.raises(Rejected, match="does not speak TLS"):
             next(shaking)
+
+
+FFDHE3072 = """\
+-----BEGIN DH PARAMETERS-----
+MIIBiAKCAYEA//////////+t+FRYortKmq/cViAnPTzx2LnFg84tNpWp4TZBFGQz
++8yTnc4kmz75fS/jY2MMddj2gbICrsRhetPfHtXV/WVhJDP1H18GbtCFY2VVPe0a
+87VXE15/V8k1mE8McODmi3fipona8+/och3xWKE2rec1MKzKT0g6eXq8CrGCsyT7
+YdEIqUuyyOP7uWrat2DX9GgdT0Kj3jlN9K5W7edjcrsZCwenyO4KbXCeAvzhzffi
+7MA0BM0oNC9hkXL+nOmFg/+OTxIy7vKBg8P+OxtMb61zO7X8vC7CIAXFjvGDfRaD
+ssbzSibBsu/6iGtCOGEfz9zeNVs7ZRkDW7w09N75nAI4YbRvydbmyQd62R0mkff3
+7lmMsPrBhtkcrv4TCYUTknC0EwyTvEN5RPT9RFLi103TZPLiHnH1S/9croKrnJ32
+nuhtK8UiNjoNq8Uhl5sN6todv5pC1cRITgq80Gv6U93vPBsg7j/VnXwl5B0rZsYu
+N///////////AgEC
+-----END DH PARAMETERS-----
+"""
+"""The group of RFC 7919 that producers of the release before use."""
+
+
+def test_bytes_arrive_both_ways_through_tls(tmp_path):
+    (tmp_path / "group").write_text(FFDHE3072)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers(opening.CIPHER)
+    context.load_dh_params(tmp_path / "group")
+    near, far = socket.socketpair()
+    said, answer = bytes(range(256)) * 2000, bytes(range(255, -1, -1)) * 3000
+    heard = []
+
+    def serve():
+        with far, context.wrap_socket(far, server_side=True) as tls, tls.makefile("rb") as words:
+            heard.append(words.read(len(said)))
+            tls.sendall(answer)
+            words.read()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with near:
+        near.setblocking(False)
+        stream = OldTlsStream(near)
+        shaking = stream.shake()
+        binding = None
+        while binding is None:
+            try:
+                next(shaking)
+                select.select([near], [], [], PATIENCE_S)
+            except StopIteration as shaken:
+                binding = shaken.value
+        assert len(binding) == 32
+        left = said
+        while left:
+            left = left[stream.write(left) :]
+            select.select([], [near], [], PATIENCE_S)
+        target = np.zeros(len(answer), np.uint8)
+        cuts = [0, 5, 70_000, len(answer)]
+        table = [(target.ctypes.data + first, end - first) for first, end in pairwise(cuts)]
+        rows = ByteRows(np.array(table))
+        while rows.left:
+            if not stream.receive(rows) and not stream.pending:
+                select.select([near], [], [], PATIENCE_S)
+        assert target.tobytes() == answer
+    thread.join()
+    assert heard == [said]
