@@ -26,7 +26,7 @@ from typing import Any
 from kvflow.tools.bench import quantile
 from tests.vllm import engine_process
 from tests.vllm.chats import TOKENS_MAX, Chats, Kind
-from tests.vllm.clients import RUNNING, USAGE, client_of
+from tests.vllm.clients import client_of
 from tests.vllm.engines import ANSWER_S, OUT, Engine, Nursery, Options, free_port
 from tests.vllm.howto import PREFILL_PORT
 from tests.vllm.prompts import prompt_of
@@ -95,10 +95,9 @@ class Turns(Chats):
         return first_s
 
     def settle(self) -> None:
-        """Wait until no request runs and no lease of an offer is held."""
-        for server in (self.prefill, self.decode):
-            server.wait_metric(0, RUNNING)
-            server.wait_metric(0, USAGE)
+        """Wait until both servers are idle."""
+        self.prefill.wait_idle()
+        self.decode.wait_idle()
 
     def forget(self) -> None:
         """Have the prefill engine forget what it has computed and read."""

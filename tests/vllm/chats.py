@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from .clients import RUNNING, USAGE, client_of
+from .clients import client_of
 from .engines import free_port
 from .howto import DECODE_PORT, PREFILL_PORT, SHARING_PAGE, SOURCE_PORT, command
 from .pairs import FULL
@@ -115,10 +115,9 @@ class Chats(Deployment):
         return self.serve(name, self.fitted(patient, {PREFILL_PORT: port}) + flags, port)
 
     def settle(self) -> None:
-        """Wait until no request runs and no lease of an offer is held."""
-        for server in (self.prefill, self.second, self.decode):
-            server.wait_metric(0, RUNNING)
-            server.wait_metric(0, USAGE)
+        """Wait until all servers are idle."""
+        super().settle()
+        self.second.wait_idle()
 
     def crowd_out(self, name: str) -> None:
         """Have both prefill engines compute what needs more blocks than they have."""

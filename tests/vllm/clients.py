@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 
-from .servers import Deployment, Server
+from .servers import RUNNING, Deployment, Server
 
 TOKENS = 32
 LONG = 600
@@ -17,8 +17,7 @@ BLOCK_TOKENS = 128
 BLOCK_BYTES = 4 * 2 * 2 * BLOCK_TOKENS * 64 * 2
 """Of llama: layers, keys and values, heads, tokens, elements of a head, bytes of one."""
 
-WAITING = "vllm:num_requests_waiting"
-RUNNING, USAGE, ENDED = "vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:request_success_total"
+ENDED = "vllm:request_success_total"
 TRANSFERS, LEASES = "vllm:kvflow_transfer_seconds_count", "vllm:kvflow_leases_ended_total"
 GENERATED = "vllm:generation_tokens_total"
 UNTAGGED = "vllm:kvflow_untagged_requests_total"

@@ -71,12 +71,8 @@ def deployment(request, pairs, tmp_path_factory):
 @pytest.fixture
 def settled(deployment):
     """The servers of the tests; after each test nothing runs, and no block is taken."""
-    from .clients import RUNNING, USAGE  # likewise
-
     yield deployment
-    for server in (deployment.prefill, deployment.decode):
-        server.wait_metric(0, RUNNING)
-        server.wait_metric(0, USAGE)
+    deployment.settle()
 
 
 def outcomes(terminalreporter):

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from tests.ports import free_port
 
@@ -33,6 +33,10 @@ START_S = 480.0
 """An engine is ready in 10 s when nothing else runs."""
 ANSWER_S = 120.0
 STOP_S = 60.0
+PAUSE_S = 0.05
+"""Between two looks at something that will come."""
+
+T = TypeVar("T")
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -61,6 +65,22 @@ LOG_TAIL = 6000
 
 class EngineFailed(AssertionError):
     """An engine has ended, or does not answer; the message has the end of its log."""
+
+
+def look(
+    find: Callable[[], T], wanted: Callable[[T], object], missing: Callable[[T], str], patience_s: float = ANSWER_S
+) -> T:
+    """Look until what is found is as wanted, and return it.
+
+    Raises:
+        EngineFailed: it is not in time; the message is what ``missing`` says of the last look.
+    """
+    deadline = time.monotonic() + patience_s
+    while not wanted(found := find()):
+        if time.monotonic() > deadline:
+            raise EngineFailed(f"{missing(found)} after {patience_s} s")
+        time.sleep(PAUSE_S)
+    return found
 
 
 @dataclass(frozen=True)
@@ -323,12 +343,9 @@ class Engine:
 
     def wait_state(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """Ask until the state is as wanted."""
-        deadline = time.monotonic() + timeout_s
-        while not condition(state := self.state()):
-            if time.monotonic() > deadline:
-                raise EngineFailed(f"{self.name} is still at {state} after {timeout_s} s\n{self.log_tail()}")
-            time.sleep(0.05)
-        return state
+        return look(
+            self.state, condition, lambda state: f"{self.log_tail()}\n{self.name} is still at {state}", timeout_s
+        )
 
     def settle(self, timeout_s: float = ANSWER_S) -> None:
         """Wait until it keeps no request, and every block is free that was free at the start."""

@@ -2,13 +2,12 @@
 
 import os
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .engines import ANSWER_S, DISK, KVFLOW, NIXL, OUT, PYTHON, ROOT, EngineFailed, Nursery, Options, Pair
+from .engines import DISK, KVFLOW, NIXL, OUT, PYTHON, ROOT, EngineFailed, Nursery, Options, Pair, look
 from .tiny_models import CONFIGS, DRAFT, folder_of
 
 FULL = os.environ.get("KVFLOW_TEST_VLLM") == "full"
@@ -40,12 +39,7 @@ RANKS_LOG = OUT / "logs" / "ranks.jsonl"
 
 def await_all(find: Callable[[], list[Any]], number: int = 1) -> list[Any]:
     """Wait until a search finds so many records, and return them: they are written after what they tell of."""
-    deadline = time.monotonic() + ANSWER_S
-    while len(found := find()) < number:
-        if time.monotonic() > deadline:
-            raise EngineFailed(f"{len(found)} of {number} records after {ANSWER_S} s")
-        time.sleep(0.05)
-    return found
+    return look(find, lambda found: len(found) >= number, lambda found: f"{len(found)} of {number} records")
 
 
 def _variants(model: str, options: Options) -> dict[str, tuple[Options, Options]]:

@@ -1,12 +1,11 @@
 """Released routers before the engines of a deployment, started as docs/howto/routers.md says."""
 
 import json
-import time
 from collections.abc import Callable
 
-from .engines import ANSWER_S, EngineFailed, free_port
+from .engines import free_port, look
 from .howto import PREFILL_PORT, PROXY_PORT, ROUTERS_PAGE, command
-from .servers import PAUSE_S, Deployment, Server, fetch
+from .servers import Deployment, Server, fetch
 
 
 def start_vllm_router(deployment: Deployment, second: Server | None = None) -> Server:
@@ -54,11 +53,8 @@ def _launch(deployment: Deployment, name: str, shell: str) -> Server:
 
 def _wait_workers(front: Server, number: int) -> None:
     """Wait until ``smg`` knows that so many servers are well; it answers before that."""
-    deadline = time.monotonic() + ANSWER_S
-    while True:
-        workers = json.loads(fetch(f"{front.url}/workers"))["workers"]
-        if len(workers) == number and all(each["is_healthy"] for each in workers):
-            return
-        if time.monotonic() > deadline:
-            raise EngineFailed(f"{front.name} knows of {workers}")
-        time.sleep(PAUSE_S)
+    look(
+        lambda: json.loads(fetch(f"{front.url}/workers"))["workers"],
+        lambda workers: len(workers) == number and all(each["is_healthy"] for each in workers),
+        lambda workers: f"{front.name} knows of {workers}",
+    )

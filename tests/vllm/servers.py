@@ -10,22 +10,23 @@ import time
 import urllib.request
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from .engines import ANSWER_S, ENVIRONMENT, OUT, PYTHON, ROOT, START_S, EngineFailed, free_port
+from .engines import ANSWER_S, ENVIRONMENT, OUT, PAUSE_S, PYTHON, ROOT, START_S, EngineFailed, free_port, look
 from .howto import DECODE_PORT, PAGE, PREFILL_PORT, PROXY_PORT, command
 
 LOGS = OUT / "logs"
 STOP_S = 30.0
 LOG_TAIL = 6000
-PAUSE_S = 0.1
-"""Between two looks at something that will come."""
 
 ROUTERS = Path(os.environ.get("KVFLOW_TEST_ROUTERS", ROOT / ".venv-routers"))
 """An environment with what requirements-routers.txt names."""
+
+RUNNING, WAITING, USAGE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
 
 PROGRAMS = {
     # As the page says for servers without a GPU: compilation would take longer than all the rest.
@@ -126,19 +127,21 @@ class Server:
 
     def wait_metric(self, value: float, name: str, **labels: str) -> None:
         """Wait until a metric has a value: vLLM tells of a step after the step."""
-        deadline = time.monotonic() + ANSWER_S
-        while (found := self.metric(name, **labels)) != value:
-            if time.monotonic() > deadline:
-                raise EngineFailed(f"{self.name}: {name} {labels} is {found} and not {value}")
-            time.sleep(PAUSE_S)
+        look(
+            lambda: self.metric(name, **labels),
+            lambda found: found == value,
+            lambda found: f"{self.name}: {name} {labels} is {found} and not {value}",
+        )
+
+    def wait_idle(self) -> None:
+        """Wait until no request runs or waits, and no block is taken, by an offer's lease either."""
+        for name in (RUNNING, WAITING, USAGE):
+            self.wait_metric(0, name)
 
     def wait_logged(self, text: str) -> None:
         """Wait until it has logged a text."""
-        deadline = time.monotonic() + START_S
-        while text not in self.log.read_text(errors="replace"):
-            if time.monotonic() > deadline:
-                raise EngineFailed(f"{self.name} has not logged {text!r}")
-            time.sleep(PAUSE_S)
+        logged = partial(self.log.read_text, errors="replace")
+        look(logged, lambda log: text in log, lambda _: f"{self.name} has not logged {text!r}", START_S)
 
 
 class Together:
@@ -199,6 +202,16 @@ class Deployment(Together):
     def start_prefill(self) -> None:
         """Start the server that prefills, for the first time or again; it is not ready yet."""
         self.prefill = self._start("prefill", self._page("vllm serve", "kv_producer"), PREFILL_PORT)
+
+    def restart_prefill(self) -> None:
+        """Start it again, and wait until it is ready."""
+        self.start_prefill()
+        self.prefill.wait_ready()
+
+    def settle(self) -> None:
+        """Wait until both servers are idle."""
+        self.prefill.wait_idle()
+        self.decode.wait_idle()
 
     def start_second_prefill(self, **settings: Any) -> Server:
         """Start one more server that prefills, with further settings of the connector."""

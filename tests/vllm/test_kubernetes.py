@@ -4,17 +4,16 @@ What Kubernetes does is done here: pods get addresses and names, variables are f
 """
 
 import json
-import time
 
 import pytest
 
 from tests.docs.manifests import ENGINES, container, ports, transfer_config, workload
 
 from .clients import BLOCK_BYTES, blocks_of
-from .engines import ANSWER_S
+from .engines import look
 from .hosts import TOKENS, FarServers
 from .prompts import prompt_of
-from .servers import PATIENCE, PAUSE_S, PROGRAMS
+from .servers import PATIENCE, PROGRAMS
 
 LENGTHS = (3, 150, 333, 400, 512, 700)
 MODEL = "Qwen/Qwen3-8B"
@@ -66,10 +65,11 @@ class Cluster(FarServers):
 
     def wait_total(self, value, kind, metric):
         """Wait until a metric has a value over all servers of a kind: vLLM tells of a step after the step."""
-        deadline = time.monotonic() + ANSWER_S
-        while (found := self.total(kind, metric)) != value:
-            assert time.monotonic() < deadline, f"{metric} is {found} and not {value}"
-            time.sleep(PAUSE_S)
+        look(
+            lambda: self.total(kind, metric),
+            lambda found: found == value,
+            lambda found: f"{metric} is {found} and not {value}",
+        )
 
 
 @pytest.fixture(scope="module")

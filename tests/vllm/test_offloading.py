@@ -14,7 +14,6 @@ from .clients import (
     BLOCK_TOKENS,
     RELEASED,
     TOKENS,
-    USAGE,
     client_of,
     completed,
     moved,
@@ -65,7 +64,7 @@ class Offloading(PagePair):
 
     def forget_prefixes(self):
         """Empty the prefix cache of the decode server, which would have a prompt before any connector."""
-        self.decode.wait_metric(0, USAGE)
+        self.decode.wait_idle()
         request = urllib.request.Request(f"{self.decode.url}/reset_prefix_cache", method="POST")
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             assert answer.status == 200

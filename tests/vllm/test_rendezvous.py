@@ -13,13 +13,13 @@ import pytest
 from tests.helpers.waiting import wait_until
 from tests.stopping import stopped
 
-from .clients import LEASES, RELEASED, RUNNING, TRANSFERS, USAGE, WAITING, said, text_of
+from .clients import LEASES, RELEASED, TRANSFERS, said, text_of
 from .engines import free_port
 from .howto import DECODE_PORT, PREFILL_PORT, SOURCE_PORT, command, members
 from .pairs import FULL, await_all, model_folder
 from .prompts import prompt_of
 from .routers import STARTS
-from .servers import Deployment
+from .servers import USAGE, WAITING, Deployment
 
 FRONTS = ("kvflow proxy", "vllm-router")
 FLAGS = " --dtype float32 --max-num-batched-tokens 128"
@@ -82,9 +82,7 @@ def fronts(both):
 @pytest.fixture
 def settled(both):
     yield both
-    for server in (both.prefill, both.decode):
-        for metric in (RUNNING, WAITING, USAGE):
-            server.wait_metric(0, metric)
+    both.settle()
 
 
 def follows(both, front, prompt, **asked):
@@ -156,8 +154,7 @@ def test_a_prefill_server_that_is_killed_in_mid_prompt_costs_nothing(settled, fr
         assert asked.result() == alone
     [read] = await_all(lambda: settled.reads(begun))
     assert read["event"] == "transfer.failed"
-    settled.start_prefill()
-    settled.prefill.wait_ready()
+    settled.restart_prefill()
     first = prompt_of(100, "after the kill")  # of which the proxy learns that both can be asked at once again
     assert said(settled, front, first) == said(settled, settled.alone, first)
     follows(settled, front, prompt_of(LENGTHS[0], "after the kill"))

@@ -16,12 +16,10 @@ from .clients import (
     BLOCK_TOKENS,
     LEASES,
     RELEASED,
-    RUNNING,
     TOKENS,
     TRANSFERS,
     TWO_SAMPLES,
     UNTAGGED,
-    USAGE,
     Said,
     blocks_of,
     hang_up,
@@ -29,11 +27,10 @@ from .clients import (
     said,
     text_of,
 )
-from .engines import ANSWER_S
+from .engines import ANSWER_S, PAUSE_S
 from .pairs import FULL
 from .prompts import prompt_of
 from .routers import STARTS
-from .servers import PAUSE_S
 
 PROXY = "kvflow proxy"
 RELEASED_ROUTERS = ["vllm-router", *(["smg"] if FULL else [])]
@@ -198,15 +195,13 @@ def test_a_prefill_server_dies_and_comes_back_and_no_answer_is_wrong(deployment,
     for client in everyone:
         for prompt, answer in client.answers.items():
             assert answer == said(deployment, deployment.alone, prompt)
-    deployment.decode.wait_metric(0, RUNNING)
-    deployment.decode.wait_metric(0, USAGE)
+    deployment.decode.wait_idle()
     assert deployment.decode.counted(FAILED, "code") - codes <= GONE
 
-    deployment.start_prefill()
-    deployment.prefill.wait_ready()
+    deployment.restart_prefill()
     for name, front in fronts.items():
         require_transfers_again(deployment, name, front)
-    deployment.prefill.wait_metric(0, USAGE)
+    deployment.prefill.wait_idle()
 
 
 def require_transfers_again(deployment, name, front):

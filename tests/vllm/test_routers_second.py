@@ -6,10 +6,9 @@ import time
 import openai
 import pytest
 
-from .clients import ENDED, RUNNING, TRANSFERS, USAGE, said, text_of
-from .engines import ANSWER_S
+from .clients import ENDED, TRANSFERS, said, text_of
+from .engines import ANSWER_S, PAUSE_S
 from .routers import start_smg, start_vllm_router
-from .servers import PAUSE_S
 from .tables import ROUTERS, TABLES
 
 pytestmark = pytest.mark.parametrize("deployment", ["llama"], indirect=True)
@@ -45,11 +44,9 @@ def test_when_the_prefill_server_in_use_dies_the_other_one_takes_its_place(deplo
             break
         assert time.monotonic() < deadline
     TABLES[ROUTERS].append((front.name, failed))
-    deployment.decode.wait_metric(0, RUNNING)
-    deployment.decode.wait_metric(0, USAGE)
+    deployment.decode.wait_idle()
 
     front.stop()
     second.kill()
     if not deployment.prefill.alive:
-        deployment.start_prefill()
-        deployment.prefill.wait_ready()
+        deployment.restart_prefill()

@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from .clients import ENDED, LEASES, RELEASED, TRANSFERS, TWO_SAMPLES, UNTAGGED, USAGE, moved, said, text_of
+from .clients import ENDED, LEASES, RELEASED, TRANSFERS, TWO_SAMPLES, UNTAGGED, moved, said, text_of
 from .prompts import prompt_of
 from .routers import start_smg, start_unlabeled_smg
 
@@ -48,7 +48,7 @@ def test_without_a_label_the_prompts_of_a_server_that_always_offers_travel(settl
     assert [said(settled, front, prompt) for prompt in prompts] == alone
     settled.decode.wait_metric(before[0] + len(prompts), TRANSFERS)
     always.wait_metric(len(prompts), LEASES, **RELEASED)
-    always.wait_metric(0, USAGE)
+    always.wait_idle()
     front.stop()
     always.stop()
 

@@ -14,11 +14,9 @@ from .clients import (
     ENDED,
     LEASES,
     RELEASED,
-    RUNNING,
     TOKENS,
     TRANSFERS,
     UNTAGGED,
-    USAGE,
     blocks_of,
     client_of,
     completed,
@@ -30,7 +28,7 @@ from .clients import (
 from .engines import ANSWER_S
 from .howto import PROXY_PORT, blocks, log_line
 from .prompts import prompt_of
-from .servers import fetch
+from .servers import RUNNING, USAGE, fetch
 
 LENGTHS = (3, 128, 150, 333, 512, 700)
 
@@ -218,7 +216,7 @@ def expect_pulled(deployment, answer, ask):
     assert [choice.token_ids for choice in said.choices] == [choice.token_ids for choice in alone.choices]
     deployment.prefill.wait_metric(ended + 1, "vllm:kvflow_leases_ended_total")
     deployment.decode.wait_metric(before[0] + 1, "vllm:kvflow_transfer_seconds_count")
-    deployment.prefill.wait_metric(0, USAGE)
+    deployment.prefill.wait_idle()
     transfers, nbytes, _, released = (now - then for now, then in zip(moved(deployment), before, strict=True))
     assert (transfers, released) == (1, 1)
     return held, nbytes
