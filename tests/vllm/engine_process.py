@@ -169,7 +169,6 @@ class Served:
             blocks=pool.num_gpu_blocks,
             held=len(self.scheduler.requests),
             block_sizes=[group.kv_cache_spec.block_size for group in groups],
-            layout=str(getattr(self.core.scheduler.kv_cache_config, "kv_cache_layout", None)),
             descriptors=rank_process.READS.take(),
             steps=self.steps,
         )

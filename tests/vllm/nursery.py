@@ -5,8 +5,8 @@ these tests is imported before the fork. Whoever connects to ``SOCKET``, of the 
 object with ``root``, ``log``, ``environment`` and ``settings``. From then on the connection is the engine's: see
 ``engine_process``. Ends with its standard input.
 
-It can run for as long as one works on a connector: ``KVFLOW_TEST_VLLM_NURSERY`` names its socket to tests and to
-``tests.vllm.pair``, which start their own otherwise::
+It can run for as long as one works on a connector: ``KVFLOW_TEST_VLLM_NURSERY`` names its socket to tests, which start
+their own otherwise::
 
     sleep infinity | OMP_NUM_THREADS=1 python -m tests.vllm.nursery /tmp/nursery
 """
