@@ -52,7 +52,7 @@ def test_loads_of_several_ranks_are_dropped_and_computed(pair):
         request = pair.decode.submit(prompt, given, max_tokens=LONG)
         pair.decode.wait_state(lambda state: state["free_blocks"] < pair.decode.free_blocks)
         assert pair.decode.reset_prefix_cache(running=True, external=True)
-        assert request.wait()["tokens"] == alone
+    assert request.wait()["tokens"] == alone  # who is silent for half a minute would get no release
     pair.settle()
     serves(pair)
 
