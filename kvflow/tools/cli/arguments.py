@@ -1,6 +1,7 @@
 """What several commands need: parsers, checked values of flags, settings of a member, and how results are printed."""
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -74,30 +75,29 @@ def bound_address(text: str) -> str:
     return address(text, port_min=0)
 
 
+def number_from(
+    kind: type[float] | type[int], low: float, wrong: str, *, high: float = math.inf
+) -> Callable[[str], Any]:
+    """Return a function that reads numbers from ``low`` to ``high``, and says of another one that it is ``wrong``."""
+
+    def read(text: str) -> float:
+        found = kind(text)
+        if not low <= found <= high:
+            raise argparse.ArgumentTypeError(f"{text} is {wrong}")
+        return found
+
+    read.__name__ = kind.__name__  # argparse names it where the text is no number
+    return read
+
+
 def at_least(minimum: int) -> Callable[[str], int]:
     """Return a function that reads integers from a minimum on."""
-
-    def read(text: str) -> int:
-        number = int(text)
-        if number < minimum:
-            raise argparse.ArgumentTypeError(f"{number} is below {minimum}")
-        return number
-
-    read.__name__ = "int"  # argparse names it where the text is no number
-    return read
+    return number_from(int, minimum, f"below {minimum}")
 
 
 def above_0(kind: type[float] | type[int]) -> Callable[[str], float]:
     """Return a function that reads numbers above 0."""
-
-    def read(text: str) -> float:
-        number = kind(text)
-        if not 0 < number < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-        return number
-
-    read.__name__ = kind.__name__  # argparse names it where the text is no number
-    return read
+    return number_from(kind, math.ulp(0.0), "not a number above 0", high=sys.float_info.max)
 
 
 def server(text: str) -> str:

@@ -22,6 +22,7 @@ from kvflow.tools.cli.arguments import (
     at_least,
     control_endpoint,
     member_config,
+    number_from,
     print_facts,
     print_json,
     with_default,
@@ -185,9 +186,10 @@ def add_parser(commands: Subparsers) -> None:
         "--key", dest="keys", action="append", metavar="KEY", help="public keys of these workers, in the same order"
     )
     with_default(parser, "--tokens", TOKENS, "tokens of the request", type=at_least(1), metavar="N")
-    with_default(parser, "--link-gbit-s", LINK_GBIT_S, "rate of the link, in Gbit/s", type=_positive, metavar="G")
+    positive = number_from(float, 1e-9, "not between 1e-9 and 1e9", high=1e9)
+    with_default(parser, "--link-gbit-s", LINK_GBIT_S, "rate of the link, in Gbit/s", type=positive, metavar="G")
     cost = "cost of a descriptor, in microseconds"
-    with_default(parser, "--descriptor-us", DESCRIPTOR_US, cost, type=_positive, metavar="US")
+    with_default(parser, "--descriptor-us", DESCRIPTOR_US, cost, type=positive, metavar="US")
     parser.add_argument(
         "--guess", action="store_true", help="describe an unknown model type as plain attention, and say so"
     )
@@ -206,16 +208,6 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print(figures, options)
     return 0
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < 1e9:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and below 1e9")
-    return number
-
-
-_positive.__name__ = "number"  # argparse names it where the text is no number
 
 
 def _of_model(options: argparse.Namespace, progress: Callable[[str], None]) -> ExplainFigures:

@@ -22,7 +22,15 @@ from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
 from kvflow.planning.assignment import assign_sources
 from kvflow.planning.plan import TransferPlan, plan_transfer
-from kvflow.tools.cli.arguments import CommandFailed, Subparsers, add_command, at_least, print_json, with_default
+from kvflow.tools.cli.arguments import (
+    CommandFailed,
+    Subparsers,
+    add_command,
+    at_least,
+    number_from,
+    print_json,
+    with_default,
+)
 
 NUM_BLOCKS = 1024
 
@@ -139,7 +147,8 @@ def add_parser(commands: Subparsers) -> None:
     )
     with_default(parser, "--kv", "content", where, choices=KV_FORMS)
     parser.add_argument("--block-size", type=at_least(1), metavar="N", help="tokens in one block; 16 for most models")
-    with_default(parser, "--blocks", NUM_BLOCKS, "blocks in the pool", type=_block_count, metavar="N")
+    blocks = number_from(int, 1, f"not between 1 and {BLOCKS_MAX}", high=BLOCKS_MAX)
+    with_default(parser, "--blocks", NUM_BLOCKS, "blocks in the pool", type=blocks, metavar="N")
     parser.add_argument("--cross-layers", action="store_true", help="let --layout auto choose a packed layout")
     parser.add_argument(
         "--guess", action="store_true", help="describe an unknown model type as plain attention, and say so"
@@ -250,13 +259,6 @@ def specs_of(
     for warning in told:
         print(f"kvflow: {warning.message}", file=sys.stderr)
     return specs
-
-
-def _block_count(text: str) -> int:
-    count = int(text)
-    if not 1 <= count <= BLOCKS_MAX:
-        raise argparse.ArgumentTypeError(f"{count} blocks are not between 1 and {BLOCKS_MAX}")
-    return count
 
 
 def _summarize(plan: CachePlan, model: str, *, layout: str, kv: str, enlarged: bool, peer: PeerFigures) -> Report:

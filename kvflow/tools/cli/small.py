@@ -28,6 +28,7 @@ from kvflow.tools.cli.arguments import (
     at_least,
     bound_address,
     missing_checkout,
+    number_from,
     require_extra,
     server,
     with_default,
@@ -290,7 +291,8 @@ def add_demo(commands: Subparsers) -> None:
         "every token with a process that does both. All parts run on the CPU of this machine.",
         examples="kvflow demo --prompts 8",
     )
-    with_default(parser, "--prompts", NUM_PROMPTS, "number of prompts, 2 or more", type=_prompt_count)
+    prompts = number_from(int, 2, "too few: prompts are short and long, so give 2 or more")
+    with_default(parser, "--prompts", NUM_PROMPTS, "number of prompts, 2 or more", type=prompts)
     parser.add_argument("--texts", type=Path, help="folder with README.md and docs/ for prompts; default: own code")
     with_default(parser, "--out", Path("out/demo"), "folder for logs", type=Path)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables, and no progress")
@@ -320,13 +322,6 @@ def run_demo(options: argparse.Namespace) -> int:
     configure_logging(logs / "driver.jsonl")
     engines = Engines(prefill=options.prefill, decode=options.decode) if options.prefill else None
     return run_and_show(options.texts, options.prompts, logs, engines, as_json=options.json)
-
-
-def _prompt_count(text: str) -> int:
-    count = int(text)
-    if count < 2:
-        raise argparse.ArgumentTypeError(f"{count} prompts cannot be both short and long: give 2 or more")
-    return count
 
 
 LISTEN = "127.0.0.1:8000"
