@@ -33,8 +33,6 @@ ONE_TOKEN: Final = {
 REPLACED: Final = {"stream": FALSE, "n": ONE, "max_completion_tokens": ONE, "background": FALSE}
 DROPPED: Final = ("stream_options", "min_tokens")  # refused without a stream, and above one token
 
-# Fields of any length, whose values are not read here.
-LONG: Final = ("prompt", "messages", "prompt_embeds", "input", "instructions", "system")
 # All other fields together, with their names: tools and schemas have some hundred KiB. Reading each takes a microsecond
 # or more of the event loop.
 OTHERS_BYTES_MAX: Final = 1 << 20
@@ -69,12 +67,17 @@ class Completion(Struct, frozen=True):
 
 
 class _LongFields(Struct, frozen=True):
+    """Fields of any length, whose values are not read here."""
+
     prompt: Raw = NULL
     messages: Raw = NULL
     prompt_embeds: Raw = NULL
     input: Raw = NULL
     instructions: Raw = NULL
     system: Raw = NULL
+
+
+LONG: Final = _LongFields.__struct_fields__
 
 
 class _PrefillAnswer(Struct, frozen=True):
@@ -249,6 +252,10 @@ class FailedAttempt(Struct, frozen=True):
     error: str
 
 
+UNWRITTEN: Final = ("started", "ended", "outcome", "detail")
+"""Fields of a ``RequestRecord`` that its line in the log has not, or not of every request."""
+
+
 class RequestRecord(Struct, kw_only=True):
     """What becomes of one request. Thread: the loop's."""
 
@@ -300,20 +307,11 @@ class RequestRecord(Struct, kw_only=True):
     def write(self, log: structlog.stdlib.BoundLogger, repeats: Repeats) -> None:
         """Log the record: ``request.answered``, or ``request.failed`` with a code and a remedy."""
         fields: dict[str, Any] = {
-            "request_id": self.request_id,
-            "client": self.client,
-            "status": self.status,
+            **{name: value for name, value in to_builtins(self).items() if name not in UNWRITTEN},
             "prefilled": bool(self.prefill_server) and self.prefill_s is not None,
-            "prefill_server": self.prefill_server,
-            "decode_server": self.decode_server,
-            "failed_attempts": to_builtins(self.failed_attempts),
-            "phase": self.phase,
-            "sent_bytes": self.sent_bytes,
-            "called_at": round(self.called_at, 6),
-            "prefill_s": _rounded(self.prefill_s),
-            "first_bytes_s": _rounded(self.first_bytes_s),
-            "elapsed_s": round(self.elapsed_s, 6),
+            "elapsed_s": self.elapsed_s,
         }
+        fields = {name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()}
         if self.outcome is Outcome.ANSWERED:
             log.info("request.answered", **fields)
             return
@@ -329,7 +327,3 @@ def shown_error(error: object) -> str:
     """Return what to log of an error or a text: not empty, and not too long."""
     text = str(error) if isinstance(error, str) else repr(error)
     return text if len(text) <= ERROR_CHARACTERS_MAX else f"{text[: ERROR_CHARACTERS_MAX - 3]}..."
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
