@@ -284,7 +284,13 @@ def _summarize(plan: CachePlan, model: str, *, layout: str, kv: str, enlarged: b
         peer=peer,
         groups=groups,
         layers={
-            name: LayerFigures(index, page_bytes(plan.specs[name], plan.shard), _component_figures(plan, name))
+            name: LayerFigures(
+                group=index,
+                page_bytes=page_bytes(plan.specs[name], plan.shard),
+                components=msgspec.convert(
+                    plan.layers[name].components, tuple[ComponentFigures, ...], from_attributes=True
+                ),
+            )
             for index, group in enumerate(plan.groups)
             for name in group.layers
         },
@@ -306,13 +312,6 @@ def _group_figures(plan: CachePlan, group: Group) -> GroupFigures:
         layer_stride=steps.pop() if len(steps) == 1 else None,
         content_bytes=content,
         padding_bytes=plan.bytes_per_block - content,
-    )
-
-
-def _component_figures(plan: CachePlan, name: str) -> tuple[ComponentFigures, ...]:
-    return tuple(
-        ComponentFigures(part.role, part.dtype, part.extents, part.strides, part.offset, part.block_stride)
-        for part in plan.layers[name].components
     )
 
 

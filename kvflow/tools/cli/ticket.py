@@ -171,15 +171,7 @@ def _figures(grant: Grant, now: float) -> GrantFigures:
     return GrantFigures(
         engine_id=grant.engine_id,
         request_id=grant.request_id,
-        ranks=tuple(
-            RankFigures(
-                rank=each.rank,
-                endpoint=each.endpoint,
-                incarnation=each.incarnation,
-                public_key=each.public_key,
-            )
-            for each in grant.ranks
-        ),
+        ranks=msgspec.convert(grant.ranks, tuple[RankFigures, ...], from_attributes=True),
         slot=grant.slot,
         epoch=grant.epoch,
         groups=tuple(
