@@ -152,11 +152,6 @@ def _ending(status: int | None) -> str:
     return f"ended with the status {status}"
 
 
-def environment_without(*names: str, **more: str) -> dict[str, str]:
-    """Return our environment without some variables, and with others."""
-    return {**{name: value for name, value in os.environ.items() if name not in names}, **more}
-
-
 def start_agent(device: str = "cpu") -> AgentFigures:
     """Load NIXL as a worker does whose cache lies on a device, start an agent with UCX, and say what UCX offers.
 

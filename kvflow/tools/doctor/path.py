@@ -3,7 +3,7 @@
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from statistics import median
 from typing import NamedTuple
@@ -252,11 +252,6 @@ def why_tcp(figures: probe.ProbeFigures, offer: probe.ProbeOffer) -> Iterator[Re
         )
 
 
-def without_ucx(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables without those of UCX."""
-    return {name: value for name, value in environment.items() if not name.startswith("UCX_")}
-
-
 RESTRICTING = ("UCX_TLS", "UCX_NET_DEVICES")
 """Variables that leave transports or devices out."""
 
@@ -354,7 +349,8 @@ async def _restricted(device: str, transports: tuple[str, ...]) -> AsyncIterator
     restricting = {name: os.environ[name] for name in RESTRICTING if os.environ.get(name)}
     if not restricting:
         return
-    free = await apart.run(partial(apart.start_agent, device), without_ucx(os.environ))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    free = await apart.run(partial(apart.start_agent, device), environment)
     if not isinstance(free, apart.AgentFigures):
         return
     left_out = sorted({*free.transports} - {*transports})
@@ -372,7 +368,9 @@ async def check_reads(transport: TransportName, device: str = "cpu") -> Finding:
     """Read between two processes of this host over one data plane, with a secret of their own."""
     subject = f"read over {'NIXL' if transport == 'nixl' else 'TCP'}"
     secret = secrets.token_hex(32)
-    environment = apart.environment_without(ACCEPTED_VARIABLE, KEY_VARIABLE, **{SECRET_VARIABLE: secret})
+    environment = os.environ | {SECRET_VARIABLE: secret}
+    for name in (ACCEPTED_VARIABLE, KEY_VARIABLE):
+        environment.pop(name, None)
     async with apart.running(partial(apart.listen, transport, device), environment) as endpoint:
         answer = endpoint
         if isinstance(endpoint, str):
