@@ -29,7 +29,7 @@ from kvflow.tools.doctor.hops import (
     router_findings,
     subject_of,
 )
-from kvflow.tools.proxy.completions import NULL, OFFER, PARAMS, read_params
+from kvflow.tools.proxy.completions import NULL, OFFER, PARAMS, UNREADABLE, read_params
 from kvflow.tools.trace.text import printable
 
 ANSWER_BYTES_MAX: Final = 16 << 20
@@ -59,8 +59,6 @@ TEXT: Final = (
     "some what there we can out other were all your when up use word how said an each she which do their time if will"
 )
 WORDS: Final = tuple(TEXT.split())
-
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Targets(Struct, frozen=True, kw_only=True):
