@@ -17,6 +17,7 @@ from kvflow.report import PHASES, TransferReport
 from kvflow.tools.bench import Table, median_ratio, summarize, tail
 from kvflow.tools.bench.ceilings import BareNixl, Opened, Streams, memcpy, open_bare, process_vm_readv
 from kvflow.tools.bench.source import HOST, Devices, SourceProcess, open_source
+from kvflow.tools.doctor.facts import shown_size
 from kvflow.tools.doctor.probe import BLOCK_SIZE, Geometry
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker
@@ -122,7 +123,7 @@ async def run(
     for geometry, sizes in ((SMALL, [size for size in SIZES if size < 64 * KIB]), (LARGE, SIZES[2:])):
         async with open_source(source_address, devices) as source, open_session("pull", source, geometry) as session:
             for size in sizes:
-                progress(f"pull {_name(size)}")
+                progress(f"pull {shown_size(size)}")
                 one_speed, one_phases = await _measure(session, size, geometry.block_bytes, rounds)
                 speed.append(one_speed)
                 phases.append(one_phases)
@@ -189,7 +190,7 @@ async def _measure(
     rates = [_rate(size, samples) for samples in (ours, bare, streams, readv, copied)]
     found = [sample for sample in bare if sample is not None]
     medians = [summarize([report.timings_s[phase] for report in reports]).p50 * 1e6 for phase in (*PHASES, "total")]
-    name = _name(size)
+    name = shown_size(size)
     return (
         (
             name,
@@ -209,7 +210,3 @@ def _rate(size: int, samples: Sequence[float | None]) -> float | None:
     """Return the median rate in 10**9 bytes per second, or None if that cannot be measured here."""
     seconds = [sample for sample in samples if sample is not None]
     return size / summarize(seconds).p50 / 1e9 if seconds else None
-
-
-def _name(size: int) -> str:
-    return f"{size // KIB} KiB" if size < 1 << 20 else f"{size >> 20} MiB"

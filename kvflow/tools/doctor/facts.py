@@ -195,10 +195,12 @@ def _memlock(*, needs_pinning: bool) -> Finding:
     if soft == resource.RLIM_INFINITY:
         return ok("memlock", "unlimited")
     if soft >= MEMLOCK_MIN:
-        return ok("memlock", f"{_size(soft)} may be locked")
+        return ok("memlock", f"{shown_size(soft)} may be locked")
     if needs_pinning:
-        return found("memlock_low", "memlock", f"only {_size(soft)} may be locked")
-    evidence = f"only {_size(soft)} may be locked; that matters with RDMA, and this host has no RDMA device and no GPU"
+        return found("memlock_low", "memlock", f"only {shown_size(soft)} may be locked")
+    evidence = (
+        f"only {shown_size(soft)} may be locked; that matters with RDMA, and this host has no RDMA device and no GPU"
+    )
     return found("memlock_low", "memlock", evidence, status="note")
 
 
@@ -215,7 +217,7 @@ def _shared_memory(path: Path) -> Finding:
     except OSError as error:
         return found("shared_memory_small", "shared memory", f"{path}: {error.strerror}")
     size, free = told.f_frsize * told.f_blocks, told.f_frsize * told.f_bavail
-    evidence = f"{path} has {_size(size)}, {_size(free)} of it free"
+    evidence = f"{path} has {shown_size(size)}, {shown_size(free)} of it free"
     if size >= SHARED_MEMORY_MIN:
         return ok("shared memory", evidence)
     return found("shared_memory_small", "shared memory", evidence)
@@ -305,7 +307,8 @@ def _text(path: Path) -> str:
     return ""
 
 
-def _size(nbytes: int) -> str:
+def shown_size(nbytes: int) -> str:
+    """Return a number of bytes in binary units, with four digits."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:,.4g} {name}"

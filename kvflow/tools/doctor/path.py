@@ -26,6 +26,7 @@ from kvflow.rendezvous.dialer import Asker, open_asker
 from kvflow.rendezvous.endpoint import Advertisement
 from kvflow.tools.doctor import apart, facts, probe
 from kvflow.tools.doctor.codes import FailureFigures, Finding, failure, found, note, ok
+from kvflow.tools.doctor.facts import shown_size
 from kvflow.version import __version__
 
 PINGS = 5
@@ -173,7 +174,7 @@ def judged(figures: probe.ProbeFigures, offer: probe.ProbeOffer) -> Iterator[Fin
         )
     for reads in figures.reads:
         if reads.wrong_bytes:
-            evidence = f"{reads.wrong_bytes:,} bytes of {len(reads.seconds)} reads of {size(reads.nbytes)}"
+            evidence = f"{reads.wrong_bytes:,} bytes of {len(reads.seconds)} reads of {shown_size(reads.nbytes)}"
             yield found("bytes_differ", "reads", evidence)
     if figures.reads:
         yield ok("small reads", latency(figures))
@@ -188,7 +189,9 @@ def latency(figures: probe.ProbeFigures) -> str:
     small = [reads for reads in figures.reads if reads.nbytes <= probe.SMALL_BLOCKS[-1] * probe.BLOCK_BYTES]
     first = small[0].seconds[0]
     # The first read connects.
-    shown = [f"{size(reads.nbytes)} in {median(reads.seconds[1:] or reads.seconds) * 1e3:.3f} ms" for reads in small]
+    shown = [
+        f"{shown_size(reads.nbytes)} in {median(reads.seconds[1:] or reads.seconds) * 1e3:.3f} ms" for reads in small
+    ]
     return (
         f"{', '.join(shown)} (medians of {len(small[0].seconds)}); the first, with its connection, {first * 1e3:.0f} ms"
     )
@@ -200,14 +203,9 @@ def rate(figures: probe.ProbeFigures) -> str:
     checked = sum(reads.nbytes * len(reads.seconds) for reads in figures.reads)
     best = max(large.gb_per_s)
     return (
-        f"{size(large.nbytes)} at {best:.3g} GB/s, the best of {len(large.seconds)}, over {figures.transport} "
+        f"{shown_size(large.nbytes)} at {best:.3g} GB/s, the best of {len(large.seconds)}, over {figures.transport} "
         f"({figures.plane}); all {checked:,} bytes compared"
     )
-
-
-def size(nbytes: int) -> str:
-    """Return a number of bytes in the largest unit that divides it."""
-    return f"{nbytes >> 20} MiB" if nbytes % (1 << 20) == 0 else f"{nbytes >> 10} KiB"
 
 
 class Reason(NamedTuple):

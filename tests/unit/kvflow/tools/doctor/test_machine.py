@@ -83,7 +83,7 @@ def test_huge_pages_are_told_by_the_setting_of_the_kernel(tmp_path, setting, wor
 
 
 def test_sizes_are_readable():
-    assert [facts._size(each) for each in (100, 64 << 10, 8 << 20, 3 << 29)] == [
+    assert [facts.shown_size(each) for each in (100, 64 << 10, 8 << 20, 3 << 29)] == [
         "100 bytes",
         "64 KiB",
         "8 MiB",
