@@ -79,7 +79,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
         staging: staging buffers: how many there are, are in use, and are in quarantine.
         rejected: connections to this worker that have failed since the start, by code, unauthenticated ones included.
         dropped: producers that were dropped since the start, by code.
-        found: questions of peers that were answered with the ticket of a kept lease since the start.
+        found: questions of peers for content that were answered with a ticket since the start.
         not_held: those that were answered with nothing.
         open_pulls: the oldest pulls that are open or draining, at most as many as the caller asked for.
         held_leases: the oldest leases that are held, likewise.
