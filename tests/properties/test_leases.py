@@ -121,6 +121,26 @@ class LeaseMachine(RuleBasedStateMachine):
             assert self.admit(grant, offered=content) == []
             self.held[name].offered = chained(content)[-1]
 
+    @rule(name=names, early=st.lists(readers, max_size=2))
+    def void(self, name, early):
+        """A grant that will not be admitted ends like a lease, and so does what was kept in its slot."""
+        if not self.can_admit(name):
+            return
+        oldest = self.kept[0] if len(self.held) == SLOTS else None
+        _, grant = self.mint.offer(name, block_ids=[[1]], num_tokens=1)
+        for reader in early:
+            assert self.leases.release([(grant.slot, grant.epoch_value)], reader, self.now) == (["unknown"], [])
+        ended = self.leases.void(grant, self.now)
+        assert [each.request_id for each in ended] == [oldest] * (oldest is not None)
+        for each in ended:
+            self.ended(each, "revoked", retired=True)
+        with pytest.raises(BlockIdsInvalid):
+            self.leases.admit(grant, self.now)
+        assert judge(grant.epoch_value, self.epochs[grant.slot]) == "stale"
+        assert self.leases.past(grant.slot, grant.epoch_value).ended_by == "revoked"
+        self.past.append((grant.slot, grant.epoch_value))
+        self.mint.retire(name)
+
     @precondition(lambda self: self.unsealed)
     @rule(data=st.data(), more=st.integers(0, 3), sealed=st.booleans())
     def advance(self, data, more, sealed):
