@@ -193,9 +193,11 @@ def test_the_end_waits_for_a_reader_that_is_slow(pipe, kvflow_logger):
         file.keep(lambda number: {"event": number, "more": "x" * 1000}, number)
     ending = threading.Thread(target=file.close)
     ending.start()
-    found = b""
-    while ending.is_alive() or (more := drained(reader)):
-        found += more if not ending.is_alive() else drained(reader)
+    found, more, alive = b"", b"", True
+    while alive or more:
+        alive = ending.is_alive()  # before what it has written is read
+        more = drained(reader)
+        found += more
     assert [json.loads(line)["event"] for line in found.splitlines()] == list(range(KEPT_MAX - 1))
     os.close(reader)
 
