@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvflow.planning.pairs import Int64s
+from kvflow.planning.runs import Int64s
 from kvflow.tools.bench import Table, median_ratio, summarize, tail
 from kvflow.tools.bench.ceilings import BareNixl, Piece, Streams
 from kvflow.tools.bench.pull import LARGE, Session, open_session

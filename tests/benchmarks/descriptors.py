@@ -13,8 +13,8 @@ from msgspec import Struct
 from kvflow.config import WorkerConfig
 from kvflow.errors import ConfigInvalid
 from kvflow.layout.manifest import Manifest
-from kvflow.planning.pairs import Int64s
 from kvflow.planning.plan import plan_transfer
+from kvflow.planning.runs import Int64s
 from kvflow.report import TransferReport
 from kvflow.tools.bench import Table, median_ratio, summarize
 from kvflow.tools.bench.source import HOST, Devices, SourceProcess, open_source

@@ -23,7 +23,7 @@ import torch
 from kvflow import Ticket, TicketMint, TransferReport, Worker, WorkerConfig, open_worker
 from kvflow.config import SECRET_VARIABLE
 from kvflow.memory.cache import KVCache
-from kvflow.planning.pairs import Int64s
+from kvflow.planning.runs import Int64s
 from kvflow.reads.nixl.binding import Agent, load_binding
 from kvflow.reads.reach import host_facts
 from kvflow.report import PHASES
