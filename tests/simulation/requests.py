@@ -214,8 +214,8 @@ class Request:
 
     def _lost_slot(self, rank: Rank, since: float) -> bool:
         """Tell whether what is kept had to end: the oldest for want of a slot, or all when the engine drains."""
-        if self.source.minted and self.name not in self.source.minted_for:
-            return True  # the mint has given its slot away
+        if self._forgotten():
+            return True
         older = any(request.plan.keeps and began < since for request, began, _ in rank.held.values())
         return rank.stage != "open" or (rank.full and not older)
 
@@ -463,8 +463,8 @@ class Request:
     def _refused(self, rank: Rank, grant: Grant | None, error: KvflowError) -> None:
         """Check that an offer was rightly refused, and need its blocks no more."""
         self._world.note(rank.name, "refused", self.name, error.code)
-        forgotten = self.plan.keeps and self.source.minted and self.name not in self.source.minted_for
-        if isinstance(error, BlockIdsInvalid) and not forgotten:  # if so, its slot went on before its admission came
+        forgotten = self._forgotten()
+        if isinstance(error, BlockIdsInvalid) and not forgotten:
             self._world.fail(error)
         elif isinstance(error, CapacityExceeded):
             if grant is not None and not forgotten:
@@ -575,7 +575,12 @@ class Request:
         """
         source = self.source
         ended = any(outcome != "expired" or not neglected for outcome in self._ended.values())
-        return ended or not source.alive or any(rank.stage == "closing" for rank in source.ranks)
+        closing = any(rank.stage == "closing" for rank in source.ranks)
+        return ended or not source.alive or closing or self._forgotten()
+
+    def _forgotten(self) -> bool:
+        """Tell whether the mint has given its slot to another, perhaps before a rank has admitted it."""
+        return bool(self.plan.keeps and self.source.minted and self.name not in self.source.minted_for)
 
     def waited_for(self) -> bool:
         """Tell whether a rank of the source has not admitted it, or had not until a moment ago."""
