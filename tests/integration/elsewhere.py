@@ -1,6 +1,7 @@
 """The parent's end of ``producer_process``: child processes, told what to do, stopped and killed by their pid."""
 
 import asyncio
+import inspect
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import msgspec
 from tests.stopping import Mortal
 
 from .forked import ForkedProcess, whole_name
+from .producing import Producer
 
 TESTS = Path(__file__).parents[1]
 PATIENCE_S = 60.0
@@ -95,52 +97,23 @@ class Child(Mortal):
 
 
 class RemoteProducer:
-    """A producer in a child process."""
+    """A producer in a child process, with the asynchronous methods of ``Producer``."""
 
     def __init__(self, child, name, endpoint):
         self.child = child
         self.endpoint = endpoint
         self._name = name
 
-    async def offer(self, request, block_ids, num_tokens):
-        return await self._ask("offer", request, block_ids=block_ids, num_tokens=num_tokens)
+    def __getattr__(self, op):
+        method = inspect.signature(getattr(Producer, op))
 
-    async def offer_as_is(self, request, block_ids, num_tokens):
-        return await self._ask("offer_as_is", request, block_ids=block_ids, num_tokens=num_tokens)
+        async def ask(*arguments, **named):
+            fields = method.bind(self, *arguments, **named).arguments
+            del fields["self"]
+            return await self.child.ask(op, name=self._name, **msgspec.to_builtins(fields))
 
-    async def write(self, request, block_ids, num_tokens):
-        await self._ask("write", request, block_ids=block_ids, num_tokens=num_tokens)
-
-    async def address(self):
-        return await self.child.ask("address", name=self._name)
-
-    async def admit(self, grant):
-        await self.child.ask("admit", name=self._name, grant=msgspec.to_builtins(grant))
-
-    async def refusal(self, grant):
-        return await self.child.ask("refusal", name=self._name, grant=msgspec.to_builtins(grant))
-
-    async def revoke(self, request):
-        return await self._ask("revoke", request)
-
-    async def recycle(self, request):
-        return await self._ask("recycle", request)
+        return ask
 
     def recycle_now(self, request):
         """As ``recycle``, while the loop stands still."""
         return self.child.ask_now("recycle", name=self._name, request=request)
-
-    async def outcome(self, request):
-        return await self._ask("outcome", request)
-
-    async def held(self):
-        return await self.child.ask("held", name=self._name)
-
-    async def check(self):
-        await self.child.ask("check", name=self._name)
-
-    async def leases(self):
-        return await self.child.ask("leases", name=self._name)
-
-    async def _ask(self, op, request, **fields):
-        return await self.child.ask(op, name=self._name, request=request, **fields)
