@@ -47,12 +47,18 @@ ROWS_MAX = 1 << 15
 LISTS_MAX = 4096
 """Most lists of one connection: 64 groups of 64 divisions among ranks."""
 
+DESCRIPTORS_MAX = 1 << 16
+"""Most descriptors of one request. A portion has at most 8,192 before they merge, or one unit, if that has more."""
+
 DETAIL_BYTES_MAX = 512
 
 
 def requests_of(prepared: CheckedList) -> Request:
-    """Return what makes the requests for descriptors of a list. Raises ``OutOfBounds``: it has too many rows."""
+    """Return what makes the requests for descriptors of a list. Raises ``OutOfBounds``: it is too large."""
     prepared_list, rows = prepared.prepared_list, prepared.source.table
+    binding = prepared_list.binding
+    if binding is not None and binding.unit_descriptors > DESCRIPTORS_MAX:
+        raise OutOfBounds(f"a unit of {binding.unit_descriptors} descriptors: the last release takes {DESCRIPTORS_MAX}")
     if len(rows) > ROWS_MAX:
         raise OutOfBounds(f"a prepared list of {len(rows)} rows: the TCP data plane takes {ROWS_MAX}")
     body = np.ascontiguousarray(rows, "<i8").tobytes()

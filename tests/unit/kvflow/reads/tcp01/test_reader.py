@@ -6,8 +6,9 @@ import ssl
 import struct
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from kvflow.errors import FailureCode
 from kvflow.ids import Credentials, PeerId
 from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, Envelope, Portion, Share, seal
-from kvflow.reads.bounds import check_rows
+from kvflow.reads.bounds import OutOfBounds, check_rows
 from kvflow.reads.contract import SERVES_NOTHING, LeaseName, PeerAddress, PreparedList
 from kvflow.reads.tcp.backend import TcpBackend
 from kvflow.reads.tcp.opening import Rejected
@@ -254,3 +255,14 @@ def test_bytes_arrive_both_ways_through_tls(tmp_path):
         assert target.tobytes() == answer
     thread.join()
     assert heard == [said]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_unit_that_one_request_cannot_ask_for_is_refused(more):
+    binding = SimpleNamespace(unit_descriptors=wire.DESCRIPTORS_MAX + more)
+    prepared = SimpleNamespace(
+        prepared_list=SimpleNamespace(binding=binding, list_id=1, group=0),
+        source=check_rows(np.array([[1 << 20, 32, 0, 32, 4]])),
+    )
+    with pytest.raises(OutOfBounds, match="65537 descriptors") if more else nullcontext():
+        wire.requests_of(prepared)
