@@ -20,7 +20,7 @@ Trouble = Literal[
 ]
 """To a host: its process was killed, has closed, hung, was stopped, or had to reset its reader. Between two hosts: they
 were parted, a connection was cut, held back, or had a message twice, or a read has failed. Anywhere: all of it is slow
-beside the budgets; and of one call: its lease was admitted later."""
+beside the budgets; and of one call: its lease was admitted later, or never sealed."""
 
 
 class Troubles:

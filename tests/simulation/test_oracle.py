@@ -1,9 +1,11 @@
 """The oracle: each error needs what was done to explain it, and nothing else does."""
 
+from typing import get_args
+
 import pytest
 
 from kvflow import errors
-from tests.fakes.troubles import Troubles
+from tests.fakes.troubles import Trouble, Troubles
 from tests.simulation.oracle import EXPLAINED, Circumstances, explains
 
 NOTHING = {
@@ -53,20 +55,7 @@ def test_another_reason_does_not_explain_it(error):
 
 def test_no_fault_explains_an_error_that_blames_the_caller():
     everything = {name: True for name in NOTHING if name != "troubles"}
-    troubles = {
-        "killed",
-        "left",
-        "hung",
-        "stopped",
-        "parted",
-        "cut",
-        "clogged",
-        "doubled",
-        "failed",
-        "slow",
-        "waited",
-        "unsealed",
-    }
+    troubles = {*get_args(Trouble)}
     done = Circumstances(**everything, troubles=troubles)
     for error in (
         errors.BlockRangeMismatch("x"),
