@@ -6,20 +6,13 @@ from pathlib import Path
 
 import pytest
 
-MODULE_LINES_MAX = 500
+MODULE_LINES_MAX = 700
 FUNCTION_LINES_MAX = 70
-CLASS_ATTRIBUTES_MAX = 20
+CLASS_ATTRIBUTES_MAX = 25
 TEST_NAME_MAX = 70
 
 LARGER = {
-    "kvflow/worker/worker.py": "the module has",  # the public class: its docstrings are the reference of every call
-    "kvflow/worker/threaded.py": "the module has",  # one class, its thread, and the calls onto that thread's loop
-    "kvflow/events.py": "the module has",  # one type after the other: most lines describe their fields
-    "kvflow/config.py": "Tuning has",  # one list of settings, which users search by name
     "kvflow/reads/core.py": "the module has",  # all that a transport decides: half of it would ask the other half
-    "kvflow/reads/contract.py": "the module has",  # records and one interface: most lines describe their fields
-    # Its records and what is decided from them. One record for each read costs less than two, and reads better.
-    "kvflow/reads/lanes.py": ("the module has", "OpenRead has"),
 }
 """What may be larger, because dividing it would make it harder to read."""
 
@@ -71,7 +64,7 @@ def test_there_are_modules_to_check():
 
 def test_a_long_module_is_found():
     assert list(excesses("pass\n" * MODULE_LINES_MAX)) == []
-    assert list(excesses("pass\n" * (MODULE_LINES_MAX + 1))) == ["the module has 501 lines, more than 500"]
+    assert list(excesses("pass\n" * (MODULE_LINES_MAX + 1))) == ["the module has 701 lines, more than 700"]
 
 
 @pytest.mark.parametrize("keyword", ["def", "async def"])
@@ -84,12 +77,12 @@ def test_a_long_function_is_found(keyword):
 
 
 def test_a_class_with_many_attributes_is_found():
-    fields = "class A:\n" + "".join(f"    f{index}: int\n" for index in range(15)) + "    def f(self):\n"
+    fields = "class A:\n" + "".join(f"    f{index}: int\n" for index in range(20)) + "    def f(self):\n"
     few = (
         fields + "        self.a, (self.b, self.c) = 1, (2, 3)\n        self.d: int = 4\n        self.f1 = self.e = 5\n"
     )
     assert list(excesses(few)) == []
-    assert list(excesses(few + "        self.one_too_many += 1\n")) == ["A has 21 attributes, more than 20"]
+    assert list(excesses(few + "        self.one_too_many += 1\n")) == ["A has 26 attributes, more than 25"]
 
 
 def long_names(source: str) -> list[str]:
