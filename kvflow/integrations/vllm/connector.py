@@ -22,6 +22,7 @@ from kvflow.integrations.vllm import versions
 from kvflow.integrations.vllm.admission import Contact
 from kvflow.integrations.vllm.caches import adopt_caches, cpu_kernels, layer_specs, marker, set_scales
 from kvflow.integrations.vllm.engine import (
+    allow_tiles,
     draft_layers,
     engine_facts,
     engine_shape,
@@ -94,6 +95,7 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         has = versions.features()
+        allow_tiles()  # vLLM makes a connector in each process before the first step
         require_own_device(vllm_config)
         require_fixed_pages(vllm_config)
         facts = engine_facts(vllm_config, ranked=role is KVConnectorRole.WORKER, told_of_sleep=has.sleep)

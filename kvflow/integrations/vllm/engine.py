@@ -1,10 +1,12 @@
 """What vLLM's configuration says of the engine and of this rank, read in one place."""
 
+import ctypes
 import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf, lcm
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvflow import Mamba, models
@@ -30,6 +32,11 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 """Variables with the settings of torch's allocator for GPUs, which has had several names."""
 
 EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
+
+AMX, CPU_FLAGS = "amx_tile", Path("/proc/cpuinfo")
+
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, TILE_DATA = 158, 0x1023, 18
+"""Of Linux on x86-64, the only processor with AMX: a system call, what it asks for, and the number of AMX's tiles."""
 
 DRAFT_PREFIXES = frozenset({"mtp", "draft_model"})  # parts of the names of layers that a draft model counts from 0
 
@@ -141,6 +148,30 @@ def require_fixed_pages(vllm_config: "VllmConfig") -> None:
                 "would read what is not there",
                 remedy=f"Remove expandable_segments from {name}.",
             )
+
+
+def allow_tiles() -> None:
+    """Ask Linux to let this process use AMX. vLLM's attention on CPUs does not ask, and would end with SIGILL.
+
+    Large matrices make torch ask, but the first step of a decode engine is small.
+    """
+    if not _platform().is_cpu() or AMX not in CPU_FLAGS.read_text(errors="replace").split():
+        return
+    if (error := _request_feature(TILE_DATA)) == 0:
+        logger.debug("kvflow: this process may use AMX")
+    else:
+        logger.warning(
+            "kvflow: Linux does not let this process use AMX (%s), and vLLM's attention may use it without asking. "
+            "If the engine ends with an illegal instruction (SIGILL), start it where AMX is allowed, or with "
+            "--dtype float32",
+            os.strerror(error),
+        )
+
+
+def _request_feature(number: int) -> int:
+    """Ask Linux for a feature of x86-64 with much state, for all threads of this process; return 0, or the error."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return ctypes.get_errno() if libc.syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, number) else 0
 
 
 def runs_apart(vllm_config: "VllmConfig") -> bool:

@@ -2,7 +2,8 @@
 
 Where a CPU has AMX, vLLM 0.32 chooses its own AMX kernels and does not ask Linux for the tile state first. An engine
 whose first computation is attention ends with an illegal instruction, with or without kvflow. And in bfloat16 the
-tokens of a request then depend on the requests beside it, which no proof of equal tokens survives.
+tokens of a request then depend on the requests beside it, which no proof of equal tokens survives. Each
+process asks all the same, so that a kernel which looks at the CPU itself does not end it.
 """
 
 import importlib.abc
@@ -24,6 +25,7 @@ class WithoutAmx(importlib.abc.MetaPathFinder):
 
             def exec_module(module):
                 execute(module)
+                module._init_amx()  # does nothing where there is no AMX
                 module._is_amx_tile_supported = lambda: False
 
             spec.loader.exec_module = exec_module

@@ -1,6 +1,9 @@
 """What vLLM's configuration says of the heads of each layer, and which layout it is asked for."""
 
+import ctypes
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,8 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvflow.errors import ConfigInvalid
+from kvflow.integrations.vllm import engine
 from kvflow.integrations.vllm.caches import EngineShape, read_spec
 from kvflow.integrations.vllm.engine import (
+    allow_tiles,
     draft_layers,
     head_counts,
     require_fixed_pages,
@@ -231,3 +236,54 @@ def test_a_buffer_on_another_device_is_refused_by_name(buffered, wanted, has):
     assert refused.value.code == "config_invalid"
     assert refused.value.remedy.startswith("Leave kv_buffer_device out.")
     assert "TCP plane" in refused.value.remedy
+
+
+@pytest.fixture
+def tiles(monkeypatch, tmp_path, caplog):
+    """Returns a call as on a host with AMX or without; it returns what Linux was asked, and what is in the log."""
+
+    def ask(*, cpu=True, flags="fpu amx_bf16 amx_tile amx_int8", error=0):
+        asked = []
+        platform = SimpleNamespace(is_cpu=lambda: cpu)
+        monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+        monkeypatch.setattr(engine, "CPU_FLAGS", tmp_path / "cpuinfo")
+
+        def syscall(*arguments):
+            asked.append(arguments)
+            ctypes.set_errno(error)
+            return -1 if error else 0
+
+        monkeypatch.setattr(ctypes, "CDLL", lambda name, use_errno: SimpleNamespace(syscall=syscall))
+        caplog.clear()
+        with caplog.at_level("DEBUG", logger="vllm.kvflow"):
+            allow_tiles()
+        return asked, [(record.levelname, record.getMessage()) for record in caplog.records]
+
+    return ask
+
+
+def test_an_engine_on_a_cpu_with_amx_asks_linux_for_it(tiles):
+    for _ in range(2):  # each process asks for itself, and may ask again
+        assert tiles() == ([(158, 0x1023, 18)], [("DEBUG", "kvflow: this process may use AMX")])
+
+
+def test_an_engine_without_amx_or_on_a_gpu_does_not_ask_for_it(tiles):
+    assert tiles(flags="fpu avx512f avx512_bf16 amx_tile_like") == ([], [])
+    assert tiles(flags="") == ([], [])
+    assert tiles(cpu=False) == ([], [])
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSPC, errno.EPERM])
+def test_an_engine_that_linux_keeps_off_amx_says_how_it_may_end(tiles, error):
+    asked, [(level, message)] = tiles(error=error)
+    assert (len(asked), level) == (1, "WARNING")
+    assert f"Linux does not let this process use AMX ({os.strerror(error)})" in message
+    assert "SIGILL" in message
+    assert "--dtype float32" in message
+
+
+def test_linux_answers_who_asks_for_what_the_cpu_has_not():
+    has = "amx_tile" in Path("/proc/cpuinfo").read_text().split()
+    assert (engine._request_feature(18) == 0) is has
+    assert engine._request_feature(63) != 0
