@@ -341,8 +341,8 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the loads of this step, on a GPU; on a CPU ``bind_connector_metadata`` has started them.
 
-        If steps write after their tokens have arrived, a load waits until the steps before this one have written: one
-        of them may have had its blocks.
+        If steps may still write blocks that vLLM gives away, a load waits until the steps before this one have written:
+        one of them may have had its blocks.
         """
         step = self._connector_metadata
         assert isinstance(step, StepCommands)

@@ -187,8 +187,14 @@ def load_wait(vllm_config: "VllmConfig") -> LoadWait:
 
 
 def writes_late(vllm_config: "VllmConfig") -> bool:
-    """Return whether a step of a GPU may write blocks after its tokens have arrived: draft models and states do."""
-    return vllm_config.speculative_config is not None or bool(vllm_config.model_config.is_hybrid)
+    """Return whether a step of a GPU may still write blocks that vLLM gives to another request.
+
+    Draft models and states are written after the tokens of a step have arrived. Where steps overlap, vLLM waits for
+    those of a request that has ended, but on a ``kv_producer``, of which it thinks that it loads nothing.
+    """
+    if vllm_config.speculative_config is not None or vllm_config.model_config.is_hybrid:
+        return True
+    return vllm_config.max_concurrent_batches > 1 and not vllm_config.kv_transfer_config.is_kv_consumer
 
 
 def can_keep(vllm_config: "VllmConfig", cache_config: "KVCacheConfig", groups: Sequence[TransferGroup]) -> bool:

@@ -301,12 +301,18 @@ def test_steps_that_have_ended_meanwhile_are_all_seen_at_once():
     assert fake.released == [TICKET]
 
 
-@pytest.mark.parametrize(
-    ("draft", "hybrid", "late"), [(None, False, False), (object(), False, True), (None, True, True)]
-)
-def test_draft_models_and_states_are_written_late(draft, hybrid, late):
-    model = SimpleNamespace(is_hybrid=hybrid)
-    assert writes_late(SimpleNamespace(speculative_config=draft, model_config=model)) is late
+@pytest.mark.parametrize("consumes", [True, False])
+@pytest.mark.parametrize("batches", [1, 2, 3])
+@pytest.mark.parametrize(("draft", "hybrid"), [(None, False), (object(), False), (None, True)])
+def test_a_load_waits_for_steps_where_vllm_does_not(draft, hybrid, batches, consumes):
+    config = SimpleNamespace(
+        speculative_config=draft,
+        model_config=SimpleNamespace(is_hybrid=hybrid),
+        kv_transfer_config=SimpleNamespace(is_kv_consumer=consumes),
+        max_concurrent_batches=batches,
+    )
+    vllm_waits = batches > 1 and consumes  # as its scheduler does
+    assert writes_late(config) is (bool(draft) or hybrid or (batches > 1 and not vllm_waits))
 
 
 def test_the_loads_of_a_step_are_one_batch():
