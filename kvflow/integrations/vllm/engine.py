@@ -197,6 +197,14 @@ def writes_late(vllm_config: "VllmConfig") -> bool:
     return vllm_config.max_concurrent_batches > 1 and not vllm_config.kv_transfer_config.is_kv_consumer
 
 
+def clears_first(vllm_config: "VllmConfig", cache_config: "KVCacheConfig") -> bool:
+    """Return whether a step clears new blocks, or copies into them, before it ends the leases of those it reuses.
+
+    vLLM's second model runner does. It copies states only, and clears the blocks of models with states.
+    """
+    return bool(vllm_config.use_v2_model_runner and cache_config.needs_kv_cache_zeroing)
+
+
 def can_keep(vllm_config: "VllmConfig", cache_config: "KVCacheConfig", groups: Sequence[TransferGroup]) -> bool:
     """Return whether an engine can keep blocks. Say in the log why not, or what it cannot keep."""
     caching, reason = vllm_config.cache_config, ""

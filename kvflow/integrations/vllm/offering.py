@@ -97,6 +97,8 @@ class Offering:
     With ``renew_s``, seconds after which leases are renewed, a request that asks is offered when it arrives, and peers
     find it by its digests. Each step says how far it computes; the last ``unsettled`` tokens are computed once more.
     A preemption ends the lease, and opens another. Samples, and further prompts of a call, are offered at their end.
+    Unless it ``settles``, nothing of a prompt is read before it has ended: an engine that writes into the blocks of a
+    preempted request before it ends the lease must not say more.
 
     Thread: the scheduler's.
     """
@@ -110,9 +112,10 @@ class Offering:
         *,
         renew_s: float | None = None,
         unsettled: int = 0,
+        settles: bool = True,
     ) -> None:
         self.groups = tuple(groups)
-        sizes = [each.group.block_size for each in groups if each.group.kind in SETTLING]
+        sizes = [each.group.block_size for each in groups if settles and each.group.kind in SETTLING]
         self._whole = lcm(*sizes) if sizes else NEVER  # tokens that fill whole blocks
         self._renew_s, self._renewed_at, self._unsettled = renew_s, time.monotonic(), unsettled
         self._make_mint = mint

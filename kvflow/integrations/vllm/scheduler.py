@@ -13,7 +13,7 @@ from kvflow.errors import DefectFound, KvflowError, TicketInvalid
 from kvflow.integrations.vllm.admission import Contact, EarlyAdmission
 from kvflow.integrations.vllm.blocks import NO_CHAIN, NULL_BLOCK, Contents, ExtraKeys, TransferGroup
 from kvflow.integrations.vllm.caches import read_groups, retained_tokens
-from kvflow.integrations.vllm.engine import can_keep, load_wait
+from kvflow.integrations.vllm.engine import can_keep, clears_first, load_wait
 from kvflow.integrations.vllm.finder import Finder
 from kvflow.integrations.vllm.keeping import Keeping
 from kvflow.integrations.vllm.loading import SAMPLE, Loading
@@ -123,6 +123,7 @@ class SchedulerSide:
             self._early.send,
             renew_s=config.lease_s / 3 if settings.dispatch == "concurrent" else None,
             unsettled=self._unsettled,
+            settles=not clears_first(vllm_config, kv_cache_config),
         )
         self.keeping = Keeping(groups, self.offering, self._reuse)
         self._keeps = settings.keep and can_keep(vllm_config, kv_cache_config, groups)

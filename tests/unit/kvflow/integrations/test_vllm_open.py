@@ -238,6 +238,18 @@ def test_windows_and_states_are_told_with_the_seal(engines):
     assert engine.lease() == ("sealed", 80, ((1, 2, 3, 4, 5), (12, 13, 14, 15), (21,)))
 
 
+@pytest.mark.parametrize(("second_runner", "clears"), [(True, True), (True, False), (False, True), (False, False)])
+def test_nothing_settles_early_where_a_step_clears_blocks_before_leases_end(engines, second_runner, clears):
+    """A preempted request's blocks would be cleared while their lease is held."""
+    engine = engines(3, second_runner=second_runner, engine={"needs_kv_cache_zeroing": clears})
+    early = ("open", 0, ((), (), ())) if second_runner and clears else ("open", 80, ((1, 2, 3, 4, 5), (), ()))
+    engine.arrive(prompt=81)
+    engine.step({"r": 80}, new={"r": (0, [[1, 2, 3, 4, 5], [11, 12, 13, 14, 15], [21]])})
+    assert engine.lease() == early
+    engine.end(blocks=((1, 2, 3, 4, 5), (0, 12, 13, 14, 15), (21,)))
+    assert engine.lease() == ("sealed", 80, ((1, 2, 3, 4, 5), (12, 13, 14, 15), (21,)))
+
+
 def test_a_sealed_lease_is_reported_once_after_its_step(engine):
     engine.arrive()
     engine.step({"r": 64}, new={"r": (0, [[1, 2, 3, 4]])})

@@ -134,7 +134,17 @@ TOKENS_MAX = 1024
 SIDES = []  # to be closed at the end of a test
 
 
-def side(*specs, role="kv_both", met=True, lookahead=1, secret=SECRET, tokens_max=TOKENS_MAX, engine=None, **extra):
+def side(
+    *specs,
+    role="kv_both",
+    met=True,
+    lookahead=1,
+    secret=SECRET,
+    tokens_max=TOKENS_MAX,
+    engine=None,
+    second_runner=False,
+    **extra,
+):
     settings = read_settings({"cluster_secret": secret, **extra}, EngineFacts(engine_id="engine", kv_role=role))
     config = cache_config(*(group(spec, f"layer.{index}") for index, spec in enumerate(specs)), **(engine or {}))
     retention = (engine or {}).get("prefix_cache_retention_interval")
@@ -145,6 +155,7 @@ def side(*specs, role="kv_both", met=True, lookahead=1, secret=SECRET, tokens_ma
         cache_config=SimpleNamespace(**caching),
         parallel_config=SimpleNamespace(data_parallel_size=1),
         scheduler_config=SimpleNamespace(async_scheduling=True),
+        use_v2_model_runner=second_runner,
     )
     found = SchedulerSide(settings, engine, config, extra_keys)
     SIDES.append(found)
