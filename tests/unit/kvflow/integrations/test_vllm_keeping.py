@@ -279,6 +279,78 @@ def test_requests_that_share_blocks_have_a_lease_each(pool):
     assert found.keeping.take_revoked() == ("kept:long",)
 
 
+def reuse(pool, block):
+    """Have the pool hand blocks out until it has handed one out."""
+    while block not in pool.get_new_blocks(1):
+        pass
+
+
+@pytest.mark.parametrize(("number", "signed"), [(2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2), (3, 3)])
+def test_a_shared_block_that_is_reused_ends_all_its_leases_signed_or_not(pool, number, signed):
+    found = keeper(pool)
+    shared, *own = filled(pool, 1 + number)
+    names = [f"kept:{at}" for at in range(number)]
+    signing = threading.Event()
+    pool.touch(own)  # others still use them, so the shared block is reused first
+    for at in range(number):
+        if at:
+            pool.touch([shared])
+        if at == signed:
+            told = kept(found)
+            found.offering.submit(signing.wait)
+        end(found, pool, [own[at], shared], str(at))
+    if signed == number:
+        told = kept(found)
+    assert told == names[:signed]
+    pool.free_blocks(own)
+    pool.get_new_blocks(pool.order().index(shared.block_id))
+    assert found.keeping.take_revoked() == ()
+    reuse(pool, shared)
+    assert sorted(found.keeping.take_revoked()) == names, "the next step writes the block"
+    signing.set()
+    assert kept(found) == []
+    assert not found.keeping.is_signing
+    pool.get_new_blocks(len(pool.order()))
+    assert found.keeping.take_revoked() == (), "each ends once"
+
+
+def test_leases_with_other_blocks_outlive_a_shared_one_that_is_reused(pool):
+    found = keeper(pool)
+    both, later, *own = filled(pool, 5)
+    end(found, pool, [own[0], both], "first")
+    pool.touch([both])
+    end(found, pool, [own[1], later, both], "second")
+    pool.touch([later])
+    end(found, pool, [own[2], later], "third")
+    reuse(pool, both)
+    assert sorted(found.keeping.take_revoked()) == ["kept:first", "kept:second"]
+    assert kept(found) == ["kept:third"]
+    reuse(pool, later)
+    assert found.keeping.take_revoked() == ("kept:third",)
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_a_request_that_is_kept_again_has_the_lease_of_its_new_blocks_only(pool, is_signed):
+    found = keeper(pool)
+    shared, old, new, beside = filled(pool, 4)
+    signing = threading.Event()
+    end(found, pool, [old, shared], "r")
+    pool.touch([shared])
+    end(found, pool, [beside, shared], "beside")
+    if is_signed:
+        assert kept(found) == ["kept:r", "kept:beside"]
+    found.offering.submit(signing.wait)
+    end(found, pool, [new], "r")
+    assert found.keeping.take_revoked() == ("kept:r",), "before the ranks hold the other"
+    reuse(pool, shared)
+    assert found.keeping.take_revoked() == ("kept:beside",)
+    signing.set()
+    [again] = [each for each in commands(found) if isinstance(each, KeepBlocks)]
+    assert (again.request_id, again.grant.block_ids) == ("kept:r", ((new.block_id,),))
+    reuse(pool, new)
+    assert found.keeping.take_revoked() == ("kept:r",)
+
+
 def test_a_request_that_adds_nothing_takes_no_further_slot(pool):
     found = keeper(pool)
     blocks = filled(pool, 2)
