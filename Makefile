@@ -171,7 +171,7 @@ GPU := PYTHONPATH=$(CURDIR):$(CURDIR)/.gpu-site:$$PYTHONPATH KVFLOW_TEST_MEMORY=
 		test -s .gpu-site/missing.txt || break; \
 		echo "installing into .gpu-site: $$(tr '\n' ' ' <.gpu-site/missing.txt)"; \
 		$(PYTHON) -m pip install -qq --disable-pip-version-check --no-compile --no-deps --target .gpu-site \
-			--requirement .gpu-site/missing.txt || exit 1; \
+			--requirement .gpu-site/missing.txt || { echo 'docs/howto/gpus.md, "Test", has the wheels to carry'; exit 1; }; \
 	done
 	test ! -s .gpu-site/missing.txt
 	touch $@

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import conftest
+from . import conftest, facts
 from .conftest import GPU, HOST, require_pair
 from .memory import LateWrite
 
@@ -61,3 +61,18 @@ def test_pairs_that_only_rdma_could_carry_are_skipped_without_it(monkeypatch, de
             assert require_pair(devices) == devices
     finally:
         conftest.has_rdma.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("real", "parts"), [(False, ["commands", "agents"]), (True, ["commands", "contexts", "agents"])]
+)
+def test_facts_ask_cuda_only_where_a_gpu_is_meant(monkeypatch, capsys, real, parts):
+    asked = []
+    for part in ("commands", "contexts", "agents"):
+        call = lambda _device, part=part: asked.append(part)  # noqa: E731
+        call.__name__ = part
+        monkeypatch.setattr(facts, part, call)
+    monkeypatch.setattr(facts, "REAL", real)
+    assert facts.main() == 0
+    assert asked == parts
+    assert capsys.readouterr().out.endswith("failed: nothing\n")
