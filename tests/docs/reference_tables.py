@@ -28,7 +28,7 @@ from kvflow.report import TransferReport
 from kvflow.tools.cli import build_parser
 from kvflow.tools.doctor.codes import CODES
 from tests.docs import performance
-from tests.vllm.pairs import PAIRS
+from tests.docs.collecting import RUNS, started
 from tests.vllm.replaying import facts
 
 TESTS = Path(__file__).parents[1]
@@ -54,6 +54,7 @@ ROUTED = ("completions", "chat", "stream", "n=2", "concurrent", "prefill fails")
 VERDICTS = {"works": "yes", "otherwise": "otherwise", "refused": "refused", "no": "no", "": ""}
 
 ENGINES = ("real", "stand-in", "bytes")
+FULL_RUN_ONLY = " (full run only)"
 PARITY = {
     "packed layouts (`BLHNC`, `BHLNC`)": "yes, also on one side only",
     "hybrid models, sliding windows": "yes: the blocks that the next token needs",
@@ -67,10 +68,12 @@ PARITY = {
     "unequal block sizes": "yes, any two, in hybrid models too",
     "unequal tensor parallelism": "yes, any two sizes",
     "pipeline stages": "yes, by pull, on both sides",
+    "pipeline stages of models with states": "not refused",
     "stages by push, prefill writes to decode (`NixlPushConnector`)": "no, decode always reads",
     "context parallelism": "refused at the start; the library moves divided tokens",
     "data parallelism": "yes, each engine has ports of its own",
     "draft models": "yes, on one side too: fewer drafts are then accepted (`rebuild_layers`)",
+    "drafts from n-grams": "not refused",
     "prefix caching": "yes: the missing blocks are read",
     "next turn read from decode (`bidirectional_kv_xfer`)": "[prefixes](../howto/share-prefixes.md) of any engine",
     "KV events": "those of vLLM: what was read is told like what was computed",
@@ -78,7 +81,7 @@ PARITY = {
     "leases, renewed": "yes, without an engine step, and fenced",
     "restart of prefill": "yes, old tickets are refused",
     "aborted requests": "yes: prefill has its blocks at once",
-    "sleep and wake": "yes, from vLLM 0.33 on",
+    "sleep and wake": "as vLLM 0.33 calls it, which has not run here; 0.32 is refused",
     "`MultiConnector`": "yes, at any place",
     "host staging (`kv_buffer_device`)": "refused by name; the TCP plane serves such GPUs in portions of 1 MiB",
     "several NIXL backends (`backends`)": "refused by name: UCX alone",
@@ -324,13 +327,31 @@ def is_proof(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.proves"
 
 
-def proofs(folder: Path = TESTS) -> dict[str, list[tuple[str, str, Path]]]:
-    """Return what tests prove: row -> (engine, name of the test, its file). Reads the sources and imports none.
+class Proof(typing.NamedTuple):
+    """A test that proves a row, with one of the pairs of engines whose names have ``pairs`` in them."""
+
+    engine: str
+    test: str
+    path: Path  # in the folder of tests
+    pairs: str = ""
+
+    @property
+    def with_vllm(self) -> bool:
+        """Whether it needs vLLM: all of these are collected, and the others run with ``make test-full``."""
+        return self.path.parts[0] == "vllm"
+
+    def is_in(self, tests: dict[str, list[str]]) -> bool:
+        """Return whether it is among the tests that a run starts, with such a pair."""
+        return any(self.pairs in pair for pair in tests.get(f"{self.path}::{self.test}", ()))
+
+
+def proofs(folder: Path = TESTS) -> dict[str, list[Proof]]:
+    """Return what proves each row. Reads the sources and imports none.
 
     Raises:
-        AssertionError: a marker names no row, engine or pair that exists, or does not mark a test that pytest collects.
+        AssertionError: a marker names no row or engine that exists, or stands at no test.
     """
-    found: dict[str, list[tuple[str, str, Path]]] = {row: [] for row in PARITY}
+    found: dict[str, list[Proof]] = {row: [] for row in PARITY}
     for path in sorted(folder.rglob("*.py")):
         if "mark.proves(" not in (text := path.read_text()):
             continue
@@ -348,21 +369,42 @@ def proofs(folder: Path = TESTS) -> dict[str, list[tuple[str, str, Path]]]:
                 assert not told, f"{where}: unknown {coded(told)}"
                 assert set(rows) <= set(PARITY), f"{where} proves an unknown row: {coded(set(rows) - set(PARITY))}"
                 assert engine in ENGINES, f"{where}: the engine is one of {coded(ENGINES)}"
-                assert any(pairs in name for name in PAIRS), f"{where}: no pair of engines has {pairs!r} in its name"
                 marked += 1
                 for row in rows:
-                    found[row].append((engine, test.name, path))
+                    found[row].append(Proof(engine, test.name, path.relative_to(folder), pairs))
         assert marked == sum(map(is_proof, ast.walk(module))), f"{path.name}: a marker stands at no test"
     return found
 
 
+def in_full_runs_only(found: Iterable[Proof]) -> set[Proof]:
+    """Return the proofs that ``make test-vllm`` does not run.
+
+    Raises:
+        AssertionError: ``make test-vllm-full`` does not run one either, or not with a pair of its name.
+    """
+    real = [proof for proof in found if proof.with_vllm]
+    files = tuple(sorted({str(proof.path) for proof in real}))
+    usual, full = (started(run, files) for run in RUNS)
+    for proof in real:
+        assert proof.is_in(full), (
+            f"{proof.path}::{proof.test}: no run starts it with a pair that has {proof.pairs!r} in its name"
+        )
+    return {proof for proof in real if not proof.is_in(usual)}
+
+
 def parity() -> str:
     """Return what KVFlowConnector makes of each capability, and the tests that prove it."""
+    found = proofs()
+    rare = in_full_runs_only(proof for shown in found.values() for proof in shown)
     rows = []
-    for row, shown in proofs().items():
+    for row, shown in found.items():
         kinds = []
         for engine in ENGINES:
-            links = [f"[{name}](../../tests/{path.relative_to(TESTS)})" for kind, name, path in shown if kind == engine]
+            links = [
+                f"[{proof.test}](../../tests/{proof.path}){FULL_RUN_ONLY if proof in rare else ''}"
+                for proof in shown
+                if proof.engine == engine
+            ]
             kinds += [f"{engine}: {', '.join(dict.fromkeys(links))}"] * bool(links)
         rows.append([row, PARITY[row], "; ".join(kinds) or "no test"])
     return table(["capability of NixlConnector", "KVFlowConnector", "shown by"], rows)

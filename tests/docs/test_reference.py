@@ -10,7 +10,7 @@ from kvflow.observability.logs import LEVELS, logger_of
 from kvflow.report import TransferReport
 
 from . import reference_tables
-from .reference_tables import PARTS, event_name, page
+from .reference_tables import PARITY, PARTS, Proof, event_name, page
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
@@ -62,7 +62,6 @@ def test_every_flag_and_command_has_a_meaning():
     [
         ("test_a.py", '@pytest.mark.proves("telepathy", engine="real")\ndef test_a(): ...', "unknown row: `telepathy`"),
         ("test_a.py", '@pytest.mark.proves("EFA")\nasync def test_a(): ...', "test_a.py::test_a: the engine is one of"),
-        ("test_a.py", '@pytest.mark.proves("EFA", engine="bytes", pairs="x-")\ndef test_a(): ...', "no pair of"),
         ("test_a.py", '@pytest.mark.proves("EFA", engine="bytes", pair="x")\ndef test_a(): ...', "unknown `pair`"),
         ("test_a.py", '@pytest.mark.proves(engine="bytes")\ndef test_a(): ...', "names no row"),
         ("test_a.py", '@pytest.mark.proves("EFA", engine="bytes")\ndef helper(): ...', "stands at no test"),
@@ -75,9 +74,51 @@ def test_a_marker_that_proves_nothing_is_named(tmp_path, named, source, said):
         reference_tables.proofs(tmp_path)
 
 
+def prove(monkeypatch, *proofs, usual, full):
+    """Have these proofs of EFA alone, and these tests in the two runs."""
+    monkeypatch.setattr(reference_tables, "proofs", lambda: dict.fromkeys(PARITY, ()) | {"EFA": proofs})
+    monkeypatch.setattr(reference_tables, "started", lambda run, _files: {"usual": usual, "full": full}[run])
+
+
 def test_a_row_without_a_test_says_so(monkeypatch):
-    monkeypatch.setattr(reference_tables, "proofs", lambda: {row: [] for row in reference_tables.PARITY})
-    assert reference_tables.parity().count("| no test |") == len(reference_tables.PARITY) > 20
+    prove(monkeypatch, usual={}, full={})
+    assert reference_tables.parity().count("| no test |") == len(PARITY) > 20
+
+
+A = "vllm/test_a.py::test_a"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "usual", "rare"),
+    [
+        ("", {A: [""]}, False),
+        ("", {}, True),
+        ("-turned", {A: ["llama", "granite-turned"]}, False),
+        ("-turned", {A: ["llama", "granite"]}, True),
+    ],
+)
+def test_what_only_the_full_run_starts_says_so(monkeypatch, pairs, usual, rare):
+    proof = Proof("real", "test_a", Path("vllm/test_a.py"), pairs)
+    prove(monkeypatch, proof, usual=usual, full={A: ["", "llama", "granite-turned"]})
+    (row,) = (line for line in reference_tables.parity().splitlines() if line.startswith("| EFA |"))
+    assert row.endswith(f"| real: [test_a](../../tests/vllm/test_a.py){' (full run only)' if rare else ''} |")
+
+
+@pytest.mark.parametrize("full", [{}, {A: []}, {A: ["llama"]}])
+def test_a_proof_that_no_run_starts_is_named(monkeypatch, full):
+    prove(monkeypatch, Proof("real", "test_a", Path("vllm/test_a.py"), "-turned"), usual={}, full=full)
+    with pytest.raises(AssertionError, match=r"test_a.py::test_a: no run starts it with a pair that has '-turned'"):
+        reference_tables.parity()
+
+
+def test_what_a_run_leaves_out_by_file_by_mark_and_by_pair_is_not_started():
+    files = ("vllm/test_cached.py", "vllm/test_drafts.py", "vllm/test_events.py", "vllm/test_tokens.py")
+    usual, full = (reference_tables.started(run, files) for run in ("usual", "full"))
+    gone = {test.partition("::")[0] for test in full} - {test.partition("::")[0] for test in usual}
+    assert gone == {"vllm/test_cached.py", "vllm/test_drafts.py", "vllm/test_events.py"}
+    test = "vllm/test_tokens.py::test_two_engines_say_what_one_says"
+    assert "granite-ranks-2-to-1" in usual[test]
+    assert "llama-32-to-128" in set(full[test]) - set(usual[test])
 
 
 def test_a_missing_section_is_noticed():

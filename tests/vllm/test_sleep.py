@@ -17,7 +17,7 @@ def void(pair, prompt, ticket):
     return failed(answer) and reason_of(pair, answer) in VOID
 
 
-@pytest.mark.proves("sleep and wake", engine="real")
+@pytest.mark.proves("sleep and wake", engine="stand-in")
 @pytest.mark.parametrize("sleepers", [("prefill",), ("decode",), ("prefill", "decode")], ids="+".join)
 @pytest.mark.parametrize("pair", chosen("llama", "gptoss-fail", "llama-packed", "llama-cached"), indirect=True)
 def test_engines_that_have_slept_say_the_same_as_before(pair, sleepers):
