@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SLOW
+from tests.conftest import SLOW, parts_of, pytest_collection_modifyitems
 
 ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r"(?<![\w./-])(?:kvflow|handshake|tests|docs|docker)(?:[./](?:[\w*%-]+|\$\$\w+))*")
@@ -40,11 +40,32 @@ def test_paths_that_are_gone_are_found():
     assert {name for name in named(text) if not exists(name)} == {"docker/gone.sh", "kvflow.transfer.bind"}
 
 
-def test_every_slow_test_that_make_test_runs_exists(request):
+def test_every_slow_test_and_each_of_its_cases_that_make_test_runs_exists(request):
     """Of the files that this run has collected: ``make test`` and ``make test-full`` collect all."""
     collected = {}
     for item in request.session.items:
-        collected.setdefault(str(item.path.relative_to(ROOT / "tests")), set()).add(item.name)
-    assert {path for path in SLOW if not (ROOT / "tests" / path).exists()} == set()
-    gone = {path: set(names) - collected[path] for path, names in SLOW.items() if path in collected}
-    assert {path: names for path, names in gone.items() if names} == {}
+        name, case = parts_of(item)
+        collected.setdefault(str(item.path.relative_to(ROOT / "tests")), set()).update([(name, ""), (name, case)])
+    for test, cases in SLOW.items():
+        path, _, name = test.partition("::")
+        assert (ROOT / "tests" / path).exists(), test
+        gone = {(name, case) for case in ("", *cases)} - collected.get(path, {(name, case) for case in ("", *cases)})
+        assert gone == set(), test
+
+
+class Item:
+    """A test, as pytest collects it."""
+
+    def __init__(self, path, name):
+        self.path, self.name, self.marks = ROOT / "tests" / path, name, []
+        self.add_marker = self.marks.append
+
+
+def test_make_test_runs_each_new_test_and_each_case_that_is_named():
+    places = [(*test.split("::"), cases) for test, cases in SLOW.items()]
+    quick = [Item(path, "test_that_is_new") for path, _, _ in places]
+    quick += [Item(path, f"{name}[{case}]") for path, name, cases in places for case in cases]
+    slow = [Item(path, f"{name}[{case}]" if case else name) for path, name, _ in places for case in ("", "new")]
+    pytest_collection_modifyitems([*quick, *slow])
+    assert [each.name for each in quick if "slow" in each.marks] == []
+    assert [each.name for each in slow if "slow" not in each.marks] == []
