@@ -52,6 +52,7 @@ from handshake.rates import Allowance, ClockOffset, OffsetFilter, Unread
 from handshake.states import Occurrence, Progress, Received, Role, Sent, Trigger, advance, budget_s
 
 TEXT_MAX = 1024  # characters of a reason or a remedy on the wire, as ``Text`` bounds them
+HEARD_MAX = 256  # characters of a peer's reason or remedy that are passed on: both are logged
 
 
 def check_introduction(
@@ -411,9 +412,11 @@ class Conversation:
         self.refuse(CloseCode.RATE_EXCEEDED, reason, now, remedy="Say more in fewer messages, or say less.")
 
     def _answer_farewell(self, message: Bye | Refuse, now: float) -> None:
-        ending: Ending = ConnectionClosed(reason=message.reason)
+        reason = message.reason[:HEARD_MAX]
+        ending: Ending = ConnectionClosed(reason=reason)
         if isinstance(message, Refuse):
-            ending = ConnectionFailed(code=message.code, reason=message.reason, remedy=message.remedy, refused=True)
+            remedy = message.remedy[:HEARD_MAX]
+            ending = ConnectionFailed(code=message.code, reason=reason, remedy=remedy, refused=True)
         self._leave(Bye(), ending, now)
 
     def _leave(self, farewell: Bye | Refuse, ending: Ending, now: float) -> None:

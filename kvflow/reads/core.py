@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from kvflow.errors import FailureCode
+from kvflow.errors import FailureCode, quoted
 from kvflow.ids import PeerId
 from kvflow.layout.component import ADDRESS_MAX, Region
 from kvflow.leases.epochs import judge
@@ -699,7 +699,7 @@ class ReadCore:
             try:
                 self._sink(event)
             except Exception:
-                _logger.exception("kvflow.reads: the sink raised; %r is lost", event)
+                _logger.exception("kvflow.reads: the sink raised; %s is lost", quoted(repr(event), 256))
 
 
 def _unusable(prepared_list: Cause | None, list_id: int, peer: PeerId) -> BackendError:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import msgspec
 
-from kvflow.errors import FailureCode, TransportUnavailable
+from kvflow.errors import FailureCode, TransportUnavailable, quoted
 from kvflow.events import PlaneOmitted
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
@@ -158,6 +158,5 @@ def _warn_of_failures(peer: PeerId, chosen: str, refusals: Mapping[str, Cause]) 
     """Log that a preferred plane failed. A plane that does not fit the pair is not a failure."""
     for name, reason in refusals.items():
         if reason.code != FailureCode.PLANE_UNFIT:
-            _logger.warning(
-                "kvflow.reads: %s is read over %s, because %s failed: %s", peer, chosen, name, reason.detail
-            )
+            who, why = quoted(str(peer)), quoted(reason.detail, 256)
+            _logger.warning("kvflow.reads: %s is read over %s, because %s failed: %s", who, chosen, name, why)

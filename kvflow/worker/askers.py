@@ -6,7 +6,7 @@ from collections import OrderedDict
 from functools import partial
 from typing import Any
 
-from kvflow.errors import KvflowError, PeerLost, WorkerClosed
+from kvflow.errors import KvflowError, PeerLost, WorkerClosed, quoted
 from kvflow.rendezvous.dialer import Asker, open_asker
 
 ASKERS_MAX = 64  # connections that are kept open. Beyond it, that which was used longest ago ends.
@@ -58,7 +58,7 @@ class Askers:
                 await asker.wait_ended()
         except Exception as error:
             if not isinstance(error, KvflowError):  # a defect in kvflow ends this connection only
-                logger.exception("asking %s failed", endpoint)
+                logger.exception("asking %s failed", quoted(endpoint))
                 error = PeerLost(f"asking {endpoint} failed: {error!r}", peer=endpoint)
             if not opened.done():
                 opened.set_exception(error)

@@ -22,6 +22,7 @@ from kvflow.errors import (
     TicketInvalid,
     TransferFailed,
     WorkerClosed,
+    quoted,
 )
 from kvflow.events import PeerConnected, PeerDropped
 from kvflow.ids import PeerId
@@ -313,7 +314,7 @@ class PeerPool:
             self._note_failure(connection, error)
             connection.fail(error)
         except Exception as error:  # a defect in kvflow ends this peer only, and the worker goes on
-            logger.exception("connecting %s failed", peer_id)
+            logger.exception("connecting %s failed", quoted(str(peer_id)))
             code, detail = TransferFailed.code, repr(error)
             self._note_failure(connection, error)
             connection.fail(TransferFailed(f"connecting {peer_id} failed: {error!r}", peer=str(peer_id)))

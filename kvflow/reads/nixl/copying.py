@@ -18,6 +18,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from kvflow.errors import quoted
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, PostedWork
 from kvflow.reads.contract import SHARED_BYTES_MIN, UNKNOWN_CARRIER
 from kvflow.reads.nixl.reading import Posted, ReadingAgent, RemoteAgent
@@ -241,6 +242,7 @@ class Helpers:
                 reader.prepare(remote, peer.lists[list_id])
         except self._errors as error:
             peer.alone = True
-            _logger.warning("kvflow.reads: no thread helps with reads from %s: %r", peer.agent, error)
+            who, why = quoted(peer.agent), quoted(repr(error), 256)
+            _logger.warning("kvflow.reads: no thread helps with reads from %s: %s", who, why)
             return None
         return remote

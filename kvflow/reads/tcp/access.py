@@ -28,7 +28,7 @@ import msgspec
 
 from kvflow.addresses import host_and_port
 from kvflow.config import TcpSettings
-from kvflow.errors import TransportUnavailable
+from kvflow.errors import TransportUnavailable, quoted
 from kvflow.ids import ReaderId, pass_of_digest
 from kvflow.reads.contract import Serving
 from kvflow.reads.tcp import opening
@@ -378,7 +378,7 @@ class Access:
             raise _Unproven("its identity is not that of its pass")
         who = place.who = _decoder.decode(place.received)
         if not self._serving.admits(who.public_key) or bool(who.certificate) != (self._identity is not None):
-            raise _Unproven(f"the key of {who} is not allowed, or it has no certificate")
+            raise _Unproven(f"the key of {quoted(str(who))} is not allowed, or it has no certificate")
         key = who.public_key if self._serving.keys_differ else f"{who.public_key} {who}"
         if self._opened[who.public_key].take(time.monotonic()):
             place.account = self.accounts.enter(key, place.sock)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvflow.config import TcpSettings
+from kvflow.errors import quoted
 from kvflow.layout.component import Region
 from kvflow.reads.bounds import OutOfBounds
 from kvflow.reads.contract import DeviceMemory, Serving
@@ -371,7 +372,8 @@ class _Sender:
         now = time.monotonic()
         if now - self._spoke_at >= _SPOKEN_EVERY_S:  # many bad readers must not write many log lines
             self._spoke_at = now
-            _logger.warning("kvflow.reads: closed the TCP connection of %s: %s", client.member.who, complaint)
+            who = quoted(str(client.member.who))
+            _logger.warning("kvflow.reads: closed the TCP connection of %s: %s", who, complaint)
 
 
 class TcpExporter:

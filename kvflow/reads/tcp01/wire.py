@@ -90,7 +90,7 @@ def answers_of(connection: SourceConnection) -> Generator[ByteRows | None, None,
         if status == REFUSED and 0 < nbytes <= DETAIL_BYTES_MAX:
             text = bytearray(nbytes)
             yield rows_of(text)
-            connection.answered(0, BackendError(FailureCode.BOUNDS, text.decode(errors="replace")))
+            connection.answered(0, BackendError(FailureCode.BOUNDS, text.decode(errors="replace")[:256]))
             continue
         connection.begun = True
         reads = question.epoch is not None

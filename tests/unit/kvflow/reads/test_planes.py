@@ -190,7 +190,7 @@ def test_a_plane_that_fails_is_passed_over_and_told(make, caplog):
     world = make(a=refuses("transport_error", "no memory left"), b={})
     memory, planes = world.peer("a", "b")
     assert world.backend.add(PeerAddress("p", planes, memory.table)).plane == "b"
-    assert "p is read over b, because a failed: no memory left" in caplog.text
+    assert "'p' is read over b, because a failed: 'no memory left'" in caplog.text
 
 
 @pytest.mark.parametrize(
