@@ -122,6 +122,11 @@ WORDS = {
     "data plane's metadata: bytes of the digest": backend._DIGEST_BYTES,
     "TCP: first bytes": opening.MAGIC,
     "TCP: hello": opening._HELLO.format,
+    "TCP: proof of a reader, of an exporter, and of both with another certificate": [
+        opening.proof_of(bytes(range(32)), role, (b"t" * 32, b"o" * 32), certificate).hex()
+        for certificate in (b"", b"a certificate")
+        for role in ("reader", "exporter")
+    ],
     "TCP: header of a request": wire.REQUEST.format,
     "TCP: kinds of requests": (wire.LEASE, wire.READ, wire.EPOCH),
     "TCP: run of a request": wire.RUN.format,

@@ -22,6 +22,7 @@ from kvflow.reads.contract import (
     ReadEnded,
 )
 from kvflow.reads.core import PostReads, ReadCore, RemovePeer, ResetReader
+from kvflow.reads.prepared import POST_S, READ_S
 
 from .lane_reads import Units
 
@@ -491,6 +492,34 @@ def test_a_read_is_inline_only_if_none_is_open_and_its_peer_is_known(bench):
     bench.serve()
     bench.core.handle(RemovePeer("r"))
     assert not fits(a_read(2, "r", 5)), "it was removed"
+
+
+def test_the_reads_of_a_batch_share_the_time_of_the_loop(quick):
+    """Each fits alone; the loop waits for all of them."""
+    cost = READ_S + POST_S
+    within_s = 2.5 * cost
+    assert quick.core.post_inline([a_read(each) for each in (1, 2, 3)], within_s) is None
+    assert quick.backend.calls == []
+    assert ends_of(quick.core.post_inline([a_read(each) for each in (1, 2)], within_s)) == {1: "held", 2: "held"}
+    quick.core._peers["p"].costs.ratio = 1.0  # it has learned that nothing takes time
+    many_parts = a_read(3)
+    many_parts.parts = many_parts.parts * 3
+    assert quick.core.post_inline([many_parts], READ_S + 2.5 * POST_S) is None
+    assert ends_of(quick.core.post_inline([a_read(3)], READ_S + 2.5 * POST_S)) == {3: "held"}
+
+
+def test_after_a_reset_the_first_read_of_each_peer_is_not_made_inline(quick):
+    quick.backend.at_once = False
+    quick.post(1)
+    quick.core.step()
+    quick.core.handle(RemovePeer("p"))
+    quick.core.handle(ResetReader())
+    assert "ResetDone 1" in quick.seen()
+    quick.backend.at_once = True
+    assert quick.core.post_inline([a_read(2, "q", 1)], 1.0) is None
+    quick.post(3, peer="q")
+    quick.serve()
+    assert ends_of(quick.core.post_inline([a_read(4, "q", 1)], 1.0)) == {4: "held"}
 
 
 def ends_of(answers):

@@ -1,5 +1,6 @@
 """Who gets in, and who does not: both sides of an opening over real sockets."""
 
+import errno
 import hashlib
 import re
 import select
@@ -259,6 +260,23 @@ def test_an_exporter_without_the_pass_key_is_no_producer():
                     opened(reader)
 
 
+def test_who_sends_a_proof_back_is_no_producer():
+    """The proofs of both sides are of one pass and the same nonces."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener, exporting(tls=False) as exporter:
+        reader = exporter.reader(at=listener.getsockname())
+        with closing(reader):
+            reader.advance()
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(opening.MAGIC + bytes(32))
+                while reader.advance() is None and not select.select([sock], [], [], 0.01)[0]:
+                    pass
+                hello = opening.decode_hello(sock.recv(opening.HELLO_BYTES, socket.MSG_WAITALL))
+                sock.sendall(hello.proof)
+                with pytest.raises(Rejected, match="not proven"):
+                    opened(reader)
+
+
 def test_a_reader_with_a_stolen_pass_and_another_key_stays_out():
     """Whoever has read a pass has not the private key."""
     with exporting(tls=True) as exporter:
@@ -309,6 +327,43 @@ def test_strangers_in_all_places_keep_no_reader_out(tls, words, monkeypatch):
         for _ in range(16):
             stack.enter_context(exporter.stranger(words))
         [stream] = opened(exporter.reader())
+        stream.close()
+
+
+@pytest.mark.parametrize("trouble", ["too many files", "too many at once"])
+def test_the_door_opens_again_after_a_burst_though_nobody_is_opening(trouble, monkeypatch):
+    """It does not watch the listener meanwhile, and nothing else would wake it."""
+    with exporting(tls=False) as exporter:
+        door, turned_away = exporter.access, threading.Event()
+
+        class Listener:
+            """The listener, which has no file left for one connection."""
+
+            def __init__(self, listener: socket.socket) -> None:
+                self.fileno = listener.fileno
+
+            def accept(self) -> tuple[socket.socket, object]:
+                door._listener = listener
+                turned_away.set()
+                raise OSError(errno.EMFILE, "Too many open files")
+
+        def refuse(_now: float) -> bool:
+            monkeypatch.undo()
+            turned_away.set()
+            return False
+
+        listener = door._listener
+        if trouble == "too many files":
+            monkeypatch.setattr(access, "_SPOKEN_EVERY_S", 0.05)
+            door._listener = Listener(listener)
+        else:
+            monkeypatch.setattr(door._accepted, "take", refuse)
+        reader = exporter.reader()
+        with closing(reader):
+            reader.advance()
+            assert turned_away.wait(IN_TIME_S)
+            assert door._places == {}
+            [stream] = opened(reader)
         stream.close()
 
 
@@ -490,16 +545,25 @@ def test_readers_with_their_own_keys_are_counted_by_key(keys_differ, monkeypatch
             stream.close()
 
 
-def test_a_key_opens_only_so_many_connections_in_a_second(monkeypatch):
-    monkeypatch.setattr(access, "OPENED_AT_ONCE", 1)
+@pytest.mark.parametrize("keys_differ", [False, True], ids=["one key for all", "own keys"])
+def test_a_reader_opens_only_so_many_connections_in_a_second_others_go_on(keys_differ, monkeypatch):
+    """Readers are told apart by key if each has its own, and else by the identity that their pass proves."""
+    monkeypatch.setattr(access, "OPENED_AT_ONCE", 256)
     monkeypatch.setattr(access, "OPENED_PER_S", 0)
-    with exporting(tls=True) as exporter:
-        [stream] = opened(exporter.reader())
+    with exporting(tls=False, keys_differ=keys_differ) as exporter, ExitStack() as stack:
+        greedy = exporter.credentials("decode-0")
+        for stream in opened(*[exporter.reader(greedy) for _ in range(256)]):
+            stack.callback(stream.close)
         with pytest.raises(ChannelClosed, match="did not open in time"):
-            opened(exporter.reader(within_s=0.5))
-        [other] = opened(exporter.reader(exporter.credentials(key=OTHER_KEY)))
-        stream.close()
-        other.close()
+            opened(exporter.reader(greedy, within_s=0.5))
+        another_name = exporter.credentials("decode-1")
+        if keys_differ:
+            with pytest.raises(ChannelClosed, match="did not open in time"):
+                opened(exporter.reader(another_name, within_s=0.5))
+            another_name = exporter.credentials("decode-1", OTHER_KEY)
+        [stream] = opened(exporter.reader(another_name))
+        stack.callback(stream.close)
+        exporter.wait(lambda: len(exporter.members) == 257)
 
 
 def test_keys_of_readers_that_restarted_are_forgotten(monkeypatch):

@@ -183,6 +183,58 @@ def test_a_lease_is_shown_once_on_a_connection(pair):
     assert wire.decode_request(frames[wire.REQUEST.size + wire.RUN.size :]).kind == wire.READ
 
 
+def test_reader_and_exporter_forget_their_leases_together(consume, producer, encryption):
+    """A lease that was shown before 256 others is shown again, and the connection goes on."""
+    consumer = consume(encryption=encryption, connections=1)
+    kept = producer.lease(1, [7], [])
+    peer = consumer.join(producer)
+    consumer.wait(consumer.post(consumer.read(peer, [7], [0], [(1, kept, 1)])))
+    for at in range(wire.LEASES_MAX):
+        epoch = producer.lease(0, [at % 64], [])
+        posted = consumer.post(consumer.read(peer, [at % 64], [1], [(0, epoch, 1)]))
+        assert consumer.wait(posted) == 0
+        assert not posted.unheld
+        producer.end(0)
+    (sender,) = producer.sender.clients.values()
+    assert consumer.wait(consumer.post(consumer.read(peer, [7], [2], [(1, kept, 1)]))) == 0
+    assert np.array_equal(consumer.target[2], producer.cache[0][7])
+    assert [*producer.sender.clients.values()] == [sender], "the connection was cut"
+    assert len(sender.macs) == 2
+
+
+def test_a_large_request_over_an_idle_connection_is_sent_to_its_end(pair):
+    """The socket takes a part of it. When it takes more, only its descriptor tells."""
+    check = pair.consumer.check(pair.peer, 0)
+    reader = pair.far.open()
+    pair.far.request(reader)
+    reader.say(frame(wire.DONE, EPOCH))
+    pair.consumer.wait(check)
+    (connection,) = pair.backend._peers[pair.peer].connections
+    numbers, count = range(0, 64, 2), 0  # no two are neighbors: each is a run
+    while not connection.interest & select.EPOLLOUT:
+        pair.ask(*numbers, leases=[(0, HELD, len(numbers))])
+        count += 1
+    poll = select.poll()
+    poll.register(pair.backend.fileno(), select.POLLIN)
+    reader._pump = lambda: poll.poll(0) and pair.backend.progress()
+    for _ in range(count):
+        assert runs_of(pair.far.request(reader)[1]) == [block(number) for number in numbers]
+    assert connection.interest == select.EPOLLIN
+    assert not poll.poll(0), "the socket has room, and nothing to say"
+
+
+@pytest.mark.parametrize("encryption", ["tls"])
+def test_what_openssl_has_decrypted_is_received_without_another_event(monkeypatch, pair):
+    monkeypatch.setattr(module, "_PORTION_BYTES", 1)
+    posted, portion = pair.ask(3)
+    reader = pair.far.open()
+    pair.far.request(reader)
+    reader.say(piece(WANTED) + frame(wire.DONE, HELD))  # one record
+    assert pair.consumer.wait(posted) == 0
+    assert pair.consumer.target[3].tobytes() == WANTED
+    assert pair.consumer.fence(pair.peer, 0, portion) == HELD
+
+
 def test_epoch_slots_are_read_with_one_post_over_one_connection(pair_of_two):
     posted = pair_of_two.consumer.check(pair_of_two.peer, 2, 4, 4, first=2, last=5)
     reader = pair_of_two.far.open()

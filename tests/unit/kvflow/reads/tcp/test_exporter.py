@@ -321,6 +321,47 @@ def test_half_a_request_is_counted_has_its_time_and_harms_nobody(clock, producer
         still_serves(producer)
 
 
+def test_a_request_that_trickles_in_has_no_more_time_than_half_of_one(clock, producer):
+    """Its time counts from its first byte: a byte now and then buys none."""
+    reader = producer.reader()
+    assert reader.epoch() == EPOCH
+    (client,) = producer.sender.clients.values()
+    frame = wire.encode_read(0, 0, EPOCH, [block(0)] * 900)
+    served_s = 0.0
+    while client in [*producer.sender.clients.values()]:
+        assert served_s <= module.HALF_S_MAX, "each byte buys time"
+        at = round(served_s / 20)
+        reader.say(frame[at : at + 1])
+        while len(client.buffer) <= at:
+            still_serves(producer)
+        clock(20.0)
+        served_s += 20.0
+        for _ in range(2):  # the thread looks after it has served
+            still_serves(producer)
+    assert reader.ended()
+    assert served_s > module.HALF_S_MAX
+
+
+def test_a_reader_that_takes_an_answer_slowly_is_served_to_its_end(clock, make):
+    """Its time counts from the last byte that it took, not from its request."""
+    producer = make(blocks=32, block_bytes=BIG)
+    epoch = producer.lease(0, range(32), [])
+    reader, other = producer.reader(), producer.reader()
+    pieces = 32 * BIG // long_read(producer, reader, 0, epoch)
+    left = 32 * BIG + pieces * wire.ANSWER.size  # the head of each piece but the first, and the end
+    (client,) = (each for each in producer.sender.clients.values() if each.piece is not None)
+    for _ in range(3):
+        stuck(producer, other)
+        clock(module.STALLED_S_MAX * 0.75)
+        since = client.since
+        while client.since == since:
+            reader.hear(64 << 10)
+            left -= 64 << 10
+            other.epoch(1)
+    kind, *_, value = wire.ANSWER.unpack(reader.hear(left)[-wire.ANSWER.size :])
+    assert (kind, value) == (wire.DONE, epoch)
+
+
 def test_a_reader_that_takes_nothing_is_closed_in_time(clock, make):
     producer = make(blocks=16, block_bytes=BIG)
     epoch = producer.lease(0, range(16), [])
