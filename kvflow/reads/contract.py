@@ -54,7 +54,7 @@ CHUNK_BYTES_MAX = 8 << 20  # most bytes of one chunk; over shared memory a post 
 SHARED_BYTES_MIN = 2 << 20  # least bytes of a chunk that several threads copy; such a chunk is never read inline
 CHUNK_DESCRIPTORS_MAX = 256  # most merged descriptors of one chunk: at 2 to 9 us each, about 1 ms, too
 SPAN_MAX = 512  # most epoch slots that one check reads: 4 KiB
-INLINE_S_MAX = 100e-6  # longest time that a post may hold the event loop
+INLINE_S_MAX = 100e-6  # longest time that a post on the event loop is expected to take
 RESET_DRAIN_S = 2.0  # how long a reader reset waits for healthy peers: two chunks of 8 MiB take 2 s at 70 Mbit/s
 
 PRIORITY_MAX = 1 << 31

@@ -33,6 +33,11 @@ COLORS = ("#4e79a7", "#a0cbe8", "#f28e2b", "#59a14f", "#8cd17d", "#b6992d", "#e1
 LEFT, WIDTH, BAR, STEP = 130, 640, 24, 40
 
 
+IDLE_LOAD_MAX = 0.5
+"""Load average at the start of a run that counts as idle: above it, someone else used a core."""
+
+NOT_IDLE = "**The machine was not idle: times may be shorter, and goals met, on one that is.**"
+
 LEGEND = (
     "Large reads: rate, of bare NIXL's (goal); from 64 MiB on CPU, of bare NIXL's, goal 1.3; gain of the second core."
 )
@@ -75,6 +80,8 @@ def figures() -> str:
     packages = ", ".join(f"{name} {head.packages[name]}" for name in ("nixl", "uvloop"))
     machine = f"{head.machine}, {head.cores} cores, Python {head.python}, {packages}"
     about = f"{head.started[:10]}, {machine}; load average {head.load_average:.1f}."
+    if head.load_average > IDLE_LOAD_MAX:
+        about = f"{about} {NOT_IDLE}"
     others = []
     for title, floor, ours, found, aim in judged():
         if not LARGE.fullmatch(title):
