@@ -7,9 +7,8 @@ import socket
 
 import pytest
 
-from handshake.intake import SLACK_BYTES, SWEEP_S, Intake, watched, wire_bytes
-
-from .helpers import patiently
+import handshake.intake
+from handshake.intake import SLACK_BYTES, Intake, watched, wire_bytes
 
 HELD_MAX = 1 << 20
 
@@ -183,21 +182,25 @@ def test_bytes_on_the_wire(nbytes, secured, expected):
     assert wire_bytes(nbytes, secured=secured) == expected
 
 
-async def test_an_intake_is_swept_as_long_as_it_is_watched():
+async def test_an_intake_is_swept_as_long_as_it_is_watched(monkeypatch):
     class Counted(Intake):
         sweeps = 0
 
         def sweep(self):
             self.sweeps += 1
-            swept.set()
+
+    monkeypatch.setattr(handshake.intake, "SWEEP_S", 0.0)  # in each turn of the loop
+
+    async def turns():
+        for _ in range(10):
+            await asyncio.sleep(0)
 
     first, second = (Counted(1, str, listens=True) for _ in range(2))
     with watched(first):
-        for _ in range(2):
-            swept = asyncio.Event()
-            await patiently(swept.wait())
+        await turns()
+        assert first.sweeps > 2
         with watched(second):
             pass
-    counted = first.sweeps, second.sweeps
-    await asyncio.sleep(2 * SWEEP_S)  # nothing happens, and nothing tells of it
-    assert (first.sweeps, second.sweeps) == counted == (2, 0)
+    counted = first.sweeps
+    await turns()
+    assert (first.sweeps, second.sweeps) == (counted, 0)

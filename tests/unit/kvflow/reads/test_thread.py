@@ -125,13 +125,29 @@ def test_a_backend_descriptor_ends_the_pause_of_its_thread(monkeypatch):
     os.close(backend.news)
 
 
+class Asked:
+    """A lock that notes that somebody waits for it."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self.waited_for = False
+
+    def __enter__(self):
+        self.waited_for = self._lock.locked()
+        self._lock.acquire()
+
+    def __exit__(self, *_error):
+        self._lock.release()
+
+
 def test_the_thread_closes_no_descriptor_that_a_command_may_write_to(monkeypatch):
     steps, ended, backend, still_open, write = queue.Queue(), threading.Event(), EventBackend(), [], os.eventfd_write
 
     def late(descriptor, value):
         """The caller waits between its look and its write, and the thread is woken by its backend."""
         write(backend.news, 1)
-        ended.wait(0.2)  # time enough for a thread that does not wait for the write
+        while not (ended.is_set() or transport._lock.waited_for):
+            select.select([], [], [], 0.001)
         still_open.append(Path(f"/proc/self/fd/{descriptor}").exists())
         write(descriptor, value)
 
@@ -141,6 +157,7 @@ def test_the_thread_closes_no_descriptor_that_a_command_may_write_to(monkeypatch
     steps.get(timeout=PATIENCE_S)
     while not transport._bell._waiting:
         select.select([], [], [], 0.001)
+    transport._lock = Asked()
     monkeypatch.setattr(os, "eventfd_write", late)
     transport.close()
     assert still_open == [True], "another file may have its number by now"
