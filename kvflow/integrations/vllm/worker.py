@@ -51,7 +51,7 @@ from kvflow.integrations.vllm.settings import logger, warn
 from kvflow.observability.logs import EventLog
 
 WRITTEN_PAUSE_S = 0.001
-"""Pause before a command asks again if its step has written: a draft model takes some milliseconds."""
+"""Pause between two looks whether a device has written, while a command waits: a step takes some milliseconds."""
 
 RESET_WAIT_S = 5.0  # longest time that a reset waits for the last write of the pulls that it cancels
 RESET_PAUSE_S = 0.05  # the engine's thread may take the end for which a reset waits, so it looks again
@@ -109,14 +109,19 @@ class RankWorker:
         self._lock = threading.RLock()
         self._taken = self._confirmed = 0  # numbers of the last ordered command, and of the last that came with a step
         self._unwritten: list[Admit | Advance | Seal | KeepBlocks] = []  # their steps may not have written
-        self._retries = False  # whether a timer is to look at them
+        self._awaited = threading.Event()  # set while one of them waits for the device
         self._leases: dict[str, _HeldLease] = {}
         self._unreported: Counter[str] = Counter()  # ends of open leases that vLLM does not wait for
         self._void: set[str] = set()  # requests that a reset has ended, while commands may still name them
         self._mark = mark
         self._marks: deque[tuple[int, Passed]] = deque(maxlen=MARKS_MAX)  # a device does its work in order
         self._written = 0
-        self._is_stopped = False
+        self._stopped = threading.Event()
+        # Not on kvflow's loop, though nothing here waits for it: to hold one lease of 8,192 blocks takes half a
+        # millisecond, and a step may end with many. One thread, because to start one takes eight times a look.
+        self._watch = threading.Thread(target=self._look_again, name="kvflow-marks", daemon=True)
+        if mark is not None:
+            self._watch.start()
 
     @property
     def address(self) -> RankAddress:
@@ -272,7 +277,7 @@ class RankWorker:
 
     def _execute_unwritten(self) -> None:
         """Execute the commands whose steps have written, and look again soon for others. The caller holds ``_lock``."""
-        if not self._unwritten or self._is_stopped:
+        if not self._unwritten or self._stopped.is_set():
             return
         # Ask once: otherwise a later command of a lease might be executed before an earlier one.
         self._has_written(max([each.step for each in self._unwritten]))
@@ -288,14 +293,18 @@ class RankWorker:
                 del self._unwritten[at]  # only now: an admission that is interrupted is refused the next time
             else:
                 at += 1
-        if not self._retries and any(not isinstance(each, Advance) for each in self._unwritten):
-            self._retries = True
-            _soon(self._retry)
+        if self._unwritten:  # without a device, the end of their step executes them
+            self._awaited.set()
 
-    def _retry(self) -> None:
-        with self._lock:
-            self._retries = False
-            self._execute_unwritten()
+    def _look_again(self) -> None:
+        """Execute commands when a device has written, also if no step follows, until the rank stops."""
+        while self._awaited.wait() and not self._stopped.wait(WRITTEN_PAUSE_S):
+            with self._lock:
+                self._awaited.clear()
+                try:
+                    self._execute_unwritten()
+                except Exception:  # the next command looks again
+                    logger.exception("kvflow: a look at what the device has written failed")
 
     def _keep_blocks(self, command: KeepBlocks) -> None:
         """Hold a kept lease."""
@@ -321,9 +330,12 @@ class RankWorker:
                 self._worker.revoke(name)
 
     def stop(self) -> None:
-        """Try no early admission again."""
+        """Execute no command that waits for a device, and end the thread that looks."""
         with self._lock:
-            self._is_stopped = True
+            self._stopped.set()
+            self._awaited.set()
+        if self._watch.is_alive():
+            self._watch.join()
 
     def _has_written(self, step: int) -> bool:
         """Return whether a step has written its blocks, without waiting. The caller holds ``_lock``."""
@@ -470,12 +482,6 @@ class RankWorker:
             released.add_done_callback(partial(_tell_failure, request_id, "was not released"))
         except KvflowError as error:
             logger.info("kvflow: the ticket of request %s was not released: %s", request_id, error)
-
-
-def _soon(call: Callable[[], None]) -> None:
-    again = threading.Timer(WRITTEN_PAUSE_S, call)
-    again.daemon = True
-    again.start()
 
 
 def _tell_failure(request_id: str, what: str, done: "Future[None]") -> None:

@@ -314,13 +314,6 @@ def late(device, monkeypatch):
     world.runtime.close()
 
 
-class Idle:
-    """A timer that a test runs."""
-
-    def start(self):
-        pass
-
-
 def end_steps(world, *steps):
     for step in steps:
         world.runtime.rank.end_step(step)
@@ -386,17 +379,37 @@ def test_an_early_admission_needs_no_further_step(late, device, monkeypatch):
     assert late.held() == 1
 
 
-def test_an_early_admission_is_not_tried_again_when_the_rank_has_ended(late, device, monkeypatch, caplog):
-    tries = []
-    monkeypatch.setattr(rank_side.threading, "Timer", lambda _pause, call: tries.append(call) or Idle())
+@pytest.mark.parametrize("pause_s", [0.001, 10 * PATIENCE_S])
+def test_an_early_admission_is_not_tried_again_when_the_rank_has_ended(late, device, monkeypatch, caplog, pause_s):
+    """Whether a look is due soon or has just been."""
+    monkeypatch.setattr(rank_side, "WRITTEN_PAUSE_S", pause_s)
     end_steps(late, STEP)
     late.early()
     late.runtime.close()
-    (call,) = tries
     device.done = 1
-    call()
-    assert len(tries) == 1
+    late.runtime.rank.take()
+    assert not late.runtime.rank._watch.is_alive()
     assert "not offered" not in caplog.text
+
+
+def test_a_look_that_waits_for_its_rank_does_not_keep_it_from_ending(late, device, monkeypatch):
+    rank, entered, left = late.runtime.rank, threading.Event(), threading.Event()
+    monkeypatch.setattr(rank_side, "WRITTEN_PAUSE_S", 0.001)
+    admit = late.runtime._worker.admit
+    monkeypatch.setattr(
+        late.runtime._worker, "admit", lambda *given: (entered.set(), left.wait(PATIENCE_S), admit(*given))
+    )
+    end_steps(late, STEP)
+    late.early()
+    device.done = 1
+    assert entered.wait(PATIENCE_S)
+    ending = threading.Thread(target=late.runtime.close)
+    ending.start()
+    assert rank._watch.is_alive()
+    left.set()
+    ending.join(PATIENCE_S)
+    assert not ending.is_alive()
+    assert not rank._watch.is_alive()
 
 
 def test_a_newer_grant_does_not_let_an_older_one_be_held_twice(late, device):
@@ -411,6 +424,30 @@ def test_a_newer_grant_does_not_let_an_older_one_be_held_twice(late, device):
     late.runtime.rank.take([late.next])
     late.collect()
     assert (late.held(), late.sent) == (1, ["r"])
+
+
+@pytest.mark.parametrize("again", ["reset", "sleep"])
+def test_a_look_that_is_due_at_a_reset_or_sleep_holds_nothing_afterwards(late, device, monkeypatch, again):
+    end_steps(late, STEP)
+    rank, asked = late.runtime.rank, threading.Semaphore(0)
+    (step, passed) = rank._marks.pop()
+    rank._marks.append((step, lambda: (asked.release(), passed())[1]))
+    monkeypatch.setattr(rank_side, "WRITTEN_PAUSE_S", 0.001)
+    late.early()
+    for _ in range(3):
+        assert asked.acquire(timeout=PATIENCE_S)
+    if again == "reset":
+        assert rank.reset(("r",))
+    else:
+        late.sleep()
+    device.done = 1
+    wait_until(lambda: not rank._unwritten)
+    late.command()
+    if again == "sleep":
+        late.wake()
+    assert late.held() == 0
+    late.collect()
+    assert late.sent == ["r"]
 
 
 @pytest.mark.parametrize("slept", [["sleep"], ["sleep", "wake"]], ids="-".join)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from kvflow import Finished, FullAttention, TransferReport, WorkerConfig, allocate
+from kvflow import Finished, FullAttention, TicketMint, TransferReport, WorkerConfig, allocate, run_worker
 from kvflow.errors import (
     CapacityExceeded,
     LayoutMismatch,
@@ -42,6 +42,7 @@ from kvflow.integrations.vllm.messages import (
 from kvflow.integrations.vllm.runtime import RankRuntime
 from kvflow.integrations.vllm.worker import RankWorker
 from kvflow.observability.logs import REPEATS_S, Repeats
+from tests.helpers.waiting import wait_until
 
 from .vllm_like import SECRET, new_mint, new_ticket
 
@@ -512,11 +513,20 @@ class Device:
         return passed
 
 
-def on_device(fake):
-    device = Device()
-    rank = RankWorker(fake, device.mark)
-    rank.end_step(STEP)
-    return device, rank
+@pytest.fixture
+def on_device():
+    """Returns a call that makes a rank with a device that has been given a step; at the end each rank is stopped."""
+    made = []
+
+    def make(fake):
+        device = Device()
+        made.append(RankWorker(fake, device.mark))
+        made[-1].end_step(STEP)
+        return device, made[-1]
+
+    yield make
+    for rank in made:
+        rank.stop()
 
 
 def test_a_kept_lease_is_held_at_once_where_no_device_writes_late():
@@ -526,7 +536,7 @@ def test_a_kept_lease_is_held_at_once_where_no_device_writes_late():
     assert fake.revoked == ["kept:r"]
 
 
-def test_a_kept_lease_is_held_once_written_though_no_step_follows():
+def test_a_kept_lease_is_held_once_written_though_no_step_follows(on_device):
     fake = FakeWorker()
     held = threading.Event()
     fake.admit = lambda *_: held.set()
@@ -538,21 +548,107 @@ def test_a_kept_lease_is_held_once_written_though_no_step_follows():
     assert held.wait(60)
 
 
-def test_a_kept_lease_that_ends_before_it_is_written_is_never_held(monkeypatch):
-    again = []
-    monkeypatch.setattr(worker_module, "_soon", lambda *call: again.append(call))
+def test_a_kept_lease_that_ends_before_it_is_written_is_never_held(on_device):
     fake = FakeWorker()
     device, rank = on_device(fake)
     rank.execute([KEPT])
     rank.revoke(["kept:r"])
     device.wrote.set()
-    for call, *arguments in again:
-        call(*arguments)
-    assert (len(again), fake.admitted, fake.revoked) == (1, [], ["kept:r"])
+    rank.take()
+    assert (fake.admitted, fake.revoked) == ([], ["kept:r"])
+
+
+def test_a_thousand_requests_that_end_start_no_thread(on_device, monkeypatch):
+    """One looks for all, however often."""
+    started = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), start(thread)))
+    held = threading.Semaphore(0)
+    fake = FakeWorker()
+    fake.admit = lambda *_: held.release()
+    device, rank = on_device(fake)
+    assert started == [rank._watch]
+    for _ in range(20):
+        device.wrote.clear()
+        rank.end_step(STEP)
+        rank._written = 0
+        rank.execute([msgspec.structs.replace(KEPT, request_id=f"kept:{at}") for at in range(50)])
+        for _ in range(3):
+            assert device.asked.acquire(timeout=60)
+        device.wrote.set()
+        for _ in range(50):
+            assert held.acquire(timeout=60)
+    assert started == [rank._watch]
+
+
+def test_nobody_looks_while_nothing_waits_for_a_device(on_device):
+    fake = FakeWorker()
+    device, rank = on_device(fake)
+    device.wrote.set()
+    rank.execute([KEPT])
+    assert fake.admitted == [KEPT.grant]
+    assert not rank._awaited.is_set()
+    assert RankWorker(fake)._watch.ident is None, "the end of a step executes everything where no device writes late"
+
+
+def test_a_look_waits_while_the_engine_has_the_rank(on_device):
+    fake = FakeWorker()
+    device, rank = on_device(fake)
+    rank.execute([KEPT])
+    assert device.asked.acquire(timeout=60)
+    with rank._lock:
+        device.wrote.set()
+        assert fake.admitted == []
+        assert rank._watch.is_alive()
+        rank.revoke(["kept:r"])
+    rank.execute([msgspec.structs.replace(KEPT, request_id="kept:s")])
+    assert fake.admitted == [KEPT.grant], "not that of r"
+
+
+def test_a_look_that_lasts_keeps_no_event_loop_waiting():
+    """What a look holds may have thousands of blocks. Who is asked meanwhile answers from the loop."""
+    entered, left = threading.Event(), threading.Event()
+    spec = FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")
+    config = WorkerConfig(engine_id="engine", cluster_secret=SECRET, transport="loopback")
+    with run_worker(config, allocate({"a": spec}, num_blocks=8)) as worker:
+        device, admit = Device(), worker.admit
+        worker.admit = lambda *given: (entered.set(), left.wait(60), admit(*given))
+        rank = RankWorker(worker, device.mark)
+        rank.end_step(STEP)
+        mint = TicketMint("engine", [worker.rank_address], cluster_secret=SECRET, block_sizes=(4,))
+        rank.execute([Admit("a", mint.offer("a", block_ids=[[1]], num_tokens=4)[1], STEP, number=1)])
+        device.wrote.set()
+        assert entered.wait(60)
+        assert worker.snapshot().leases == 0, "the loop has answered"
+        left.set()
+        wait_until(lambda: worker.snapshot().leases)
+        rank.stop()
+
+
+def test_a_look_that_fails_is_told_and_the_next_command_looks_again(on_device, caplog):
+    failures = threading.Semaphore(1)
+    fake = FakeWorker()
+    device, rank = on_device(fake)
+    rank._marks.clear()
+
+    def passed():
+        if threading.current_thread() is rank._watch and failures.acquire(blocking=False):
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return device.wrote.is_set()
+
+    rank._marks.append((STEP, passed))
+    rank.execute([KEPT])
+    wait_until(lambda: "what the device has written failed" in caplog.text)
+    assert "unspecified launch failure" in caplog.text
+    held = threading.Event()
+    fake.admit = lambda *_: held.set()
+    rank.take()
+    device.wrote.set()
+    assert held.wait(60)
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_a_kept_lease_that_a_reset_ends_is_never_held(when):
+def test_a_kept_lease_that_a_reset_ends_is_never_held(on_device, when):
     fake = FakeWorker()
     device, rank = on_device(fake)
     if when == "meanwhile":
