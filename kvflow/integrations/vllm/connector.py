@@ -298,7 +298,8 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
             len(cache.groups),
         )
         for doubt in doubts(config):
-            logger.warning("kvflow: %s", doubt)
+            text = "kvflow: " + doubt  # no argument, which would be cut
+            logger.warning(text)
 
     def unregister_kv_caches(self) -> None:
         """Withdraw this rank's cache before vLLM frees its memory. A second call does nothing."""

@@ -6,19 +6,21 @@ the ticket in the form that routers know. kvflow does not act on them, because r
 ``Untagged`` counts the requests that come without such parameters.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
 from kvflow import Ticket, is_traceparent
-from kvflow.addresses import host_and_port
+from kvflow.addresses import PORT_MAX, host_and_port
 from kvflow.errors import TicketInvalid
 from kvflow.integrations.vllm.messages import Tally
 from kvflow.integrations.vllm.settings import Settings, logger
 
 ReadTicket = Callable[..., Ticket]  # TicketKey.read
 TICKET_CHARS_BASE = 1 << 17  # characters of a ticket without its blocks: enough for 400 ranks with long names
+HOST_CHARS_MAX = 255  # of a name of a host: longer ones are none
 HINTS_MAX = 16  # actions of one hint that are read
 FETCH = ("kv.fetch", "1.0")  # the action that names a source, and its version
 CHARS_PER_BLOCK = 32  # kvf2: a block id and a digest take 23 bytes of msgpack, which are 31 characters of base64
@@ -120,9 +122,14 @@ def hinted_sources(params: object, envelope: object = None) -> list[str]:
 def _endpoint_of(record: object) -> str:
     """Return the control endpoint that ``remote_host`` and ``remote_port`` name; empty if they name none."""
     host, port = _field(record, "remote_host"), _field(record, "remote_port")
-    if not isinstance(host, str) or not host:
+    if not isinstance(host, str) or not 0 < len(host) <= HOST_CHARS_MAX:
         return ""
-    return f"tcp://{f'[{host}]' if ':' in host.strip('[]') else host}:{port}"
+    if isinstance(port, str) and re.fullmatch("[0-9]{1,5}", port):
+        port = int(port)
+    if type(port) is not int or not 0 < port <= PORT_MAX:
+        return ""
+    host = host.strip("[]")
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _field(record: object, name: str) -> object:
@@ -240,11 +247,9 @@ class Untagged:
         self._told = True
         produces, consumes = self._settings.produces, self._settings.consumes
         wanted = {"asked for a ticket": produces, "brought a ticket": consumes}
-        logger.warning(
+        remedy = CAUSE if consumes or not produces else CAUSE + ALWAYS
+        text = (
             "kvflow: none of the last %d requests has %s (kv_transfer_params). This engine transfers nothing, and a "
-            "prompt that two engines get is computed twice. [%s] %s",
-            row,
-            " or ".join(words for words, is_meant in wanted.items() if is_meant),
-            UNTAGGED_CODE,
-            CAUSE if consumes or not produces else CAUSE + ALWAYS,
+            "prompt that two engines get is computed twice. [%s] " + remedy
         )
+        logger.warning(text, row, " or ".join(words for words, is_meant in wanted.items() if is_meant), UNTAGGED_CODE)

@@ -17,6 +17,7 @@ from kvflow.integrations.vllm.params import (
     HINTS_MAX,
     LoadWanted,
     OfferWanted,
+    RendezvousWanted,
     hinted_sources,
     read_params,
     ticket_chars_max,
@@ -349,3 +350,47 @@ def test_hints_name_the_sources_of_a_prompt():
 )
 def test_what_is_no_hint_names_no_source(params):
     assert hinted_sources(params, params) == []
+
+
+LARGE = 2_000_000  # characters, or digits
+
+
+@pytest.mark.parametrize("port", [5600, "5600", "05600"])
+@pytest.mark.parametrize("host", ["decode-0", "::1", "[::1]", "h" * 255])
+def test_a_host_and_a_port_are_read_as_routers_write_them(host, port):
+    endpoint = f"tcp://{'[::1]' if ':' in host else host}:5600"
+    params = {"do_remote_prefill": True, "remote_host": host, "remote_port": port}
+    assert read_params(params, new_key().read, 1000, meets=True) == RendezvousWanted(endpoint)
+    assert hinted_sources({"remote_kv_source": params}) == [endpoint]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_port": "5" * LARGE},
+        {"remote_port": 10**5000},
+        {"remote_port": "123456"},
+        {"remote_port": 65_536},
+        {"remote_port": 0},
+        {"remote_port": -1},
+        {"remote_port": "0"},
+        {"remote_port": "+5"},
+        {"remote_port": "\u0661"},  # a digit of another script
+        {"remote_port": "5\n"},
+        {"remote_port": True},
+        {"remote_port": 5600.0},
+        {"remote_port": None},
+        {"remote_port": ["x" * LARGE]},
+        {"remote_port": {"x" * LARGE: 1}},
+        {"remote_host": "h" * 256},
+        {"remote_host": "h" * LARGE},
+        {"remote_host": ""},
+        {"remote_host": ["h"]},
+    ],
+)
+def test_what_is_no_host_and_port_names_no_engine(change):
+    params = {"do_remote_prefill": True, "remote_host": "decode-0", "remote_port": 5600} | change
+    with pytest.raises(TicketInvalid, match="kv_transfer_params") as caught:
+        read_params(params, new_key().read, 1000, meets=True)
+    assert len(str(caught.value)) < 512
+    assert hinted_sources({"remote_kv_source": params}) == []

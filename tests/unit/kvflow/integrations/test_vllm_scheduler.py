@@ -14,6 +14,7 @@ from .vllm_like import (
     SlidingWindowSpec,
     blocks_of,
     counted,
+    matched,
     new_mint,
     new_request,
     new_ticket,
@@ -329,6 +330,63 @@ def test_a_field_that_a_router_writes_is_told_once_in_a_process(caplog):
     assert [record.message for record in caplog.records].count(
         "kvflow: a router has rewritten remote_host in kv_transfer_params. kvflow ignores it and uses the ticket"
     ) == 1
+
+
+# What a client chooses, and how long it may be.
+
+HOSTILE = "\x1b[2J\n" + "x" * 1_000_000
+
+
+def hint(endpoint):
+    payload = {"source_control_endpoint": endpoint}
+    return {"actions": [{"action_type": "kv.fetch", "action_version": "1.0", "payload": payload}]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"remote_host": HOSTILE},
+        {"remote_host": HOSTILE[:255]},
+        {"remote_port": HOSTILE},
+        {"remote_port": 10**5000},
+        {"remote_port": {HOSTILE: HOSTILE}},
+        {"remote_engine_id": HOSTILE, "remote_request_id": HOSTILE},
+        {"kvflow": HOSTILE},
+        {"kvflow": "kvf3." + HOSTILE},
+        {"kvflow": {HOSTILE: HOSTILE}},
+        {HOSTILE: HOSTILE},
+        {"do_remote_prefill": HOSTILE},
+        {"do_remote_decode": HOSTILE},
+        {"kv_hint": hint(HOSTILE), "remote_kv_source": {"remote_host": HOSTILE, "remote_port": HOSTILE}},
+        new_ticket().to_params() | {"remote_host": HOSTILE, "remote_port": 7, "tp_size": HOSTILE},
+        new_ticket(prompt=range(7, 100)).to_params(),
+        OFFER | {"do_remote_prefill": False, "remote_engine_id": HOSTILE},
+        OFFER | {"kv_hint": hint(HOSTILE), "do_remote_prefill": None},
+        HOSTILE,
+        {"do_remote_prefill": None, "kv_hint": hint(HOSTILE)},
+    ],
+)
+@pytest.mark.parametrize("name", ["r", HOSTILE, f"0_{HOSTILE}"], ids=["r", "hostile", "sample"])
+def test_what_a_client_chooses_is_logged_in_short_and_goes_to_no_rank(changes, name, caplog):
+    caplog.set_level("DEBUG", "vllm.kvflow")
+    address = {"rendezvous_from": ["tcp://127.0.0.1:1"], "sources": ["tcp://127.0.0.1:1"]}
+    found = side(FullAttentionSpec(), **address, rendezvous_s=0.001, connect_s=0.001)
+    named = {"remote_host": "127.0.0.9", "remote_port": 1}
+    params = {"do_remote_prefill": True} | named | changes if isinstance(changes, dict) else changes
+    request = new_request(params, request_id=name, trace_headers={"traceparent": HOSTILE})
+    found.on_new_request(request)
+    num_tokens, _ = matched(found, request)
+    found.allocated(request, blocks_of([1, 2, 3]), num_tokens)
+    finished(found, request, ([1, 2, 3],))
+    found.close()
+    for record in caplog.records:
+        assert record.getMessage().isprintable()
+        assert len(record.getMessage()) < 1024
+    assert "x" * 257 not in caplog.text
+    for command in found.take_commands():
+        texts = [text for text in msgspec.structs.astuple(command)[1:] if isinstance(text, str)]
+        assert all(len(text) < 1024 and text.isprintable() for text in texts)
 
 
 # What nobody has foreseen.
