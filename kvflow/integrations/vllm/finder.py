@@ -1,7 +1,8 @@
 """Asks other engines for the beginnings of prompts, while vLLM's scheduler goes on.
 
 A thread of the scheduler's process connects every address of every source. When a request arrives, it asks all of them
-at once, with the digests of the prompt in each source's block size. The longest answer wins.
+at once, with the digests of the prompt in each source's block size. The longest answer wins. Nobody waits for a source
+that was late the last time.
 
 A request without a ticket may name the prefill engine that gets it at the same time. That engine is asked alone, and
 answers when it offers the prompt.
@@ -10,6 +11,7 @@ answers when it offers the prompt.
 import asyncio
 import logging
 import math
+import random
 import socket
 import threading
 import time
@@ -18,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from kvflow import Manifest, Ticket
 from kvflow.addresses import host_and_port
@@ -32,11 +34,16 @@ from kvflow.worker.askers import Askers
 
 SEARCHES_MAX = 1024  # requests that are asked for at a time: further ones are computed
 
-ADDRESSES_MAX = 64  # of one source that are dialed
+ADDRESSES_MAX = 1024  # of one source that are dialed
+DIALED_MAX = 64  # of all, at a time
 LOOK_S = 10.0  # time between two look-ups of the addresses of a source; those without a connection are dialed then
 LOOK_AGAIN_S = 1.0  # the same of prefill engines, if a request names an address that they had not
-MISSES_MAX = 3  # answers in a row that have not come in time, after which a source is not asked
-SKIP_S = 10.0  # for this time
+BASE_S = 0.030  # longest time that a request waits for answers, from the time that the questions leave
+S_PER_TOKEN = 5e-6  # and longer for each token of its prompt: the more it may save. Never longer than ``find_s``
+GIVE_UP_S = 1.0  # longest time in all, with that in which digests are computed
+LATE_S = 1.0  # time between two questions to a source that was late
+TURNS = 8  # of the event loop, in which an answer that has come is read
+PIECE_TOKENS = 1 << 14  # whose digests are computed at a time: 3 ms with blocks of 16 tokens
 ANSWER_S = 5.0  # longest time to wait for an answer that waits for nothing
 SETTLED_S = 30.0  # longest time that a question waits at a prefill engine until it has computed something
 CLOSE_S = 2.0  # longest time to wait for the end of the thread, which may be looking up a name
@@ -59,8 +66,8 @@ class _Source:
     endpoint: str
     asker: Asker
     block_size: int  # of its first group
-    skip_until: float  # it is asked from then on
-    misses: int = 0
+    ask_from: float  # it is asked from then on
+    is_late: bool = False  # the last answer did not come in time: no request waits for the next one
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +77,7 @@ class _Search:
     until: float
     hinted: frozenset[str]
     best: Found | None = None
-    is_answered: bool = False  # by any source
+    is_answered: bool = False  # by every source for which it has waited, and by one at least
     is_done: bool = False
     chains: dict[int, Chain] = field(default_factory=dict)  # by block size
 
@@ -105,9 +112,13 @@ class Finder:
         self._hosts: dict[str, frozenset[str]] = {}  # of prefill engines, by their names
         self._looked_at = -math.inf  # when these were looked up
         self._looking = asyncio.Lock()
-        self._has_met = threading.Event()
+        self._dialing = asyncio.Semaphore(DIALED_MAX)
+        self._crowded: set[str] = set()  # names with too many addresses, of which the log has said so
+        self._turns: list[asyncio.Future[None]] = []  # who waits to compute digests
+        self._has_turns = False
+        self._has_answer = threading.Event()
         self._sources: dict[str, _Source | None] = {}  # by address and key; None if it could not be reached
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._connections = asyncio.TaskGroup()
@@ -119,14 +130,17 @@ class Finder:
     def seek(self, request: Request, hints: Iterable[str] = ()) -> None:
         """Start to ask who holds the beginning of a prompt, first the sources that hints name."""
         hinted = frozenset(hints)
-        names = {each.partition("#")[0] for each in self._addresses}
-        known = hinted & frozenset(names.union(*tuple(self._addresses.values())))
+        names = [{each.partition("#")[0] for each in self._addresses}, *self._addresses.values()]
+        known = frozenset([each for each in hinted if any(each in some for some in names)])
         for _ in hinted - known:
             self._tally.count("prefixes", "hint_ignored")
-        if request.num_prompt_tokens > self._settings.fetch_tokens_min and len(self._searches) < SEARCHES_MAX:
-            search = _Search(time.monotonic() + self._settings.find_s, known)
-            self._loop.call_soon_threadsafe(self._spawn, self._search, request, search)
-            self._searches[request.request_id] = search
+        if request.num_prompt_tokens <= self._settings.fetch_tokens_min:
+            return
+        if len(self._searches) >= SEARCHES_MAX:
+            self._tally.count("prefixes", "not_answered")
+            return
+        search = self._searches[request.request_id] = _Search(time.monotonic() + GIVE_UP_S, known)
+        self._loop.call_soon_threadsafe(self._spawn, self._search, request, search)
 
     def is_asking(self, request_id: str) -> bool:
         """Return whether an answer for a request may still come in time."""
@@ -160,18 +174,18 @@ class Finder:
             meeting = _Meeting(name)
             asking = self._ticket_of(request, endpoint, num_tokens, meeting)
             meeting.asked = asyncio.run_coroutine_threadsafe(asking, self._loop)
-            meeting.asked.add_done_callback(lambda _: self._has_met.set())
+            meeting.asked.add_done_callback(lambda _: self._has_answer.set())
         self._meetings[request.request_id] = meeting
 
     def pause(self, *, idle: bool) -> None:
-        """Take whether a step has nothing to do; behind another such step, wait briefly until a meeting has its answer.
+        """Take whether a step has nothing to do; behind another such step, wait briefly until a request has its answer.
 
         Behind a step that computes, its output would wait, too.
         """
         was_idle, self._is_idle = self._is_idle, idle
-        if was_idle and idle and self._waits and self._meetings:
-            self._has_met.wait(LOAD_WAIT.each_s)
-            self._has_met.clear()
+        if was_idle and idle and self._waits and (self._meetings or any(map(self.is_asking, self._searches))):
+            self._has_answer.wait(LOAD_WAIT.each_s)
+            self._has_answer.clear()
 
     def met(self, request_id: str) -> Ticket | BaseException | None:
         """Return the ticket of a request that names a prefill engine and waits no more, or why there is none.
@@ -216,16 +230,17 @@ class Finder:
                 task.cancel()
             self._askers.close()
 
-    def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
-        async def guarded() -> None:
+    def _spawn(self, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> asyncio.Task[Any]:
+        async def guarded() -> Any:
             try:
-                await work(*args)
+                return await work(*args)
             except Exception:
                 logger.exception("kvflow: a search for prefixes failed")
 
         task = self._loop.create_task(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _watch(self, source: str) -> None:
         """Look up the addresses of a source now and then, and connect those that are not connected."""
@@ -244,12 +259,13 @@ class Finder:
         """Connect an address, unless it is connected, and learn what it has."""
         known = self._sources.get(address)
         try:
-            asker = await self._askers.connect(address)
+            async with self._dialing:
+                asker = await self._askers.connect(address)
             if known is None or known.asker is not asker:
                 manifest = (await asker.read_manifest()).manifest
-                skip_until = 0.0 if self._is_of_use(endpoint, manifest) else math.inf
+                ask_from = 0.0 if self._is_of_use(endpoint, manifest) else math.inf
                 size = manifest.groups[0].tokens_per_id
-                self._sources[address] = _Source(frozenset((name, endpoint)), endpoint, asker, size, skip_until)
+                self._sources[address] = _Source(frozenset((name, endpoint)), endpoint, asker, size, ask_from)
         except KvflowError as error:
             level = logging.INFO if known or address not in self._sources else logging.DEBUG
             logger.log(level, "kvflow: no prefixes come from %s: %s", endpoint, error)
@@ -267,7 +283,10 @@ class Finder:
         asker = await self._askers.connect(await self._allowed(endpoint))
         manifest = (await asker.read_manifest()).manifest
         size = manifest.groups[0].tokens_per_id or num_tokens
-        (digests,) = self._contents.digests(request, (range(-(-num_tokens // size)),), (size,), num_tokens)
+        chains = {size: NO_CHAIN}
+        await self._grow(request, chains, num_tokens)
+        blocks = range(-(-num_tokens // size))
+        (digests,) = self._contents.digests(request, (blocks,), (size,), num_tokens, chains=chains)
         wait_s = max(0.001, until - time.monotonic())
         ticket, _ = await asker.held(digests, ANSWER_S, wait_s=wait_s, at_least=len(digests))
         if ticket is None:
@@ -315,8 +334,14 @@ class Finder:
         except (OSError, UnicodeError) as error:  # the latter for a part of a name that is too long
             logger.debug("kvflow: %s has no address: %s", name, error)
             return None
-        hosts = sorted({str(address[0]) for *_, address in found})[:ADDRESSES_MAX]
-        return frozenset(f"tcp://{f'[{each}]' if ':' in each else each}:{port}" for each in hosts)
+        hosts = sorted({str(address[0]) for *_, address in found})
+        if len(hosts) > ADDRESSES_MAX and name not in self._crowded:
+            self._crowded.add(name)
+            text = (
+                "kvflow: %s has %d addresses, of which this engine uses %d. Set several names with fewer addresses each"
+            )
+            logger.warning(text, name, len(hosts), ADDRESSES_MAX)
+        return frozenset(f"tcp://{f'[{each}]' if ':' in each else each}:{port}" for each in hosts[:ADDRESSES_MAX])
 
     def _is_of_use(self, endpoint: str, manifest: Manifest) -> bool:
         """Return whether a source may hold what this engine can read; it may be this engine itself."""
@@ -330,51 +355,117 @@ class Finder:
         return is_asked
 
     async def _search(self, request: Request, search: _Search) -> None:
+        """Ask the sources in random order, and wait until those have answered that are not known to be late."""
         try:
-            now = time.monotonic()
-            ready = [each for each in self._sources.values() if each is not None and each.skip_until <= now]
-            hinted = [each for each in ready if each.names & search.hinted]
-            for sources in (hinted, [each for each in ready if each not in hinted]):
-                if search.best is None or search.best.num_tokens < self._settings.fetch_tokens_min:
-                    await asyncio.gather(*[self._ask(each, request, search) for each in sources])
+            async with asyncio.timeout(search.until - time.monotonic()):
+                await self._ask_all(request, search)
+        except TimeoutError:
+            pass  # the prompt is computed
         finally:
             search.is_done = True
+            self._has_answer.set()
 
-    async def _ask(self, source: _Source, request: Request, search: _Search) -> None:
-        """Ask one source, and note what it holds if nobody has more. Its faults end no search."""
-        size = source.block_size
-        if size not in search.chains:
-            chains = {size: NO_CHAIN}
-            self._contents.grow(request, chains, request.num_prompt_tokens - 1)  # the last token has to be computed
-            search.chains |= chains
-        digests = search.chains[size][0]
-        within_s = search.until - time.monotonic()
-        if not digests or within_s <= 0:
-            return
+    async def _ask_all(self, request: Request, search: _Search) -> None:
+        now = time.monotonic()
+        ready = [each for each in self._sources.values() if each is not None and each.ask_from <= now]
+        random.shuffle(ready)
+        search.chains = dict.fromkeys([each.block_size for each in ready], NO_CHAIN)
+        await self._grow(request, search.chains, request.num_prompt_tokens - 1)  # the last token has to be computed
+        within_s = wait_s_max(request.num_prompt_tokens, self._settings.find_s)
+        search.until = min(search.until, time.monotonic() + self._settings.find_s)
+        for each in ready:
+            if each.is_late:
+                each.ask_from = now + LATE_S
+                self._spawn(self._ask, each, request, search, within_s)
+        timely = [each for each in ready if not each.is_late]
+        hinted = [each for each in timely if each.names & search.hinted]
+        asked: list[asyncio.Task[Any]] = []
+        for sources, later_s in ((hinted, within_s / 2), ([each for each in timely if each not in hinted], 0.0)):
+            if search.best is not None and search.best.num_tokens >= self._settings.fetch_tokens_min:
+                break
+            for each in sources:
+                if self.is_asking(request.request_id):
+                    asked.append(self._spawn(self._ask, each, request, search, within_s))
+                    await asyncio.sleep(0)  # the question leaves
+            if asked:
+                search.until = min(search.until, time.monotonic() + within_s)
+                await asyncio.wait(asked, timeout=max(0.0, search.until - later_s - time.monotonic()))
+        search.is_answered = bool(asked) and all(each.done() and each.result() for each in asked)
+
+    async def _ask(self, source: _Source, request: Request, search: _Search, within_s: float) -> bool:
+        """Ask one source, and note what it holds if nobody has more; return whether it was in time.
+
+        Its faults end no search.
+        """
+        digests = search.chains[source.block_size][0]
+        if not digests:
+            return True
+        asked_at = time.monotonic()
+        asked = self._loop.create_task(source.asker.held(digests, ANSWER_S))
         try:
-            ticket, count = await source.asker.held(digests, within_s)
-            source.misses = 0
-            search.is_answered = True
+            await asyncio.wait((asked,), timeout=within_s)
+            for _ in range(TURNS):
+                if not asked.done():
+                    await asyncio.sleep(0)
+            if not asked.done():
+                raise DeadlineExceeded(f"no answer within {within_s:.3f} s", phase="handshake", peer=source.endpoint)
+            ticket, count = asked.result()
             if ticket is not None:
-                self._note(source, request, search, ticket, count * size)
-        except DeadlineExceeded:
-            source.misses += 1
-            if source.misses >= MISSES_MAX:
-                self._skip(source, "its answers come too late")
+                held = Found(source.endpoint, ticket, count * source.block_size, time.monotonic() - asked_at)
+                self._note(held, request, search)
+        except CapacityExceeded:
+            return False  # it says that it is busy, or so many of our questions wait for it
         except KvflowError as error:
-            self._skip(source, error)
+            self._set_late(source, error)
+            return False
+        finally:
+            asked.cancel()
+        if source.is_late:
+            logger.info("kvflow: source %s answers in time again", source.endpoint)
+        source.is_late, source.ask_from = False, 0.0
+        return True
 
-    def _note(self, source: _Source, request: Request, search: _Search, ticket: Ticket, num_tokens: int) -> None:
+    def _note(self, found: Found, request: Request, search: _Search) -> None:
         """Note an answer. Raises ``ContentMismatch`` if the ticket has digests of other content."""
-        covered = max(ticket.grants[0].num_tokens)
-        num_tokens = min(num_tokens, covered)
+        covered = max(found.ticket.grants[0].num_tokens)
+        num_tokens = min(found.num_tokens, covered)
         if num_tokens < covered and self._whole:
             return
         if search.best is None or search.best.num_tokens < num_tokens:
-            self._contents.require(request, ticket, num_tokens)
-            asked_s = time.monotonic() - search.until + self._settings.find_s
-            search.best = Found(source.endpoint, ticket, num_tokens, asked_s)
+            self._contents.require(request, found.ticket, num_tokens)
+            search.best = structs.replace(found, num_tokens=num_tokens)
 
-    def _skip(self, source: _Source, reason: object) -> None:
-        source.misses, source.skip_until = 0, time.monotonic() + SKIP_S
-        logger.info("kvflow: source %s is not asked for %g s: %s", source.endpoint, SKIP_S, reason)
+    def _set_late(self, source: _Source, reason: object) -> None:
+        if not source.is_late:
+            text = "kvflow: requests do not wait for source %s until it answers in time: %s"
+            logger.info(text, source.endpoint, reason)
+        source.is_late, source.ask_from = True, time.monotonic() + LATE_S
+
+    async def _grow(self, request: Request, chains: dict[int, Chain], num_tokens: int) -> None:
+        """Compute digests piece by piece, while answers are read. Who came last goes first: it can still be in time."""
+        for end in (*range(PIECE_TOKENS, num_tokens, PIECE_TOKENS), num_tokens):
+            turn: asyncio.Future[None] = self._loop.create_future()
+            self._turns.append(turn)
+            if not self._has_turns:
+                self._has_turns = True
+                self._loop.call_soon(self._next_turn)
+            try:
+                await turn
+            finally:
+                if turn in self._turns:  # it was cancelled
+                    self._turns.remove(turn)
+            self._contents.grow(request, chains, end)
+
+    def _next_turn(self) -> None:
+        """Let one go on in each iteration of the loop, so that answers are read between."""
+        self._has_turns = bool(self._turns)
+        if self._turns:
+            turn = self._turns.pop()
+            if not turn.done():
+                turn.set_result(None)
+            self._loop.call_soon(self._next_turn)
+
+
+def wait_s_max(num_tokens: int, find_s: float) -> float:
+    """Return how long a request with a prompt of so many tokens waits for answers."""
+    return min(find_s, BASE_S + S_PER_TOKEN * num_tokens)

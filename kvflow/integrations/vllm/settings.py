@@ -76,7 +76,7 @@ class OwnSettings(Struct, frozen=True, kw_only=True):
     rebuild_layers: Literal["auto", "never"] = "auto"  # auto: leave draft layers unread that no prefill engine has
     keep: bool = False  # keep the blocks of ended requests readable until the engine reuses them
     sources: Annotated[tuple[Source, ...], Meta(max_length=256)] = ()  # control endpoints of engines that keep
-    find_s: Annotated[float, Meta(gt=0, le=1.0)] = 0.005  # longest time that a request waits for answers
+    find_s: Annotated[float, Meta(gt=0, le=1.0)] = 0.25  # longest time that a request waits for answers
     fetch_tokens_min: Annotated[int, Meta(ge=1, le=1 << 31)] = 256  # fewest tokens to fetch
     rendezvous_from: Annotated[tuple[Source, ...], Meta(max_length=256)] = ()  # prefill engines that requests may name
     rendezvous_s: Annotated[float, Meta(gt=0, le=600.0)] = 2.0  # longest time until such an engine offers the prompt

@@ -199,7 +199,7 @@ SHARING = {"keep": True, "sources": ["tcp://decode-0:5600", "tcp://[fd00::7]:560
 
 def test_prefixes_are_shared_with_engines_that_are_named():
     settings = read_settings({"cluster_secret": SECRET}, facts(load_failure_policy="fail"))
-    assert (settings.keep, settings.sources, settings.find_s, settings.fetch_tokens_min) == (False, (), 0.005, 256)
+    assert (settings.keep, settings.sources, settings.find_s, settings.fetch_tokens_min) == (False, (), 0.25, 256)
     given = {"cluster_secret": SECRET, **SHARING, "fetch_tokens_min": "64"}
     settings = read_settings(given, facts(load_failure_policy="recompute"))
     assert (settings.keep, settings.sources) == (True, tuple(SHARING["sources"]))
