@@ -15,6 +15,7 @@ import random
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -87,6 +88,8 @@ class _Meeting:
     """The question for one request that names a prefill engine."""
 
     name: str  # of the prompt, whose samples share the ticket
+    request: Request  # the first of them, with whose prompt the ticket has been compared
+    endpoint: str
     asked: Future[Ticket] = field(init=False)
     given: Ticket | None = None  # even if nothing of it is computed yet
 
@@ -164,18 +167,31 @@ class Finder:
     def meet(self, request: Request, endpoint: str, num_tokens: int, name: str) -> None:
         """Start to wait for the ticket of the first tokens of a prompt, which this prefill engine computes now.
 
-        It is there when the engine has computed some of them. Requests of the same ``name`` get the same.
-        Raises ``CapacityExceeded`` if too many wait.
+        It is there when the engine has computed some of them. Requests of the same ``name`` and prompt get the same.
+        Raises ``CapacityExceeded`` if so many requests wait for prompts that engines compute already.
         """
-        meeting = next((each for each in self._meetings.values() if each.name == name), None)
+        tokens = request.prompt_token_ids
+        named = [each for each in self._meetings.values() if each.name == name]
+        meeting = next((each for each in named if each.request.prompt_token_ids == tokens), None)
         if meeting is None:
-            if len(self._meetings) >= SEARCHES_MAX:
-                raise CapacityExceeded("requests that wait for a prefill engine", SEARCHES_MAX)
-            meeting = _Meeting(name)
+            self._make_room()
+            meeting = _Meeting(name, request, endpoint)
             asking = self._ticket_of(request, endpoint, num_tokens, meeting)
             meeting.asked = asyncio.run_coroutine_threadsafe(asking, self._loop)
             meeting.asked.add_done_callback(lambda _: self._has_answer.set())
         self._meetings[request.request_id] = meeting
+
+    def _make_room(self) -> None:
+        """If too many meetings wait, end the oldest without an offer of the engine for which most wait."""
+        if len(self._meetings) < SEARCHES_MAX:
+            return
+        waiting = dict.fromkeys([each for each in self._meetings.values() if not each.asked.done()])
+        if len(waiting) >= SEARCHES_MAX:
+            counts = Counter([each.endpoint for each in waiting if each.given is None])
+            if not counts:
+                raise _no_room()
+            largest = max(counts, key=counts.__getitem__)
+            next(each for each in waiting if each.given is None and each.endpoint == largest).asked.cancel()
 
     def pause(self, *, idle: bool) -> None:
         """Take whether a step has nothing to do; behind another such step, wait briefly until a request has its answer.
@@ -194,8 +210,18 @@ class Finder:
         """
         if (meeting := self._meetings.get(request_id)) is None:
             return None
+        if meeting.asked.cancelled():
+            return _no_room()
         error = meeting.asked.exception()
         return meeting.asked.result() if error is None else error
+
+    def require(self, request: Request, ticket: Ticket) -> None:
+        """Compare a ticket with the prompt of a request that has met; raises as ``Contents.require``.
+
+        Ids do not tell a sample from another prompt: who embeds vLLM chooses them.
+        """
+        if self._meetings[request.request_id].request is not request:  # compared on the other thread
+            self._contents.require(request, ticket)
 
     def forget(self, request_id: str) -> Ticket | None:
         """End the search for a request; return the ticket that it alone has not taken, if it names an engine."""
@@ -469,3 +495,8 @@ class Finder:
 def wait_s_max(num_tokens: int, find_s: float) -> float:
     """Return how long a request with a prompt of so many tokens waits for answers."""
     return min(find_s, BASE_S + S_PER_TOKEN * num_tokens)
+
+
+def _no_room() -> CapacityExceeded:
+    remedy = "Have the router send each prompt to the prefill engine that its request names, too."
+    return CapacityExceeded("requests that wait for offers of prefill engines", SEARCHES_MAX, remedy=remedy)

@@ -260,13 +260,19 @@ class SchedulerSide:
         found, wanted = finder.met(request.request_id), request.num_prompt_tokens
         if found is None:
             return True
-        if isinstance(found, BaseException):
-            self._fail(found, request)
-        elif found.grants[0].kind == "open" and not self._has_room(wanted):
-            return False
-        else:
-            self.loading.announce(request.request_id, found, wanted=max(0, wanted - self._backoff))
-        finder.forget(request.request_id)
+        if not isinstance(found, BaseException):
+            if found.grants[0].kind == "open" and not self._has_room(wanted):
+                return False
+            try:
+                finder.require(request, found)
+                self.loading.announce(request.request_id, found, wanted=max(0, wanted - self._backoff))
+                finder.forget(request.request_id)
+                return True
+            except KvflowError as error:
+                found = error
+        self._fail(found, request)
+        if (unused := finder.forget(request.request_id)) is not None:
+            self.loading.give_back(request.request_id, unused)
         return True
 
     def _has_room(self, num_tokens: int) -> bool:

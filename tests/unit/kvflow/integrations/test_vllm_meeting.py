@@ -42,9 +42,9 @@ WITHIN_S = 30.0
 class Prefill:
     """An engine that offers the prompts of ``new_request``."""
 
-    def __init__(self):
+    def __init__(self, engine_id="prefill", endpoint=ENDPOINT):
         layer = FullAttention(block_size=SIZE, num_kv_heads=1, head_size=8, dtype="float16")
-        config = flat_config(engine_id="prefill", cluster_secret=SECRET, transport="loopback", bind=ENDPOINT)
+        config = flat_config(engine_id=engine_id, cluster_secret=SECRET, transport="loopback", bind=endpoint)
         self._opened = run_worker(config, cache_of(64, {"layers.0": layer}))
         self.worker = self._opened.__enter__()
 
@@ -210,11 +210,86 @@ def test_a_request_that_ends_before_its_prompt_begins_gives_its_offer_back(prefi
     wait_until(lambda: questions(prefill) == 0)
 
 
-def test_requests_that_wait_are_bounded(prefill, monkeypatch):
-    monkeypatch.setattr(finder, "SEARCHES_MAX", 1)
+NO_ROOM = "no room for more requests that wait for offers of prefill engines: the limit is {}"
+
+
+def refused(found, request, limit):
+    failed = refusal(found, request)
+    assert (failed.code, failed.reason) == ("capacity_exceeded", NO_ROOM.format(limit))
+    assert "router" in failed.remedy
+
+
+def test_of_too_many_requests_that_wait_the_oldest_is_not_met(prefill, monkeypatch):
+    monkeypatch.setattr(finder, "SEARCHES_MAX", 2)
     found = decode()
-    arrived(found, 48, "a")
-    assert refusal(found, arrived(found, 48, "b")).code == "capacity_exceeded"
+    oldest, _, newest = (arrived(found, prompt, f"{prompt}") for prompt in (46, 47, 48))
+    prefill.offer().seal([(1, 2, 3)])
+    refused(found, oldest, 2)
+    assert matched(found, newest) == (48, True)
+
+
+def test_who_has_an_offer_makes_no_room(prefill, monkeypatch):
+    monkeypatch.setattr(finder, "SEARCHES_MAX", 2)
+    found = decode()
+    first = arrived(found, 48, "first")
+    offer = prefill.offer()
+    wait_until(lambda: found._finder._meetings["first"].given is not None)
+    second, third = (arrived(found, prompt, f"{prompt}") for prompt in (46, 47))
+    refused(found, second, 2)
+    found._finder._meetings["47"].given = offer.ticket
+    refused(found, arrived(found, 49, "too many"), 2)
+    offer.seal([(1, 2, 3)])
+    assert matched(found, first) == (48, True)
+    found.on_finished(third, [[]])
+
+
+def test_an_engine_for_which_many_wait_takes_no_room_of_others(prefill, monkeypatch):
+    monkeypatch.setattr(finder, "SEARCHES_MAX", 3)
+    other = f"tcp://127.0.0.2:{PORT}"
+    second = Prefill("second", other)
+    try:
+        found = decode(rendezvous_from=[ENDPOINT, other])
+        honest = arrived(found, 48, "honest")
+        many = [arrived(found, prompt, f"{prompt}", NAMED | {"remote_host": "127.0.0.2"}) for prompt in range(30, 36)]
+        for each in many[:4]:
+            refused(found, each, 3)
+        assert found._finder.is_asking("35")
+        prefill.offer().seal([(1, 2, 3)])
+        assert matched(found, honest) == (48, True)
+    finally:
+        SIDES.pop().close()
+        second.close()
+
+
+@pytest.mark.parametrize("names", [("7", "0_7"), ("0_7", "7"), ("0_7", "1_7")])
+def test_requests_of_one_name_with_other_prompts_get_an_offer_each(prefill, names):
+    found = decode()
+    first, second = (arrived(found, prompt, name) for prompt, name in zip((48, range(1, 49)), names, strict=True))
+    wait_until(lambda: questions(prefill) == 2)
+    prefill.offer().seal([(1, 2, 3)])
+    assert matched(found, first) == (48, True)
+    assert found.matched(second, 0) == (None, False)
+
+
+@pytest.mark.parametrize("first_takes", [True, False])
+def test_a_ticket_is_compared_with_the_prompt_of_each_request(prefill, first_takes):
+    found = decode()
+    first = arrived(found, 48, "7")
+    second = new_request(dict(NAMED), 48, "0_7", cache_salt="of another tenant")
+    found.on_new_request(second)
+    offer = prefill.offer()
+    offer.seal([(1, 2, 3)])
+    if first_takes:
+        assert matched(found, first) == (48, True)
+    else:
+        wait_until(lambda: not found._finder.is_asking("7"))
+        found.on_finished(first, [[]])
+    num_tokens, _ = matched(found, second)
+    found.allocated(second, blocks_of(range(4, 7)), num_tokens)
+    commands = found.take_commands()
+    assert [each.code for each in commands if isinstance(each, Fail)] == ["content_mismatch"]
+    assert not any(isinstance(each, Load) for each in commands)
+    assert [each.ticket for each in commands if isinstance(each, GiveBack)] == [offer.ticket] * (not first_takes)
 
 
 def test_names_are_looked_up_once_however_many_requests_name_others(prefill, monkeypatch):
