@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvflow import RankAddress, configure_logging
+from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm import versions
 from kvflow.integrations.vllm.admission import Contact
 from kvflow.integrations.vllm.caches import adopt_caches, cpu_kernels, layer_specs, marker, set_scales
@@ -113,6 +114,7 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(self._settings, vllm_config, kv_cache_config, versions.extra_keys())
             versions.reset_connectors_first(vllm_config.scheduler_config.get_scheduler_cls(), KVFlowConnector)
+            versions.introduce_siblings(KVFlowConnector)
             printed = sorted(SECRET_KEYS & set(extra))
             if printed:
                 logger.warning(
@@ -196,6 +198,16 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
             self._scheduler_side.reset(scheduler)
         else:
             self._scheduler_side.end_kept()
+
+    def meet_siblings(self, takers: Sequence[str]) -> None:
+        """Refuse ``keep`` beside other children of ``MultiConnector`` that take vLLM's block pool."""
+        if takers and self._settings.keep:
+            named = " and ".join(takers)
+            raise ConfigInvalid(
+                f"keep is set beside {named}, but vLLM's block pool tells only one connector that it reuses a block: "
+                "peers might read other bytes",
+                remedy=f"Remove keep, or remove {named} from connectors of MultiConnector.",
+            )
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         """Take vLLM's block pool, which tells when it reuses a block."""

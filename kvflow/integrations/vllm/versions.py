@@ -4,7 +4,8 @@ vLLM calls the interface of its connectors unstable. To add a release, read its 
 tests with it, as far as it runs on CPUs.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, wraps
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,14 @@ def hit_source() -> Any:
     return CacheHitSource.P2P
 
 
+def children(connector: Any) -> Iterator[Any]:
+    """Yield the connectors of a ``MultiConnector``, also of one in another; any other connector alone."""
+    if not hasattr(connector, "_connectors"):
+        yield connector
+    for each in getattr(connector, "_connectors", ()):
+        yield from children(each)
+
+
 def reset_connectors_first(scheduler_class: Any, connector_class: Any) -> None:
     """Have vLLM's scheduler reset connectors of a class before its prefix cache, once for each class of scheduler.
 
@@ -121,12 +130,41 @@ def reset_connectors_first(scheduler_class: Any, connector_class: Any) -> None:
 
     @wraps(whole)
     def reset_prefix_cache(scheduler: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
-        for each in getattr(scheduler.connector, "_connectors", (scheduler.connector,)):
+        for each in children(scheduler.connector):
             if isinstance(each, connector_class):
                 each.reset_before(scheduler, forced=reset_running_requests or reset_connector)
         return whole(scheduler, reset_running_requests, reset_connector)
 
     scheduler_class.reset_prefix_cache = reset_prefix_cache
+
+
+def introduce_siblings(connector_class: Any) -> None:
+    """Have vLLM's ``MultiConnector`` tell children of a class which others take its block pool, before it hands it out.
+
+    vLLM tells a child of no other. Releases that give the pool in another way share no prefixes.
+    """
+    module: Any = sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
+    whole = getattr(module and module.MultiConnector, "bind_kv_cache_manager", None)
+    if whole is None or hasattr(whole, "__wrapped__"):
+        return
+
+    @wraps(whole)
+    def bind_kv_cache_manager(multi: Any, manager: Any) -> None:
+        all_children = list(children(multi))
+        takers = [each for each in all_children if _takes_pool(each)]
+        for each in all_children:
+            if isinstance(each, connector_class):
+                each.meet_siblings([type(other).__name__ for other in takers if other is not each])
+        whole(multi, manager)
+
+    module.MultiConnector.bind_kv_cache_manager = bind_kv_cache_manager
+
+
+def _takes_pool(connector: Any) -> bool:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: PLC0415 - as above
+
+    methods = ("bind_kv_cache_manager", "bind_gpu_block_pool")
+    return any(getattr(type(connector), each) is not getattr(KVConnectorBase_V1, each) for each in methods)
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:

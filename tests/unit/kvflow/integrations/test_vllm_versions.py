@@ -1,5 +1,6 @@
 """What is different in releases of vLLM, and the releases that are refused."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -165,7 +166,8 @@ def test_connectors_are_reset_before_the_cache_that_needs_their_blocks():
     for _ in range(2):
         versions.reset_connectors_first(Scheduler, Connector)
     scheduler = Scheduler()
-    for connector in (Connector(), SimpleNamespace(_connectors=[object(), Connector()])):
+    beside = SimpleNamespace(_connectors=[object(), Connector()])
+    for connector in (Connector(), beside, SimpleNamespace(_connectors=[SimpleNamespace(_connectors=[]), beside])):
         scheduler.connector = connector
         told.clear()
         assert scheduler.reset_prefix_cache()
@@ -175,3 +177,75 @@ def test_connectors_are_reset_before_the_cache_that_needs_their_blocks():
         assert told == [before, (False, False), forced, (False, True), forced, (True, False)]
     scheduler.connector = None
     assert scheduler.reset_prefix_cache(True, True)
+
+
+BASES = "vllm.distributed.kv_transfer.kv_connector.v1"
+
+
+class Base:
+    """vLLM's base class, as far as a connector takes the block pool with it; the tests with vLLM have its own."""
+
+    def bind_kv_cache_manager(self, manager):
+        self.bind_gpu_block_pool(manager)
+
+    def bind_gpu_block_pool(self, pool):
+        pass
+
+
+class Multi(Base):
+    def __init__(self, *children):
+        self._connectors = children
+
+    def bind_kv_cache_manager(self, manager):
+        for each in self._connectors:
+            each.bind_kv_cache_manager(manager)
+
+
+class Pooled(Base):
+    def bind_gpu_block_pool(self, pool):
+        pass
+
+
+class Managed(Base):
+    def bind_kv_cache_manager(self, manager):
+        pass
+
+
+class Keeper(Base):
+    def __init__(self):
+        self.met = []
+
+    def meet_siblings(self, takers):
+        self.met.append(takers)
+
+    def bind_gpu_block_pool(self, pool):
+        assert self.met, "it knows before it gets the pool"
+
+
+def test_a_child_is_told_which_others_take_the_block_pool(monkeypatch):
+    bound = Multi.bind_kv_cache_manager
+    monkeypatch.setitem(sys.modules, f"{BASES}.multi_connector", SimpleNamespace(MultiConnector=Multi))
+    monkeypatch.setitem(sys.modules, f"{BASES}.base", SimpleNamespace(KVConnectorBase_V1=Base))
+    try:
+        for _ in range(2):
+            versions.introduce_siblings(Keeper)
+        assert Multi.bind_kv_cache_manager.__wrapped__ is bound, "once"
+        for found, make in [
+            ([], lambda keeper: (keeper, Base())),
+            (["Pooled"], lambda keeper: (keeper, Pooled())),
+            (["Managed"], lambda keeper: (Managed(), Base(), keeper)),
+            (["Pooled", "Managed"], lambda keeper: (Multi(Base(), Pooled()), Multi(keeper, Multi(Managed())))),
+            (["Keeper"], lambda keeper: (keeper, Keeper())),
+        ]:
+            keeper = Keeper()
+            Multi(*make(keeper)).bind_kv_cache_manager(object())
+            assert keeper.met[0] == found
+    finally:
+        Multi.bind_kv_cache_manager = bound
+
+
+def test_without_multiconnector_there_are_no_siblings(monkeypatch):
+    monkeypatch.delitem(sys.modules, f"{BASES}.multi_connector", raising=False)
+    versions.introduce_siblings(Keeper)
+    monkeypatch.setitem(sys.modules, f"{BASES}.multi_connector", SimpleNamespace(MultiConnector=type("Older", (), {})))
+    versions.introduce_siblings(Keeper)  # a release that shares no prefixes
