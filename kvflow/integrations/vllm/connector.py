@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
 
 from kvflow import RankAddress, configure_logging
@@ -85,6 +86,17 @@ class RankIntroduction(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # a
 
     address: RankAddress
     contact: Contact
+
+
+@dataclass
+class RefusedLeases(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
+    """Kept leases that ranks have refused, for the scheduler's side."""
+
+    names: list[str]
+
+    def aggregate(self, other: "RefusedLeases") -> "RefusedLeases":  # type: ignore[override, unused-ignore]
+        """Return those of several ranks."""
+        return RefusedLeases([*self.names, *other.names])
 
 
 class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLLM is not there to check against
@@ -248,7 +260,9 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         return StepCommands(side.take_commands(), self._step, idle, self._loaded.take(), side.keeping.take_revoked())
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """Take the requests that the ranks have reported."""
+        """Take the requests that the ranks have reported, and the kept leases that one of them has refused."""
+        if isinstance(refused := connector_output.kv_connector_worker_meta, RefusedLeases):
+            self._scheduler_side.on_refused(refused.names)
         self._scheduler_side.on_reported(connector_output.finished_recving, connector_output.finished_sending)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -398,6 +412,11 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         if step.idle:  # not every release of vLLM calls ``wait_for_save`` in such a step
             self._worker_side.rank.end_step(step.step)
         return self._worker_side.rank.collect(idle=step.idle)
+
+    def build_connector_worker_meta(self) -> RefusedLeases | None:
+        """Return the kept leases that this rank has refused since the last step."""
+        refused = self._worker_side.rank.take_refused()
+        return RefusedLeases(refused) if refused else None
 
     def get_kv_connector_stats(self) -> KVFlowStats | None:
         """Return the counters of this side since the last step."""

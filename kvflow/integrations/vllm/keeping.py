@@ -6,7 +6,7 @@ does so before the step writes. A kept lease has whole blocks with a hash only, 
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import lcm
@@ -101,6 +101,12 @@ class Keeping:
         entries = tuple(self._of_block.get(block.block_id, ()))
         self._revoked += [entry.name for entry in entries]  # first, whatever happens next
         for entry in entries:
+            self._forget(entry)
+
+    def on_refused(self, names: Iterable[str]) -> None:
+        """End leases that a rank does not hold, on all others."""
+        for entry in filter(None, map(self._entries.get, names)):
+            self._revoked.append(entry.name)
             self._forget(entry)
 
     def end_all(self) -> list[str]:

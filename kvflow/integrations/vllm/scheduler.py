@@ -337,6 +337,11 @@ class SchedulerSide:
             self._sent(request_id)
 
     @guarded(None)
+    def on_refused(self, kept: Iterable[str]) -> None:
+        """Take the kept leases that some rank has refused."""
+        self.keeping.on_refused(kept)
+
+    @guarded(None)
     def on_scheduled(self, output: Any, step: int) -> None:
         """Take what a step computes, and its number."""
         self._step = step if output.num_scheduled_tokens else self._step  # others write into no block

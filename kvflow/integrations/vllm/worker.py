@@ -111,6 +111,7 @@ class RankWorker:
         self._unwritten: list[Admit | Advance | Seal | KeepBlocks] = []  # their steps may not have written
         self._awaited = threading.Event()  # set while one of them waits for the device
         self._leases: dict[str, _HeldLease] = {}
+        self._refused: list[str] = []  # kept leases that this rank does not hold, until the scheduler's side knows
         self._unreported: Counter[str] = Counter()  # ends of open leases that vLLM does not wait for
         self._void: set[str] = set()  # requests that a reset has ended, while commands may still name them
         self._mark = mark
@@ -161,9 +162,11 @@ class RankWorker:
         match command:
             case RenewLeases(request_id=request_id, ticket=ticket):
                 self._keep(request_id, ticket)
-            case KeepBlocks(request_id=name):
-                if name not in self._void:
-                    with self._lock:
+            case KeepBlocks(request_id=name, grant=grant):
+                with self._lock:
+                    if name in self._void:
+                        self._worker.revoke(name, grant)
+                    else:
                         self._unwritten.append(command)
                         self._execute_unwritten()
             case Cancel(request_id=request_id):
@@ -307,11 +310,20 @@ class RankWorker:
                     logger.exception("kvflow: a look at what the device has written failed")
 
     def _keep_blocks(self, command: KeepBlocks) -> None:
-        """Hold a kept lease."""
+        """Hold a kept lease. If this rank cannot, its readers fail at once, and the other ranks end it, too."""
+        name = command.request_id
         try:
             self._worker.admit(command.grant, command.digests)
         except Exception as error:  # noqa: BLE001 - an exception must fail this command, not those behind it
-            logger.info("kvflow: the blocks of %s are not kept: %s", command.request_id, error)
+            logger.info("kvflow: the blocks of %s are not kept: %s", name, error)
+            self._worker.revoke(name, command.grant)
+            self._refused.append(name)
+
+    def take_refused(self) -> list[str]:
+        """Return the kept leases that this rank has refused since the last call."""
+        with self._lock:
+            refused, self._refused = self._refused, []
+        return refused
 
     def prepare(self, commands: Sequence[Command]) -> None:
         """Execute what must end leases before a step writes, and the commands for leases that come with it."""
@@ -323,11 +335,13 @@ class RankWorker:
         """End kept leases now."""
         with self._lock:
             gone = frozenset(names)
+            early = [each for each in self._unwritten if isinstance(each, KeepBlocks)]
+            grants = {each.request_id: each.grant for each in early}  # another rank may hold it, and have told a reader
             self._unwritten = [
                 each for each in self._unwritten if not isinstance(each, KeepBlocks) or each.request_id not in gone
             ]
             for name in gone:
-                self._worker.revoke(name)
+                self._worker.revoke(name, grants.get(name))
 
     def stop(self) -> None:
         """Execute no command that waits for a device, and end the thread that looks."""

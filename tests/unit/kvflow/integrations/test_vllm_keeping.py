@@ -10,9 +10,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from kvflow.errors import CapacityExceeded
 from kvflow.integrations.vllm.admission import Contact
 from kvflow.integrations.vllm.messages import Admit, KeepBlocks, Reset
+from kvflow.integrations.vllm.worker import RankWorker
 
+from .test_vllm_worker import FakeWorker
 from .vllm_like import (
     NUM_BLOCKS,
     OFFER,
@@ -379,6 +382,51 @@ def test_the_oldest_leases_end_when_there_is_no_slot(pool):
         end(found, pool, filled(pool, 2), name)
     assert found.keeping.take_revoked() == tuple([f"kept:{name}" for name in names[:3]])
     assert kept(found) == [f"kept:{name}" for name in names[3:]]
+
+
+@pytest.mark.parametrize("refusing", [[0], [1], [0, 1]])
+def test_a_lease_that_one_rank_refuses_ends_on_all(pool, refusing):
+    found, fakes = keeper(pool), [FakeWorker(rank) for rank in range(2)]
+    ranks = [RankWorker(fake) for fake in fakes]
+    shared, *own = filled(pool, 3)
+    end(found, pool, [own[0], shared], "r")
+    pool.touch([shared])
+    end(found, pool, [own[1], shared], "other")
+    for rank in refusing:
+        fakes[rank].refusal = CapacityExceeded("leases", 8)
+    signed = commands(found)
+    for rank in ranks:
+        rank.execute(signed[:1])
+    for fake in fakes:
+        fake.refusal = None
+    for rank in ranks:
+        rank.execute(signed[1:])
+    found.on_refused([name for rank in ranks for name in rank.take_refused()])
+    gone = found.keeping.take_revoked()
+    assert gone == ("kept:r",)
+    for rank in ranks:
+        rank.revoke(gone)
+    assert all(fake.revoked[-1] == "kept:r" for fake in fakes)
+    assert [[each.request_id for each in fake.admitted] for fake in fakes] == [
+        ["kept:other"] if rank in refusing else ["kept:r", "kept:other"] for rank in range(2)
+    ]
+    pool.touch([own[0], shared])
+    end(found, pool, [own[0], shared], "r")
+    assert kept(found) == ["kept:r"], "it is kept again"
+    reuse(pool, shared)
+    assert sorted(found.keeping.take_revoked()) == ["kept:other", "kept:r"]
+
+
+def test_a_rank_may_refuse_what_is_not_kept_any_longer(pool):
+    found = keeper(pool)
+    blocks = filled(pool, 2)
+    end(found, pool, blocks, "r")
+    assert kept(found) == ["kept:r"]
+    reuse(pool, blocks[0])
+    assert found.keeping.take_revoked() == ("kept:r",)
+    found.on_refused(["kept:r", "kept:of nobody"])
+    assert found.keeping.take_revoked() == ()
+    assert counted(found, "defects") == {}
 
 
 def test_a_lease_that_cannot_be_signed_is_forgotten(pool):

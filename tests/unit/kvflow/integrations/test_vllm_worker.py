@@ -555,7 +555,7 @@ def test_a_kept_lease_that_ends_before_it_is_written_is_never_held(on_device):
     rank.revoke(["kept:r"])
     device.wrote.set()
     rank.take()
-    assert (fake.admitted, fake.revoked) == ([], ["kept:r"])
+    assert (fake.admitted, fake.revoked, fake.void) == ([], ["kept:r"], [KEPT.grant])
 
 
 def test_a_thousand_requests_that_end_start_no_thread(on_device, monkeypatch):
@@ -657,7 +657,8 @@ def test_a_kept_lease_that_a_reset_ends_is_never_held(on_device, when):
     if when == "before":
         rank.execute([KEPT])
     device.wrote.set()
-    assert fake.revoked == ["kept:r"]
+    assert set(fake.revoked) == {"kept:r"}
+    assert fake.void == [KEPT.grant], "another rank may hold it, and have told a reader"
     rank.execute([Reset(("kept:r",))])
     rank.execute([KEPT])
     assert fake.admitted == [KEPT.grant], "only after the reset"
@@ -665,8 +666,10 @@ def test_a_kept_lease_that_a_reset_ends_is_never_held(on_device, when):
 
 def test_a_kept_lease_that_is_refused_costs_nothing_but_itself(caplog):
     caplog.set_level(logging.INFO)
-    _, rank = told(KEPT, refusal=CapacityExceeded("leases", 8))
+    fake, rank = told(KEPT, refusal=CapacityExceeded("leases", 8))
     assert not any(rank.collect())
+    assert (fake.revoked, fake.void) == (["kept:r"], [KEPT.grant]), "its readers need not wait"
+    assert (rank.take_refused(), rank.take_refused()) == (["kept:r"], [])
     assert any("kept:r are not kept" in record.getMessage() for record in caplog.records)
 
 
