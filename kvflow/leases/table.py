@@ -16,7 +16,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
-from kvflow.errors import BlockIdsInvalid, CapacityExceeded, RequestUnknown
+from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid, RequestUnknown
 from kvflow.events import LeaseEnded, Outcome
 from kvflow.ids import LeaseKey
 from kvflow.leases.epochs import EpochTable
@@ -121,7 +121,10 @@ class _EarlyRelease(NamedTuple):
 
 
 class LeaseTable:
-    """The leases of one worker, which holds a lock around every call but ``blocks_of`` and ``has_mac``."""
+    """The leases of one worker, which holds a lock around every call but ``blocks_of`` and ``has_mac``.
+
+    One issuer allots its slots: the worker's own, or a mint elsewhere. The first lease decides which.
+    """
 
     def __init__(self, epochs: EpochTable) -> None:
         self._epochs = epochs
@@ -138,12 +141,18 @@ class LeaseTable:
         # The leases of one duration, in the order in which they end: the last admitted or renewed ends last.
         self._ends: defaultdict[int, OrderedDict[int, Lease]] = defaultdict(OrderedDict)
         self._past: OrderedDict[LeaseKey, PastLease] = OrderedDict()
+        self._first: Grant | None = None  # of the issuer that allots the slots
 
     def __len__(self) -> int:
         return len(self._by_request)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_request
+
+    @property
+    def num_offers(self) -> int:
+        """How many leases are held that leave their slots to no other."""
+        return len(self._by_slot)
 
     @property
     def highest_epoch(self) -> int:
@@ -162,22 +171,36 @@ class LeaseTable:
             The end of a kept lease that had the slot; and the end of the lease if its readers released it before.
 
         Raises:
-            BlockIdsInvalid: the request is on offer already, or the grant's epoch is not newer than the slot's.
-            CapacityExceeded: the slot is not in the table or is taken.
+            ConfigInvalid: the other issuer allots the slots.
+            BlockIdsInvalid: the request is on offer already, the slot is not in the table, or the grant's epoch is not
+                newer than the slot's.
+            CapacityExceeded: the slot is taken.
         """
+        self._require_issuer(grant)
         request_id, slot, epoch, lease_ms = grant.request_id, grant.slot, int(grant.epoch), grant.lease_ms
         if request_id in self._by_request:
             raise BlockIdsInvalid(f"request {request_id!r} is on offer already", remedy="Revoke it first.")
+        if slot >= self._slots:
+            raise BlockIdsInvalid(
+                f"the grant has slot {slot}, and this worker has {self._slots}",
+                remedy="Make a new mint with the rank_address of every worker.",
+            )
         holder = self._by_slot.get(slot)
-        if slot >= self._slots or (holder is not None and holder.epoch <= epoch):
+        if holder is not None and holder.epoch <= epoch:
             raise CapacityExceeded(
-                "lease slots", self._slots, remedy="Retire a lease in the issuer only after it has ended on every rank."
+                f"leases in slot {slot}",
+                1,
+                remedy=f"It holds that of {holder.grant.request_id!r}. Retire a request when its lease has ended on "
+                "every rank. Before a new mint signs, let the leases of the former one end, or revoke them.",
             )
         if epoch <= self._epochs.numbers[slot]:
+            later = self._epochs.numbers[slot] - epoch > 1
             raise BlockIdsInvalid(
-                f"the grant's epoch {epoch} is not newer than slot {slot}'s",
-                remedy="Admit each grant once, in this incarnation of the worker.",
+                f"the grant's epoch {epoch} is not newer than slot {slot}'s"
+                + (", which a later grant has had" if later else ": it was admitted before, or is void"),
+                remedy="Admit each grant once, in this incarnation of the worker, and only those of the newest mint.",
             )
+        self._first = self._first or grant
         ended = self._end([self._kept[slot]], "revoked", now) if slot in self._kept else []
         if grant.kind == "kept":
             lease = Lease(grant, epoch, now, inf, digests=digests, first=first_place(grant, len(digests)))
@@ -343,13 +366,18 @@ class LeaseTable:
         return None if lease is None else self._end([lease], "revoked", now)[0]
 
     def void(self, grant: Grant, now: float) -> list[LeaseEnded]:
-        """Never admit a grant: its readers find that it has ended. Return the end of a kept lease that had its slot."""
+        """Never admit a grant: its readers find that it has ended. Return the end of a kept lease that had its slot.
+
+        Raises ``ConfigInvalid`` as ``admit``.
+        """
+        self._require_issuer(grant)
         slot, epoch = grant.slot, grant.epoch_value
         if slot in self._by_slot or not self.may_come(slot, epoch):
             return []
         self._past[slot, epoch] = PastLease("revoked", now)
         ended = self._end([self._kept[slot]] if slot in self._kept else [], "revoked", now)
         self._epochs.raise_all(((slot, epoch + 1),))
+        self._first = self._first or grant
         return ended
 
     def revoke_kept(self, now: float) -> list[LeaseEnded]:
@@ -376,6 +404,18 @@ class LeaseTable:
     def next_deadline(self) -> float | None:
         """Return when the next lease runs out."""
         return min((next(iter(leases.values())).ends_at for leases in self._ends.values()), default=None)
+
+    def _require_issuer(self, grant: Grant) -> None:
+        """Refuse a lease whose slot another issuer has allotted: neither knows which slots the other has taken."""
+        first = self._first
+        if first is None or first.admitted == grant.admitted:
+            return
+        ours, theirs = "makes its own offers", "takes the grants of a mint"
+        has, wants = (ours, theirs) if first.admitted else (theirs, ours)
+        raise ConfigInvalid(
+            f"this worker {has}, the first for {first.request_id!r}, so it never {wants}: both allot the same slots",
+            remedy="Offer and keep with the worker only, or with the mint only. A resumed worker may do the other.",
+        )
 
     def _release_early(self, slot: int, epoch: int, reader: Reader, read: bool) -> Answer:
         """Remember the release of a lease that may be admitted later."""

@@ -93,11 +93,6 @@ class LeaseManager:
     def offer(self, offer: OfferRequest) -> Ticket:
         """Sign a ticket and hold its lease."""
         try:
-            if self._waiting_offers:
-                self._require_open()
-                raise CapacityExceeded(
-                    "leases", self._issuer.slots, remedy="Others wait for the next slot: use offer_when_possible."
-                )
             return self._offer(offer)
         except KvflowError as error:
             self._report_refusal(offer.request_id, error)
@@ -168,12 +163,18 @@ class LeaseManager:
         with self._lock:
             end = self._leases.revoke(request_id, self._clock())
             ended = [] if end is None else [end]
-            if grant is not None and self._name in _names(grant.engine_id, grant.ranks):
-                ended += self._leases.void(grant, self._clock())
-                self.answers.note([(grant.slot, grant.epoch_value)])
             waiters = self._note(ended)
         self._announce(ended, waiters)
+        if grant is not None and self._name in _names(grant.engine_id, grant.ranks):
+            self._void(grant)
         return end is not None
+
+    def _void(self, grant: Grant) -> None:
+        with self._lock:
+            ended = self._leases.void(grant, self._clock())
+            self.answers.note([(grant.slot, grant.epoch_value)])
+            waiters = self._note(ended)
+        self._announce(ended, waiters)
 
     def listed(self, limit: int) -> tuple[LeaseState, ...]:
         """Return the leases that are held, at most ``limit``, the oldest first."""
@@ -272,9 +273,17 @@ class LeaseManager:
         with self._lock:
             self._account.check(lent=self._lent.values())
 
-    def _offer(self, offer: OfferRequest) -> Ticket:
+    def _offer(self, offer: OfferRequest, waiting: _WaitingOffer | None = None) -> Ticket:
+        """Hold the lease of an offer that is the first of those that wait, or that leaves each of them a slot."""
         self._require_open()
         with self._lock:
+            line, most = len(self._waiting_offers), self._issuer.slots
+            if waiting is None and line and line + self._leases.num_offers >= most:
+                raise CapacityExceeded(
+                    "leases beside the offers that wait",
+                    most,
+                    remedy="Wait for a slot in turn with offer_when_possible, or raise lease_slots.",
+                )
             kind, chained = offer.kind, offer.kind != "offer"
             ticket, grant = self._issuer.issue(*offer[:4], kind=kind, chained=chained, traceparent=offer.traceparent)
             digests = tuple(offer.digests[0]) if offer.digests else ()
@@ -285,6 +294,8 @@ class LeaseManager:
             except BaseException:
                 self._issuer.retire(offer.request_id)
                 raise
+            if waiting is not None:
+                self._waiting_offers.popleft()  # with the slot, so that ``offer`` never counts it twice
         self._announce_admission(grant, ended, waiters)
         return ticket
 
@@ -305,7 +316,7 @@ class LeaseManager:
             if waiting.ticket.done() and not waiting.ticket.cancelled():
                 return waiting.ticket.result()  # it came at the last moment
             self._leave(waiting)
-            remedy = f"No slot was freed within {timeout_s} s."
+            remedy = f"Its turn did not come within {timeout_s} s: wait for longer, or raise lease_slots."
             raise CapacityExceeded("leases", self._issuer.slots, remedy=remedy) from None
         except asyncio.CancelledError:
             if _has_ticket(waiting):
@@ -317,17 +328,18 @@ class LeaseManager:
         """Serve waiting offers, first come, first served, until every slot is taken or none waits."""
         while self._waiting_offers:
             waiting = self._waiting_offers[0]
-            if not waiting.ticket.cancelled():  # its caller may have been cancelled and not run yet
-                try:
-                    ticket = self._offer(waiting.offer)
-                except CapacityExceeded:
-                    return  # the end of the next lease calls this again
-                except Exception as error:  # noqa: BLE001 - its caller gets it; later ones must be served
-                    waiting.ticket.set_exception(error)
-                else:
-                    waiting.ticket.set_result(ticket)
-            # Only now, because ``offer`` on another thread must see until then that an offer waits.
-            self._waiting_offers.popleft()
+            if waiting.ticket.cancelled():  # its caller may have been cancelled and not run yet
+                self._waiting_offers.popleft()
+                continue
+            try:
+                ticket = self._offer(waiting.offer, waiting)
+            except CapacityExceeded:
+                return  # the end of the next lease calls this again
+            except Exception as error:  # noqa: BLE001 - its caller gets it; later ones must be served
+                self._waiting_offers.popleft()
+                waiting.ticket.set_exception(error)
+            else:
+                waiting.ticket.set_result(ticket)
 
     def _leave(self, waiting: _WaitingOffer) -> None:
         waiting.ticket.cancel()

@@ -153,9 +153,9 @@ class Worker:
             ArgumentInvalid: ``request_id`` is not text, ``digests`` does not have one digest per block, or
                 ``traceparent`` is malformed.
             BlockIdsInvalid: the lists do not fit the cache, or the request is already on offer.
-            CapacityExceeded: every lease slot is taken, or other offers wait in ``offer_when_possible``.
+            CapacityExceeded: every lease slot is taken, or needed for offers that wait in ``offer_when_possible``.
             WorkerDraining, WorkerClosed: the worker takes no new offers.
-            ConfigInvalid: its ``role`` is ``consumer``.
+            ConfigInvalid: its ``role`` is ``consumer``, or it has admitted the grants of a ``TicketMint``.
 
         Thread: any.
         """
@@ -179,9 +179,8 @@ class Worker:
 
         Raises:
             ArgumentInvalid, BlockIdsInvalid: as in ``offer``; raised when a slot is free.
-            CapacityExceeded: no slot was freed in time, or too many offers wait already.
-            WorkerDraining, WorkerClosed: the worker takes no new offers.
-            ConfigInvalid: its ``role`` is ``consumer``.
+            CapacityExceeded: its turn did not come in time, or too many offers wait already.
+            WorkerDraining, WorkerClosed, ConfigInvalid: as in ``offer``.
 
         Cancellation: safe; nothing is offered afterwards.
         """
@@ -275,16 +274,18 @@ class Worker:
     def admit(self, grant: Grant, digests: Digests = None) -> None:
         """Hold the lease of a grant that this engine's ``TicketMint`` signed; effective on return.
 
+        A worker admits grants or makes its own offers: its first lease decides, for both would allot the same slots.
+
         Args:
             grant: of ``TicketMint``. If its slot has a kept lease, that lease ends.
             digests: those that the mint got. Peers that ask this worker find the lease by them.
 
         Raises:
             ArgumentInvalid: ``digests`` does not have one digest per block.
-            BlockIdsInvalid: the grant does not fit the cache, or was admitted before.
-            CapacityExceeded: its slot is taken.
+            BlockIdsInvalid: the grant does not fit the cache, or is older than the last one of its slot.
+            CapacityExceeded: its slot has another lease.
             WorkerDraining, WorkerClosed: the worker takes no new offers.
-            ConfigInvalid: its ``role`` is ``consumer``.
+            ConfigInvalid: its ``role`` is ``consumer``, or it has made offers of its own.
 
         Thread: any.
         """
@@ -297,6 +298,7 @@ class Worker:
         Args:
             request_id: of its offer.
             grant: one that this worker may not have admitted, and will not: its consumers no longer wait for it.
+                ``ConfigInvalid`` if it makes its own offers; the lease has ended.
 
         Returns:
             False if the lease is unknown or has ended.

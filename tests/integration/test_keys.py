@@ -126,11 +126,16 @@ def named(params):
 
 @pytest.mark.parametrize("changes", ["another endpoint", "no key"])
 async def test_a_worker_that_a_mint_names_otherwise_is_read_under_both_names(world, changes):
-    """Its own tickets have one endpoint, those of a mint behind a gateway another; or a mint leaves the key out."""
+    """The tickets of one mint have its endpoint, those of a mint behind a gateway another; or a mint omits the key."""
     async with world.producing() as producer, world.consuming() as consumer:
-        first = await producer.offer("first", BLOCKS, 8)
-        last = await producer.offer("last", LAST_BLOCKS, 8)
-        await consumer.pull(first, BLOCKS)
+        address = msgspec.convert(await producer.address(), RankAddress)
+        mint, params = kvflow.TicketMint("prefill-0", [address], cluster_secret=SECRET), {}
+        for request, blocks in (("first", BLOCKS), ("last", LAST_BLOCKS)):
+            ticket, grant = mint.offer(request, block_ids=blocks, num_tokens=8)
+            await producer.write(request, blocks, 8)
+            await producer.admit(grant)
+            params[request] = ticket.to_params()
+        await consumer.pull(params["first"], BLOCKS)
         assert await producer.outcome("first") == "released"
         address = msgspec.convert(await producer.address(), RankAddress)
         if changes == "another endpoint":
@@ -143,7 +148,7 @@ async def test_a_worker_that_a_mint_names_otherwise_is_read_under_both_names(wor
         await producer.admit(grant)
         await consumer.pull(ticket.to_params(), OTHER_BLOCKS)
         assert await producer.outcome("minted") == "released"
-        await consumer.pull(last, LAST_BLOCKS)
+        await consumer.pull(params["last"], LAST_BLOCKS)
         assert await producer.outcome("last") == "released"
         for request, blocks in (("first", BLOCKS), ("minted", OTHER_BLOCKS), ("last", LAST_BLOCKS)):
             consumer.has(request, blocks, 8)

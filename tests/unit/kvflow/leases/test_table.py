@@ -262,12 +262,13 @@ def test_a_grant_is_admitted_once(leases):
 
 def test_slots_that_are_taken_or_not_there_are_refused(leases):
     leases.admit(grant_of(), now=0.0)
-    with pytest.raises(CapacityExceeded, match="lease slots"):
+    with pytest.raises(CapacityExceeded, match="no room for more leases in slot 0: the limit is 1") as caught:
         leases.admit(grant_of(request_id="another mint, the same slot"), now=0.0)
+    assert "It holds that of 'r'." in caught.value.remedy
     small = LeaseTable(EpochTable(1, BASE))
     mint = mint_of()
     small.admit(grant_of(mint, "a"), now=0.0)
-    with pytest.raises(CapacityExceeded, match="lease slots"):
+    with pytest.raises(BlockIdsInvalid, match="the grant has slot 1, and this worker has 1"):
         small.admit(grant_of(mint, "b"), now=0.0)
 
 

@@ -12,7 +12,6 @@ from handshake.sockets import LinkEvent, ZeroMqNetwork
 from kvflow.config import Tuning
 from kvflow.events import PullFailed, TransferCompleted
 from kvflow.layout.shards import Shard
-from kvflow.leases.epochs import EPOCH_BITS
 from kvflow.leases.tickets import Ticket, join_tickets
 from kvflow.reads.backend import BackendError, PostedWork
 from kvflow.reads.contract import INLINE_S_MAX
@@ -34,7 +33,7 @@ def config(engine_id="prefill-0", **settings):
     return flat_config(**{"engine_id": engine_id} | usual | settings)
 
 
-EARLY_SLOT = 100
+MINT_SLOTS = 100
 DATA_ENDPOINT = "tcp://node-7:5700"
 """Where faulty backends that stand for TCP say that they listen."""
 
@@ -265,12 +264,16 @@ class FaultyNetwork(ZeroMqNetwork):
 
 
 class World:
-    """The workers, their caches, and what the consumer reported."""
+    """The workers, their caches, and what the consumer reported.
+
+    ``minted``: ranks for which a mint signs, from their first ticket on, as it must if one is to be admitted late.
+    """
 
     def __init__(self, producers, consumer, target, faults, events):
         self.producers, self.consumer, self.target = producers, consumer, target
         self.faults, self.events = faults, events
-        self._mint = None
+        self._mints, self._num_mints = {}, 0
+        self.minted = set()
 
     @property
     def producer(self):
@@ -278,26 +281,44 @@ class World:
         return producer
 
     def ticket(self, request_id="request-1", blocks=(3, 4), **how):
-        """Offer blocks on every rank."""
-        tokens = 4 * len(blocks)
-        return join_tickets([each.offer(request_id, [list(blocks)], tokens, **how) for each in self.producers])
+        """Have every rank hold a lease, and return its ticket."""
+        given = request_id, [list(blocks)], 4 * len(blocks)
+        tickets = []
+        for rank, producer in enumerate(self.producers):
+            if rank in self.minted:
+                ticket, admit = self.early(request_id, blocks, rank=rank)
+                admit()
+            else:
+                ticket = producer.offer(*given, **how)
+            tickets.append(ticket)
+        return join_tickets(tickets)
 
-    def early(self, request_id="request-1", blocks=(3, 4), *, rank=0, lease_s=30.0, **named):
+    def early(self, request_id="request-1", blocks=(3, 4), *, rank=0, **how):
         """Return a ticket whose lease is not held yet, and what admits it.
 
         Args:
             request_id, blocks, rank: of the ticket.
-            lease_s: of all tickets that are made here.
-            named: what it says of the producer's address.
+            how: settings of the mint that signs it; or what it says of the producer's address.
         """
-        if self._mint is None or named:
-            epoch_base = str(2**EPOCH_BITS)  # which no offer of the worker itself reaches
-            ahead = msgspec.structs.replace(self.producers[rank].rank_address, epoch_base=epoch_base, **named)
-            self._mint = TicketMint("prefill-0", [ahead], cluster_secret=SECRET, lease_s=lease_s)
-            for slot in range(EARLY_SLOT):  # the worker's own offers take the first ones
-                self._mint.offer(f"nobody's {slot}", block_ids=[[1]], num_tokens=1)
-        ticket, grant = self._mint.offer(request_id, block_ids=[list(blocks)], num_tokens=4 * len(blocks))
+        self.minted.add(rank)
+        if how or rank not in self._mints:
+            mint = self._new_mint(rank, **how)
+            if not how:
+                self._mints[rank] = mint
+        else:
+            mint = self._mints[rank]
+        mint.retire(request_id)  # if the test offers it again
+        ticket, grant = mint.offer(request_id, block_ids=[list(blocks)], num_tokens=4 * len(blocks))
         return ticket, lambda: self.producers[rank].admit(grant)
+
+    def _new_mint(self, rank, lease_s=30.0, **named):
+        """Return a mint that has slots of its own."""
+        address = msgspec.structs.replace(self.producers[rank].rank_address, **named)
+        mint = TicketMint("prefill-0", [address], cluster_secret=SECRET, lease_s=lease_s)
+        for slot in range(MINT_SLOTS * self._num_mints):
+            mint.offer(f"nobody's {slot}", block_ids=[[1]], num_tokens=1)
+        self._num_mints += 1
+        return mint
 
     def start(self, ticket=None, blocks=(1, 2), **how):
         return self.consumer.start_pull(ticket or self.ticket(), [list(blocks)], **how)

@@ -18,20 +18,15 @@ SOON_S = 0.05
 """Some round trips, and far less than a probe takes that nobody asks for."""
 
 
-def mint_of(producer):
-    mint = TicketMint("prefill-0", [producer.worker.rank_address], cluster_secret=SECRET)
-    for slot in range(8):  # those of the worker's own offers
-        mint.offer(f"nobody's {slot}", block_ids=[[0]], num_tokens=4)
-    return mint
-
-
 def early(world, count, asked=64):
     """Start pulls of tickets whose leases are not admitted, of which so many are asked for; return grants and pulls."""
     (producer,) = world.producers
-    world.pull(world.offer())
+    mint = TicketMint("prefill-0", [producer.worker.rank_address], cluster_secret=SECRET)
+    ticket, grant = mint.offer("connect", block_ids=[[1]], num_tokens=4)
+    world.do(partial(producer.worker.admit, grant), life=producer)
+    world.pull(ticket)
     (connection,) = world.consumer.worker._consumer.peers._connections.values()
     connection.admissions = asyncio.Semaphore(asked)
-    mint = mint_of(producer)
     signed = [mint.offer(f"early {number}", block_ids=[[number + 2]], num_tokens=4) for number in range(count)]
     pulls = [world.start(ticket, (number + 2,)) for number, (ticket, _) in enumerate(signed)]
     world.pass_time(2.5 * PROBE_S_MAX)  # half way between two probes

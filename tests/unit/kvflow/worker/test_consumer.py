@@ -172,6 +172,7 @@ async def test_every_rank_is_read_and_released():
 
 async def test_each_rank_is_read_under_its_own_lease_as_soon_as_it_is_held():
     async with opened(ranks=2) as world:
+        world.minted.add(1)
         await world.connect()
         early, admit = world.early(rank=1)
         ticket = join_tickets([world.producers[0].offer("request-1", [[3, 4]], 8), early])
@@ -412,6 +413,7 @@ async def test_a_pull_that_is_cancelled_before_anything_of_it_has_run_ends(world
 
 
 async def test_quiesced_waits_for_every_pull_of_the_request(world):
+    world.minted.add(0)
     await world.connect()
     ticket, admit = world.early()
     first, last = world.start(ticket, (1, 2)), world.start(ticket, (5, 6))
@@ -507,6 +509,7 @@ async def test_a_ticket_that_is_admitted_late_is_read_once(connected, inline_s_m
 
 async def test_a_ticket_that_is_never_admitted_ends_by_its_budget():
     async with opened(fence_s=0.2) as world:
+        world.minted.add(0)
         await world.connect()
         handle = world.start(world.early()[0])
         error = await failure(handle)
@@ -558,6 +561,7 @@ async def test_every_rank_that_can_be_reached_is_given_its_ticket_back(monkeypat
 
 
 async def test_closing_cancels_what_is_open_and_takes_no_more(world):
+    world.minted.add(0)
     async with open_worker(config("decode-1"), cache_of()) as other:
         await other.pull(world.ticket("first", (0,)), [[0]])
         ticket, _ = world.early()

@@ -162,22 +162,38 @@ async def test_a_name_that_is_offered_again_forgets_its_past(producer, monkeypat
 def test_leases_expire_in_their_own_time_and_free_their_slots():
     with virtual(lease_s=30.0, theirs={"lease_slots": 2}) as world:
         (producer,) = world.producers
+        address = world.do(lambda: producer.worker.rank_address, life=producer)
+        mint = TicketMint("prefill-0", [address], cluster_secret=SECRET)
+
+        def admit(name, lease_s=30.0):
+            grant = replace(mint.offer(name, block_ids=[[1]], num_tokens=1)[1], lease_ms=int(1000 * lease_s))
+            world.do(partial(producer.worker.admit, grant), life=producer)
+
+        admit("first")
+        world.pass_time(10.0)
+        admit("second")
+        world.pass_time(25.0)
+        mint.retire("first")
+        admit("short", lease_s=1.0)
+        world.pass_time(30.0)
+        assert [(end.request_id, end.outcome, round(end.held_s)) for end in producer.of(LeaseEnded)] == [
+            ("first", "expired", 30),
+            ("short", "expired", 1),
+            ("second", "expired", 30),
+        ]
+
+
+def test_an_offer_finds_the_slot_of_a_lease_that_has_expired():
+    with virtual(lease_s=30.0, theirs={"lease_slots": 2}) as world:
         world.offer()
         world.pass_time(10.0)
         world.offer()
         with pytest.raises(CapacityExceeded):
             world.offer()
         world.pass_time(25.0)
-        address = world.do(lambda: producer.worker.rank_address, life=producer)
-        mint = TicketMint("prefill-0", [address], cluster_secret=SECRET, lease_s=1.0)
-        _, grant = mint.offer("short", block_ids=[[1]], num_tokens=1)
-        world.do(partial(producer.worker.admit, grant), life=producer)
-        world.pass_time(30.0)
-        assert [(end.request_id, end.outcome, round(end.held_s)) for end in producer.of(LeaseEnded)] == [
-            ("request-1", "expired", 30),
-            ("short", "expired", 1),
-            ("request-2", "expired", 30),
-        ]
+        world.offer()
+        with pytest.raises(CapacityExceeded):
+            world.offer()
 
 
 async def test_offers_and_ends_of_several_threads_lose_nothing(producer, reports):

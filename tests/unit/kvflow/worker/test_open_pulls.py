@@ -216,6 +216,7 @@ async def test_a_read_that_fails_names_the_peer_and_the_cause(world):
 
 
 async def test_a_peer_that_is_lost_ends_all_that_needs_it_wherever_it_was(world):
+    world.minted.add(0)
     await world.connect()
     world.faults.hung.add(0)
     on_the_wire = await two_chunks_in_flight(world)
@@ -246,6 +247,8 @@ async def test_a_peer_that_is_lost_ends_all_that_needs_it_wherever_it_was(world)
 async def test_of_a_stale_lease_the_producer_is_asked(end, words, monkeypatch):
     monkeypatch.setattr(open_pulls, "EXPLAIN_S", PATIENCE_S)
     async with opened() as world:
+        if end == "expired":
+            world.minted.add(0)
         await world.connect()
         if end == "expired":
             ticket, admit = world.early(lease_s=0.1)

@@ -97,6 +97,7 @@ async def test_pulls_that_start_together_share_one_connection():
 
 @pytest.mark.parametrize("changed", ["endpoint", "public_key"])
 async def test_a_name_with_another_endpoint_or_key_is_another_peer(world, network, changed):
+    world.minted.add(0)
     await world.connect()
     endpoint = world.producer.endpoint
     network.at[ADDRESS] = [endpoint]

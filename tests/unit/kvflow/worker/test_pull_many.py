@@ -148,6 +148,7 @@ async def test_pulls_whose_leases_have_ended_fail_alone(inline_s_max):
 
 
 async def test_pulls_whose_leases_are_not_held_yet_are_delivered_later(world):
+    world.minted.add(0)
     await world.connect()
     ticket, admit = world.early("early", (9,))
     *handles, early = world.consumer.pull_many([*items_of(world), (ticket, [[9]])])
@@ -172,6 +173,7 @@ async def test_a_batch_that_is_too_large_is_cut_before_anything_is_posted():
 @pytest.mark.parametrize("inline_s_max", [0.0, 60.0])
 async def test_a_callback_may_cancel_other_pulls_of_its_turn(inline_s_max):
     async with opened(num_blocks=32, inline_s_max=inline_s_max) as world:
+        world.minted.add(0)
         await world.connect()
         for turn in range(3):
             ticket, admit = world.early(f"early {turn}", (9,))

@@ -45,6 +45,7 @@ async def test_a_pull_whose_bytes_do_not_move_is_listed_until_it_is_quiet(world)
 
 
 async def test_a_pull_that_waits_for_the_admission_says_so(world):
+    world.minted.add(0)
     await world.connect()
     ticket, admit = world.early()
     pull = world.start(ticket)
