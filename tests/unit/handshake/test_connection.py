@@ -199,7 +199,7 @@ def test_a_refusal_is_told_with_its_remedy():
     pair.client.refuse("publication_refused", "r" * 5000, pair.now, remedy="Publish less.")
     pair.settle()
     (told,) = pair.server_events[1:]
-    assert told == ConnectionFailed(code="publication_refused", reason="r" * 1024, remedy="Publish less.", refused=True)
+    assert told == ConnectionFailed(code="publication_refused", reason="r" * 256, remedy="Publish less.", refused=True)
     assert pair.client_events[1:] == [
         ConnectionFailed(code="publication_refused", reason="r" * 5000, remedy="Publish less.")
     ]

@@ -397,6 +397,15 @@ def test_what_has_not_arrived_in_time_is_lost_with_all_of_its_peer(hung):
     assert hung.seen() == ["PeerAdded"]
 
 
+def test_who_asks_for_a_reset_again_does_not_put_it_off(hung):
+    hung.core.handle(ResetReader())
+    hung.now = RESET_DRAIN_S - 0.001
+    hung.core.handle(ResetReader())
+    hung.now = RESET_DRAIN_S
+    assert hung.core.step()
+    assert hung.seen()[-1] == "ResetDone 3"
+
+
 def test_a_hung_peer_waiting_to_be_added_is_added_to_the_next_reader(hung):
     hung.core.handle(PeerAddress("p", {}, EPOCHS))
     hung.core.handle(ResetReader())

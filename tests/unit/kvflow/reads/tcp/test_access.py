@@ -12,7 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -327,6 +329,7 @@ def test_strangers_in_all_places_keep_no_reader_out(tls, words, monkeypatch):
         for _ in range(16):
             stack.enter_context(exporter.stranger(words))
         [stream] = opened(exporter.reader())
+        assert len(exporter.access._places) <= 4
         stream.close()
 
 
@@ -382,6 +385,55 @@ def test_a_stranger_pushes_out_nobody_who_is_opening(tls, monkeypatch):
                 [stream] = opened(reader)
             assert reader._pause_s == opening._PAUSE_S  # it was dialed once
         stream.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Stops the door's clock, and returns a function that moves it on."""
+    now = [1000.0]
+
+    def move(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(access, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return move
+
+
+@pytest.mark.parametrize("step", ["nothing", "its proof", "who it is"])
+def test_who_opens_has_its_time_from_the_first_moment_and_no_more(step, clock):
+    """What it says meanwhile buys none. The door looks each tenth of a second, without a word of anybody."""
+    with exporting(tls=True) as exporter, exporter.stranger() as sock:
+        greeting = sock.recv(opening.GREETING_BYTES, socket.MSG_WAITALL)
+        until(lambda: exporter.access._places)
+        (place,) = exporter.access._places.values()
+        clock(access.STRANGER_S_MAX * 0.9)
+        if step != "nothing":
+            who = exporter.credentials()
+            reader = msgspec.msgpack.encode(
+                ReaderId(who.public_key, who.engine_id, who.rank, who.incarnation, THEIRS.certificate)
+            )
+            nonces = greeting[len(opening.MAGIC) :], bytes(32)
+            proof = opening.proof_of(who.pass_, "reader", nonces, OURS.certificate)
+            hello = opening._HELLO.pack(nonces[1], hashlib.sha256(reader).digest(), proof, len(reader))
+            sock.sendall(hello + (reader if step == "who it is" else b""))
+            until(lambda: place.account is not None if step == "who it is" else place.hello is not None)
+            clock(access.OPENING_S_MAX - access.STRANGER_S_MAX)
+        sock.settimeout(3 * access._TICK_S)
+        with pytest.raises(TimeoutError):  # the door looks meanwhile
+            sock.recv(1)
+        clock(access.STRANGER_S_MAX * 0.2)
+        sock.settimeout(IN_TIME_S)
+        assert _received(sock) == b""
+        until(lambda: not exporter.access._places)
+        assert exporter.access.accounts.count == 0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    give_up = time.perf_counter() + IN_TIME_S
+    while not condition():
+        assert time.perf_counter() < give_up
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("content", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01\x02\x00\x01", b"kvftcp01"])
@@ -566,6 +618,45 @@ def test_a_reader_opens_only_so_many_connections_in_a_second_others_go_on(keys_d
         exporter.wait(lambda: len(exporter.members) == 257)
 
 
+def test_what_may_be_taken_comes_back_at_its_rate_and_once():
+    tokens = access._Tokens(4, 8)
+    assert [tokens.take(100.0) for _ in range(9)] == [True] * 8 + [False]
+    assert [tokens.take(100.5) for _ in range(3)] == [True, True, False]
+    assert [tokens.take(100.5) for _ in range(3)] == [False] * 3
+    assert [tokens.take(200.0) for _ in range(9)] == [True] * 8 + [False]
+
+
+def test_an_opening_that_fails_is_dialed_later_and_later(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(opening, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    dialed: list[float] = []
+    reader = Opening(("127.0.0.1", 9), lambda _sock: iter(()), now[0] + 5.0)
+
+    def dial() -> Iterator[None]:
+        dialed.append(now[0])
+        yield
+        raise ChannelClosed("it has no place")
+
+    reader._dial = dial
+    with closing(reader):
+        while now[0] < 1005.0:
+            assert reader.advance() is None
+            if reader._attempt is not None:
+                assert reader.due == 1005.0, "until the other side speaks, only its deadline wakes it"
+                continue
+            assert now[0] < reader.due <= 1005.0
+            dials, now[0] = len(dialed), (now[0] + reader.due) / 2
+            assert reader.advance() is None
+            assert len(dialed) == dials, "it was dialed before its pause was over"
+            now[0] = reader.due
+        with pytest.raises(ChannelClosed, match="did not open in time: it has no place"):
+            reader.advance()
+    assert now[0] == 1005.0
+    pauses = [later - earlier for earlier, later in pairwise(dialed)]
+    wanted = [0.05, 0.1, 0.2, 0.4] + [0.5] * len(pauses)
+    assert all(0.5 * most <= pause <= 1.5 * most for pause, most in zip(pauses, wanted, strict=False)), pauses
+
+
 def test_keys_of_readers_that_restarted_are_forgotten(monkeypatch):
     monkeypatch.setattr(access, "CONNECTIONS_MAX", 4)
     with exporting(tls=False) as exporter:
@@ -574,7 +665,7 @@ def test_keys_of_readers_that_restarted_are_forgotten(monkeypatch):
             exporter.wait(lambda met=number: len(exporter.members) > met)
             exporter.members[-1].account.leave()
             stream.close()
-            assert len(exporter.access._opened) <= 4
+            assert len(exporter.access._opened) == min(number + 1, 4), "a few are forgotten, and not all"
 
 
 def test_closing_ends_what_is_opening_and_keeps_who_is_in():

@@ -1,6 +1,8 @@
 """The reader's side: what it asks for, what it believes, and what becomes of requests whose connection ends."""
 
+import fcntl
 import select
+import termios
 from pathlib import Path
 
 import msgspec
@@ -211,9 +213,10 @@ def test_a_large_request_over_an_idle_connection_is_sent_to_its_end(pair):
     pair.consumer.wait(check)
     (connection,) = pair.backend._peers[pair.peer].connections
     numbers, count = range(0, 64, 2), 0  # no two are neighbors: each is a run
-    while not connection.interest & select.EPOLLOUT:
+    while not connection._said:  # the socket has taken all of it
         pair.ask(*numbers, leases=[(0, HELD, len(numbers))])
         count += 1
+    assert connection.interest == select.EPOLLIN | select.EPOLLOUT
     poll = select.poll()
     poll.register(pair.backend.fileno(), select.POLLIN)
     reader._pump = lambda: poll.poll(0) and pair.backend.progress()
@@ -224,6 +227,71 @@ def test_a_large_request_over_an_idle_connection_is_sent_to_its_end(pair):
 
 
 @pytest.mark.parametrize("encryption", ["tls"])
+def test_a_request_goes_to_the_connection_that_owes_the_fewest_bytes(pair_of_two):
+    large, _ = pair_of_two.ask(*range(40))
+    first = pair_of_two.far.open()
+    pair_of_two.far.request(first)
+    small, _ = pair_of_two.ask(50)
+    second = pair_of_two.far.open()
+    assert runs_of(pair_of_two.far.request(second)[1]) == [block(50)]
+    pair_of_two.ask(51)
+    assert runs_of(pair_of_two.far.request(second)[1]) == [block(51)]
+    first.say(piece(WANTED * 40) + frame(wire.DONE, HELD))
+    assert pair_of_two.consumer.wait(large) == 0
+    pair_of_two.ask(52)  # the first owes nothing now
+    assert runs_of(pair_of_two.far.request(first)[1]) == [block(52)]
+    second.say(piece(WANTED) + frame(wire.DONE, HELD))
+    assert pair_of_two.consumer.wait(small) == 0
+    assert not pair_of_two.backend._opening, "nothing is opening any longer"
+
+
+@pytest.mark.parametrize("encryption", ["off"])
+def test_the_end_of_an_answer_is_reported_as_soon_as_it_is_there(monkeypatch, pair):
+    """While much is awaited, small parts of it wake nobody."""
+    monkeypatch.setattr(module, "_AWAITED_BYTES_MIN", 100)
+    monkeypatch.setattr(module, "_AT_ONCE_BYTES", 400)
+    posted, _ = pair.ask(3)
+    reader = pair.far.open()
+    pair.far.request(reader)
+    poll = select.poll()
+    poll.register(pair.backend.fileno(), select.POLLIN)
+
+    def receive(upto):
+        while not pair.consumer.target[3, upto - 1]:
+            assert poll.poll(60_000), "what has arrived is not reported"
+            pair.backend.progress()
+
+    reader.say(frame(wire.PIECE, 512) + WANTED[:20])
+    receive(20)
+    reader.say(WANTED[20:30])
+    assert not poll.poll(50)
+    reader.say(WANTED[30:460])
+    receive(460)
+    for at in range(460, 512):
+        reader.say(WANTED[at : at + 1])
+        receive(at + 1)
+    reader.say(frame(wire.DONE, HELD))
+    assert pair.consumer.wait(posted) == 0
+
+
+@pytest.mark.parametrize("encryption", ["off"])
+def test_one_connection_receives_a_portion_before_others_have_their_turn(monkeypatch, pair):
+    asked = [pair.ask(number)[0] for number in (3, 4, 5)]
+    reader = pair.far.open()
+    for _ in asked:
+        pair.far.request(reader)
+    (connection,) = pair.backend._peers[pair.peer].connections
+    answers = (piece(WANTED) + frame(wire.DONE, HELD)) * 3
+    reader.say(answers)
+    waiting = bytearray(4)
+    while int.from_bytes(waiting, "little") < len(answers):
+        fcntl.ioctl(connection.descriptor, termios.FIONREAD, waiting)
+    monkeypatch.setattr(module, "_PORTION_BYTES", 500)
+    connection.on_ready()
+    assert [pair.backend.poll(posted) for posted in asked] == [0, None, None]
+    assert pair.consumer.wait(*asked) == 0
+
+
 def test_what_openssl_has_decrypted_is_received_without_another_event(monkeypatch, pair):
     monkeypatch.setattr(module, "_PORTION_BYTES", 1)
     posted, portion = pair.ask(3)

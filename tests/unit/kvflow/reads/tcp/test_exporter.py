@@ -8,7 +8,8 @@ import pytest
 
 from kvflow.reads.tcp import exporter as module
 from kvflow.reads.tcp import wire
-from tests.unit.kvflow.reads.tcp.peers import EPOCH, SLOTS, Producer, block
+from kvflow.reads.tcp.stream import Stream
+from tests.unit.kvflow.reads.tcp.peers import EPOCH, PATIENCE_MS, SLOTS, Producer, block
 
 BIG = 1 << 20
 
@@ -353,13 +354,37 @@ def test_a_reader_that_takes_an_answer_slowly_is_served_to_its_end(clock, make):
     for _ in range(3):
         stuck(producer, other)
         clock(module.STALLED_S_MAX * 0.75)
-        since = client.since
-        while client.since == since:
+        since, piece, unsent = client.since, client.piece, client.piece.left
+        while client.piece is piece and piece.left == unsent:
             reader.hear(64 << 10)
             left -= 64 << 10
             other.epoch(1)
+        assert client.since > since
     kind, *_, value = wire.ANSWER.unpack(reader.hear(left)[-wire.ANSWER.size :])
     assert (kind, value) == (wire.DONE, epoch)
+
+
+def test_a_reader_that_takes_small_answers_slowly_is_served(clock, make):
+    """Likewise where many answers are copied, and none has a piece in the cache."""
+    producer = make()
+    epoch = producer.lease(0, range(64), [])
+    reader, other = producer.reader(), producer.reader()
+    request = wire.encode_read(0, 0, epoch, [block(0, 64)])
+    reader.say(wire.encode_lease(0, epoch, b""), request)
+    assert reader.answer()[0] == wire.DONE
+    client = next(each for each in producer.sender.clients.values() if each.macs)
+    for _ in range(3):
+        unsent = [0]
+        while len(unsent) < 5 or len({*unsent[-4:]}) > 1 or not unsent[-1]:  # the kernel has no room for more
+            reader.say(*[request] * (len(unsent) % 4 == 0))
+            other.epoch(1)
+            unsent.append(len(client.said))
+        clock(module.STALLED_S_MAX * 0.75)
+        since = client.since
+        while client.said and client.since == since:
+            reader.hear(16 << 10)
+            other.epoch(1)
+    assert client in [*producer.sender.clients.values()]
 
 
 def test_a_reader_that_takes_nothing_is_closed_in_time(clock, make):
@@ -404,6 +429,92 @@ def test_a_reader_that_goes_in_the_middle_of_a_request_is_let_go(producer, said)
     reader.close()
     while producer.sender.clients:
         still_serves(producer)
+    accounts = producer.exporter._access.accounts
+    until = time.monotonic() + PATIENCE_MS / 1e3
+    while accounts.count or accounts.buffered:
+        assert time.monotonic() < until, "it still counts"
+
+
+def test_each_request_makes_its_connection_the_last_that_is_closed(producer):
+    reader = producer.reader()
+    assert reader.epoch() == EPOCH
+    (client,) = producer.sender.clients.values()
+    for _ in range(2):
+        used_at = client.member.account.used_at
+        assert reader.epoch() == EPOCH
+        assert client.member.account.used_at > used_at
+
+
+class Tap(Stream):
+    """A reader that takes all or nothing, and that has said something before."""
+
+    def __init__(self, requests, *, takes):
+        self.requests, self.takes, self.taken = bytearray(requests), takes, 0
+
+    def read(self, into):
+        count = min(len(into), len(self.requests))
+        into[:count] = self.requests[:count]
+        del self.requests[:count]
+        return count
+
+    def write(self, content):
+        self.taken += len(content) * self.takes
+        return len(content) * self.takes
+
+    def send(self, spans):
+        count = spans.left * self.takes
+        self.taken += count
+        if count:
+            spans.skip(count)
+        return count
+
+
+def client_of(producer, *requests, takes=True):
+    """Return a client of the exporter that is served by hand."""
+    account = producer.exporter._access.accounts.enter("a key", None)
+    who = producer.reader()
+    assert who.epoch(SLOTS - 1) == EPOCH
+    (served,) = producer.sender.clients.values()
+    member = served.member._replace(stream=Tap(b"".join(requests), takes=takes), account=account)
+    return module._Client(member, 0.0)
+
+
+def test_a_turn_of_one_reader_has_a_bound_in_bytes(make):
+    """Also if the reader takes each piece at once."""
+    producer = make(blocks=16, block_bytes=BIG)
+    epoch = producer.lease(0, range(16), [])
+    runs = [block(0, 16, nbytes=BIG)]
+    client = client_of(producer, wire.encode_lease(0, epoch, b""), wire.encode_read(0, 0, epoch, runs))
+    turns = 1
+    before = 0
+    while producer.sender._advance(client):
+        assert client.member.stream.taken - before <= 2 * wire.PIECE_BYTES_MAX
+        before = client.member.stream.taken
+        turns += 1
+    assert turns >= 4
+    assert client.member.stream.taken >= 16 * BIG
+
+
+def test_what_is_made_for_a_reader_that_takes_nothing_has_a_bound(make):
+    producer = make()
+    epoch = producer.lease(0, range(64), [])
+    many = [wire.encode_read(0, 0, epoch, [block(0, 64)])] * 1000
+    client = client_of(producer, wire.encode_lease(0, epoch, b""), *many, takes=False)
+    while producer.sender._advance(client):
+        pass
+    assert module.COPIED_BYTES_MAX <= len(client.said) <= 2 * module.COPIED_BYTES_MAX
+    assert len(client.buffer) <= wire.FRAME_BYTES_MAX
+
+
+def test_a_buffer_has_room_for_one_request_and_no_more(make):
+    producer = make()
+    frame = wire.encode_read(0, 0, EPOCH, [block(0)] * wire.RUNS_MAX)
+    client = client_of(producer, frame[:-1])
+    assert not producer.sender._advance(client)
+    assert len(client.buffer) == len(frame) - 1
+    client.member.stream.requests += frame[-1:] * 1000
+    producer.sender._receive(client)
+    assert len(client.buffer) == wire.FRAME_BYTES_MAX
 
 
 def test_a_defect_of_ours_ends_one_connection(monkeypatch, producer, caplog):
@@ -438,6 +549,22 @@ def test_members_are_divided_among_the_threads(monkeypatch, make):
     for _ in range(6):
         assert producer.reader().epoch() == EPOCH
     assert sorted(len(sender.clients) for sender in producer.exporter._senders) == [2, 2, 2]
+
+
+def test_members_that_arrive_together_are_divided_among_the_threads(monkeypatch, make):
+    """Before the first of them has been welcomed; and those that never are have ended with the exporter."""
+    monkeypatch.setattr(module, "senders_for", lambda _cores: 3)
+    producer = make()
+    for sender in producer.exporter._senders:
+        monkeypatch.setattr(sender, "_welcome", lambda: None)
+    readers = [producer.reader() for _ in range(6)]
+    until = time.monotonic() + PATIENCE_MS / 1e3
+    while sum(arrived := [len(sender._arriving) for sender in producer.exporter._senders]) < 6:
+        assert time.monotonic() < until
+    assert arrived == [2, 2, 2]
+    producer.close()
+    assert all(reader.ended() for reader in readers)
+    assert producer.exporter._access.accounts.count == 0
 
 
 def test_cached_blocks_of_a_lease_do_not_outlive_it(producer):
