@@ -110,9 +110,8 @@ class Chats(Deployment):
     def start_asking(self, name: str, port: int, flags: str) -> Server:
         """Start a prefill engine, whose records are in a file of its name; it is not ready yet."""
         shell = command("vllm serve", "kv_producer", page=SHARING_PAGE).strip()
-        # On a busy machine no answer comes within five milliseconds.
-        patient = shell.replace("prefill.jsonl", f"{name}.jsonl").replace('"sources"', '"find_s": 1, "sources"')
-        return self.serve(name, self.fitted(patient, {PREFILL_PORT: port}) + flags, port)
+        shell = shell.replace("prefill.jsonl", f"{name}.jsonl")
+        return self.serve(name, self.fitted(shell, {PREFILL_PORT: port}) + flags, port)
 
     def settle(self) -> None:
         """Wait until all servers are idle."""

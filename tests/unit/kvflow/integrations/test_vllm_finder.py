@@ -432,10 +432,16 @@ def test_a_dead_source_alone_costs_one_request_its_time(finders, monkeypatch):
     gate.set()
 
 
-def test_an_answer_that_has_come_is_read_though_the_time_is_over(finders):
-    source, request = Source(), new_request(None, 400)
-    source.ticket = new_ticket(160, (tuple(range(1, 11)),))
-    finder = finders({FIRST: source})
+def test_an_answer_that_has_come_is_read_though_the_time_is_over(finders, monkeypatch):
+    request, ticket = new_request(None, 400), new_ticket(160, (tuple(range(1, 11)),))
+
+    async def read(*_):
+        for _ in range(4):  # as many turns of the loop as an answer may take
+            await asyncio.sleep(0)
+        return ticket, 10
+
+    finder = finders({FIRST: Source()})
+    monkeypatch.setattr(Asker, "held", read)
     search = finder_module._Search(0.0, frozenset(), chains={16: (chain_of(160, 16), 0)})
     asking = finder._ask(finder._sources[FIRST], request, search, 0.0)
     assert asyncio.run_coroutine_threadsafe(asking, finder._loop).result(WITHIN_S)

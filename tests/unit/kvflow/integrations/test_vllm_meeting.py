@@ -213,6 +213,11 @@ def test_a_request_that_ends_before_its_prompt_begins_gives_its_offer_back(prefi
 NO_ROOM = "no room for more requests that wait for offers of prefill engines: the limit is {}"
 
 
+def waiting(found):
+    """Return the names of the requests that wait for an offer."""
+    return [name for name in found._finder._meetings if found._finder.is_asking(name)]
+
+
 def refused(found, request, limit):
     failed = refusal(found, request)
     assert (failed.code, failed.reason) == ("capacity_exceeded", NO_ROOM.format(limit))
@@ -223,6 +228,7 @@ def test_of_too_many_requests_that_wait_the_oldest_is_not_met(prefill, monkeypat
     monkeypatch.setattr(finder, "SEARCHES_MAX", 2)
     found = decode()
     oldest, _, newest = (arrived(found, prompt, f"{prompt}") for prompt in (46, 47, 48))
+    assert waiting(found) == ["47", "48"]
     prefill.offer().seal([(1, 2, 3)])
     refused(found, oldest, 2)
     assert matched(found, newest) == (48, True)
@@ -235,6 +241,7 @@ def test_who_has_an_offer_makes_no_room(prefill, monkeypatch):
     offer = prefill.offer()
     wait_until(lambda: found._finder._meetings["first"].given is not None)
     second, third = (arrived(found, prompt, f"{prompt}") for prompt in (46, 47))
+    assert waiting(found) == ["first", "47"]
     refused(found, second, 2)
     found._finder._meetings["47"].given = offer.ticket
     refused(found, arrived(found, 49, "too many"), 2)
@@ -251,9 +258,9 @@ def test_an_engine_for_which_many_wait_takes_no_room_of_others(prefill, monkeypa
         found = decode(rendezvous_from=[ENDPOINT, other])
         honest = arrived(found, 48, "honest")
         many = [arrived(found, prompt, f"{prompt}", NAMED | {"remote_host": "127.0.0.2"}) for prompt in range(30, 36)]
+        assert waiting(found) == ["honest", "34", "35"]
         for each in many[:4]:
             refused(found, each, 3)
-        assert found._finder.is_asking("35")
         prefill.offer().seal([(1, 2, 3)])
         assert matched(found, honest) == (48, True)
     finally:
@@ -268,6 +275,7 @@ def test_requests_of_one_name_with_other_prompts_get_an_offer_each(prefill, name
     wait_until(lambda: questions(prefill) == 2)
     prefill.offer().seal([(1, 2, 3)])
     assert matched(found, first) == (48, True)
+    assert waiting(found) == [second.request_id]
     assert found.matched(second, 0) == (None, False)
 
 

@@ -1,0 +1,51 @@
+"""A prompt of 24,000 tokens that another engine keeps is read, with the settings of docs/howto/share-prefixes.md."""
+
+import pytest
+
+from .clients import client_of
+from .howto import DECODE_PORT, PREFILL_PORT, SHARING_PAGE, SOURCE_PORT, command
+from .pairs import model_folder
+from .prompts import prompt_of
+from .servers import Deployment, free_port
+
+KEPT = 24_000  # tokens, a multiple of the block size
+NEXT = 500
+FLAGS = (
+    " --dtype float32 --block-size 32 --max-model-len 24576 "
+    """--hf-overrides '{"max_position_embeddings": 24576}' --max-num-seqs 4"""
+)
+
+
+class Engines(Deployment):
+    """One engine that keeps, and one that asks it."""
+
+    def start(self):
+        """See ``Together.start``."""
+        self.ports[SOURCE_PORT] = free_port()
+        for name, role, port in (("decode", "kv_consumer", DECODE_PORT), ("prefill", "kv_producer", PREFILL_PORT)):
+            shell = command("vllm serve", role, page=SHARING_PAGE).strip()
+            setattr(self, name, self.serve(name, self.fitted(shell) + FLAGS, self.ports[port]))
+        return self.decode, self.prefill
+
+    def complete(self, server, prompt):
+        """Return the one token that a server answers with."""
+        with client_of(server) as client:
+            asked = {"model": self.model, "max_tokens": 1, "temperature": 0}
+            answer = client.completions.create(prompt=prompt, **asked, extra_body={"return_token_ids": True})
+        return answer.choices[0].token_ids
+
+
+@pytest.fixture
+def engines(pairs, tmp_path):
+    pairs.stop()
+    with Engines(model_folder("llama"), tmp_path) as engines:
+        engines.prefill.wait_logged("is engine")
+        yield engines
+
+
+def test_a_long_prompt_that_another_engine_keeps_is_read(engines):
+    prompt = prompt_of(KEPT + NEXT)
+    engines.complete(engines.decode, prompt[:KEPT])
+    assert engines.complete(engines.prefill, prompt) == engines.complete(engines.decode, prompt)
+    [fetched] = [each for each in engines.records("prefill") if each["event"] == "prefix.fetched"]
+    assert fetched["tokens"] == KEPT
