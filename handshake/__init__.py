@@ -20,6 +20,7 @@ from handshake.errors import (
     SocketsExhausted,
     TimedOut,
     Unauthenticated,
+    WrongServer,
 )
 from handshake.limits import Limits
 
@@ -100,6 +101,7 @@ __all__ = [
     "TimedOut",
     "Unauthenticated",
     "VersionRange",
+    "WrongServer",
     "open_client",
     "open_server",
     "sign",

@@ -2,13 +2,18 @@
 
 Dialing is repeated within ``Limits.connect_s`` when no process listens yet, when the server is busy, and once when the
 server closes without a reason. A connection that is lost after it was ready stays lost.
+
+An endpoint is either a literal address or a name, which may have several addresses. They may lead to several servers,
+as those of a service do while one pod replaces another. So each is tried until one leads to the server that is wanted.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from handshake.connection import Conversation, check_introduction
 from handshake.driver import Driver
@@ -21,6 +26,7 @@ from handshake.errors import (
     RemoteProtocolError,
     TimedOut,
     Unauthenticated,
+    WrongServer,
 )
 from handshake.limits import DEFAULT_LIMITS, Limits
 from handshake.messages import (
@@ -42,6 +48,7 @@ from handshake.sockets import ZEROMQ, DialedChannel, LinkEvent, Network, running
 from handshake.states import Progress, Role
 
 OnEvent = Callable[[Event], None]
+WhyNot = Callable[[Identity], str]
 
 BACKOFF_S_MIN = 0.02  # a listener that is being replaced needs about as long
 BACKOFF_S_MAX = 0.25  # several attempts fit into ``Limits.connect_s``
@@ -49,6 +56,12 @@ BACKOFF_S_MAX = 0.25  # several attempts fit into ``Limits.connect_s``
 CUTS_MAX = 2
 """Connections in a row that end within ZeroMQ's handshake without a reason. One may be a process that died; two mean
 that the server cannot decrypt."""
+
+ADDRESSES_MAX = 16  # of a name that are tried for one connection: a service of more pods needs a name for each
+
+ADDRESSES_AT_ONCE = 4  # of those: one that is silent keeps no other waiting, and few servers are dialed in vain
+
+SHOWN_MAX = 4  # addresses that an error names
 
 TIMEOUT_REMEDY = "Check that the address is that of the peer itself, and that the peer is not overloaded."
 
@@ -61,9 +74,12 @@ class HandshakeClient:
     Attributes:
         version: of the wire protocol.
         pass_: the server's for this connection; empty if it gives none.
+        address: where the server answers: the endpoint, or it with one of the addresses of its name.
+        is_only: whether the endpoint has no other address.
     """
 
-    def __init__(self, attempt: "_Attempt", ready: PeerReady) -> None:
+    def __init__(self, attempt: "_Attempt", ready: PeerReady, address: str, *, is_only: bool) -> None:
+        self.address, self.is_only = address, is_only
         self.identity = ready.identity
         self.publication = ready.publication
         self.version = ready.version
@@ -116,24 +132,25 @@ class HandshakeClient:
 
 
 class _Attempt:
-    """One dialed channel with its connection. ``outcome``: ready, a failure of the link, or how it ended."""
+    """One dialed channel with its connection. ``outcome``: ready, a failure of the link, or how it ended.
 
-    def __init__(
-        self, channel: DialedChannel, connection: Conversation, on_event: OnEvent, limits: Limits, network: Network
-    ) -> None:
+    ``is_wanted``: whether it is ready, with the server that is wanted. Nobody hears an event of another server.
+    """
+
+    def __init__(self, channel: DialedChannel, connection: Conversation, dialing: "_Dialing") -> None:
         loop = asyncio.get_running_loop()
         self.connection = connection
-        self.driver = Driver(connection, channel.send, self._report, self._on_settled, network.now)
+        self.driver = Driver(connection, channel.send, self._report, self._on_settled, dialing.network.now)
         self.outcome: asyncio.Future[PeerReady | LinkEvent | Ending] = loop.create_future()
         self.ended: asyncio.Future[Ending] = loop.create_future()
         self._accepted: asyncio.Future[None] = loop.create_future()
         self._answered: asyncio.Future[PingAnswered] = loop.create_future()
         self._closed = asyncio.Event()
         self._gone = asyncio.Event()
-        self._on_event = on_event
-        self._was_ready = False
-        self._limits = limits
-        self._now = network.now
+        self.is_wanted = False
+        self._dialing = dialing
+        self._limits = dialing.limits
+        self._now = dialing.network.now
 
     def on_link(self, event: LinkEvent) -> None:
         match event:
@@ -186,14 +203,14 @@ class _Attempt:
 
     def _report(self, event: Event) -> None:
         if isinstance(event, PeerReady):
-            self._was_ready = True
+            self.is_wanted = not self._dialing.why_not(event.identity)
         if isinstance(event, PingAnswered) and not self._answered.done():
             self._answered.set_result(event)
         if isinstance(event, Ending):
             self.ended.set_result(event)
         try:
-            if self._was_ready:
-                self._on_event(event)
+            if self.is_wanted:
+                self._dialing.on_event(event)
         finally:
             if isinstance(event, PeerReady | Ending):
                 self._decide(event)
@@ -208,7 +225,7 @@ class _Attempt:
 
 
 class _Dialing(Struct, frozen=True, kw_only=True):
-    """What all attempts of one client have in common."""
+    """What all attempts of one client have in common: the arguments of ``open_client``."""
 
     endpoint: str
     identity: Identity
@@ -217,6 +234,8 @@ class _Dialing(Struct, frozen=True, kw_only=True):
     on_event: OnEvent
     limits: Limits
     network: Network
+    why_not: WhyNot
+    first: str
 
 
 @asynccontextmanager
@@ -230,8 +249,12 @@ async def open_client(
     limits: Limits = DEFAULT_LIMITS,
     network: Network = ZEROMQ,
     server_key: PublicKey = "",
+    why_not: WhyNot = lambda _server: "",
+    first: str = "",
 ) -> AsyncIterator[HandshakeClient]:
     """Connect to a server; enter when the handshake is done, leave with a goodbye.
+
+    Of a name with several addresses at most 16 are tried, four at a time, for ``Limits.handshake_s`` in all.
 
     Args:
         endpoint: ``tcp://host:port`` of the server.
@@ -244,6 +267,9 @@ async def open_client(
         limits: how long we wait for what.
         network: where we dial.
         server_key: the server's public key, needed if it has its own.
+        why_not: returns who a server is, for an error, if another one is wanted; else an empty text.
+        first: the ``HandshakeClient.address`` of an earlier connection, which is tried first, even if the name
+            no longer has it.
 
     Raises:
         AddressInvalid: the endpoint is malformed.
@@ -253,7 +279,9 @@ async def open_client(
             ``server_key``: then nothing was dialed.
         ConnectionRefused: the server gave a reason; ``busy`` only after ``Limits.connect_s``.
         RemoteProtocolError: the server broke the protocol.
-        ConnectionLost: no process listens, or the server closed the connection.
+        ConnectionLost: no process listens, or the server closed the connection, or none of several addresses leads to
+            the server.
+        WrongServer: the same, and another server answers at one of them.
         TimedOut: the server did not answer (``connect``), or not to the end (``handshake``).
 
     Cancellation: safe at any moment; no task and no socket is left behind.
@@ -268,6 +296,8 @@ async def open_client(
         on_event=on_event,
         limits=limits,
         network=network,
+        why_not=why_not,
+        first=first,
     )
     async with AsyncExitStack() as stack:
         yield await _connect(dialing, stack)
@@ -277,6 +307,7 @@ async def _connect(dialing: _Dialing, stack: AsyncExitStack) -> HandshakeClient:
     """Dial until an attempt is ready; ``stack`` ends it."""
     network = dialing.network
     until_s = network.now() + dialing.limits.connect_s
+    ways = _Ways(dialing)
     attempts = cuts = 0
     error: HandshakeError | None = None  # why an earlier attempt failed explains more than that the last one was late
     while True:
@@ -284,27 +315,108 @@ async def _connect(dialing: _Dialing, stack: AsyncExitStack) -> HandshakeClient:
             addresses = await _resolve(dialing, until_s)
         except TimedOut as late:
             raise error or late from late.__cause__
-        # A server may listen at only one of the addresses that its name has. Each has a share of the time left.
-        turn = attempts % len(addresses)
-        address, share_s = addresses[turn], (until_s - network.now()) / (len(addresses) - turn)
         attempts += 1
         async with AsyncExitStack() as trial:
-            attempt = await trial.enter_async_context(_dialed(dialing, address))
-            outcome = await attempt.wait_outcome(network.now() + share_s)
-            if isinstance(outcome, PeerReady):
+            if len(addresses) > 1 or dialing.first not in ("", *addresses):
+                found = await ways.find(addresses, trial)
+                may_pass = ways.may_pass()
+            else:
+                attempt = await trial.enter_async_context(_dialed(dialing, addresses[0]))
+                outcome = await attempt.wait_outcome(until_s)
+                cuts = cuts + 1 if outcome is LinkEvent.CUT else 0
+                may_pass = _may_pass(outcome, cuts)
+                if isinstance(outcome, PeerReady) and attempt.is_wanted:
+                    found = HandshakeClient(attempt, outcome, addresses[0], is_only=True)
+                elif outcome is not None or error is None:
+                    found = _explain(dialing, outcome, dialing.endpoint, denied=cuts >= CUTS_MAX)
+                else:
+                    found = error
+            if isinstance(found, HandshakeClient):
                 await stack.enter_async_context(trial.pop_all())
-                return HandshakeClient(attempt, outcome)
-        if outcome is None:
-            error = error or TimedOut(f"{dialing.endpoint} did not answer in time", phase="connect")
-            if turn + 1 < len(addresses):
-                continue
-            raise error
-        cuts = cuts + 1 if outcome is LinkEvent.CUT else 0
-        error = _explain(outcome, dialing.endpoint, denied=cuts >= CUTS_MAX)
+                return found
+        error = found
         rest_s = pause_s(attempts - 1, BACKOFF_S_MIN, BACKOFF_S_MAX, network.draw())
-        if not _may_pass(outcome, cuts) or network.now() + rest_s >= until_s:
+        if not may_pass or network.now() + rest_s >= until_s:
             raise error
         await asyncio.sleep(rest_s)
+
+
+_Outcome = PeerReady | LinkEvent | Ending | HandshakeError | None
+
+_Found = asyncio.Future[HandshakeClient | HandshakeError]
+
+
+class _Ways:
+    """The addresses that were tried for one connection, because a name has several, and what became of each."""
+
+    def __init__(self, dialing: _Dialing) -> None:
+        self._dialing = dialing
+        self._until_s = dialing.network.now() + dialing.limits.handshake_s
+        self._outcomes: dict[str, _Outcome] = {}
+        self._has_met = False
+
+    def may_pass(self) -> bool:
+        """Return whether an address that was tried may lead to the server soon."""
+        return any(_may_pass(each, CUTS_MAX) for each in self._outcomes.values())
+
+    async def find(self, addresses: tuple[str, ...], trial: AsyncExitStack) -> HandshakeClient | HandshakeError:
+        """Return the connection to the server that is wanted, which ``trial`` ends, or why no address leads to it."""
+        tried, first = self._outcomes, self._dialing.first
+        ways = dict.fromkeys((first, *addresses) if first else addresses)
+        waiting = deque([each for each in ways if each not in tried][: ADDRESSES_MAX - len(tried)])
+        waiting += [each for each in ways if each in tried and _may_pass(tried[each], CUTS_MAX)]
+        found: _Found = asyncio.get_running_loop().create_future()
+        await trial.enter_async_context(running(self._try_all(waiting, addresses, found)))
+        return await found
+
+    async def _try_all(self, waiting: deque[str], addresses: tuple[str, ...], found: _Found) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(ADDRESSES_AT_ONCE, len(waiting))):
+                group.create_task(self._try_next(waiting, found))
+        found.set_result(self._explain(addresses))
+
+    async def _try_next(self, waiting: deque[str], found: _Found) -> None:
+        """Try one address after the other until the server is met. Each has an equal share of the time that is left."""
+        now, tried = self._dialing.network.now, self._outcomes
+        while waiting and not self._has_met:
+            share_s = (self._until_s - now()) / -(-len(waiting) // ADDRESSES_AT_ONCE)
+            if share_s <= 0:
+                return
+            address, limits = waiting.popleft(), self._dialing.limits
+            limits = replace(limits, connect_s=min(limits.connect_s, share_s), handshake_s=share_s)
+            outcome: _Outcome
+            try:
+                async with _dialed(replace(self._dialing, limits=limits, why_not=self._why_not), address) as attempt:
+                    outcome = await attempt.wait_outcome(now() + limits.connect_s)
+                    if isinstance(outcome, PeerReady) and attempt.is_wanted:
+                        found.set_result(HandshakeClient(attempt, outcome, address, is_only=False))
+                        await asyncio.Future()  # until ``trial`` ends it
+            except HandshakeError as error:
+                outcome = error
+            if outcome is LinkEvent.CUT and address not in tried:
+                waiting.append(address)  # once more
+            tried[address] = outcome
+
+    def _why_not(self, server: Identity) -> str:
+        """Want the first server that is wanted: two addresses may lead to it."""
+        why = "the server that is met already" if self._has_met else self._dialing.why_not(server)
+        self._has_met = self._has_met or not why
+        return why
+
+    def _explain(self, addresses: tuple[str, ...]) -> HandshakeError:
+        errors = {each: _explain(self._dialing, how, each, denied=True) for each, how in self._outcomes.items()}
+        kinds = {type(each) for each in errors.values()}
+        is_equal = len(kinds) == 1 and errors.keys() >= set(addresses) and not kinds & {ConnectionLost, WrongServer}
+        for address, error in errors.items():
+            # Beside a single address only that of an earlier connection was tried.
+            if error.local or is_equal or (address,) == addresses:
+                return error
+        answers_first = sorted(errors.values(), key=lambda each: not isinstance(each, WrongServer))
+        reasons = "; ".join([each.message for each in answers_first[:SHOWN_MAX]])
+        return (WrongServer if WrongServer in kinds else ConnectionLost)(
+            f"{self._dialing.endpoint} has {len(addresses)} addresses. {len(errors)} were tried, and none leads to the "
+            f"server that is wanted: {reasons}{'; ...' if len(errors) > SHOWN_MAX else ''}"
+        )
 
 
 async def _resolve(dialing: _Dialing, until_s: float) -> tuple[str, ...]:
@@ -331,7 +443,7 @@ async def _dialed(dialing: _Dialing, address: str) -> AsyncIterator[_Attempt]:
             now=dialing.network.now(),
             wall_ahead_s=dialing.network.wall() - dialing.network.now(),
         )
-        attempt = _Attempt(channel, connection, dialing.on_event, dialing.limits, dialing.network)
+        attempt = _Attempt(channel, connection, dialing)
         async with running(channel.read(attempt.driver.receive), channel.watch(attempt.on_link)):
             try:
                 channel.dial()
@@ -340,7 +452,7 @@ async def _dialed(dialing: _Dialing, address: str) -> AsyncIterator[_Attempt]:
                 await attempt.leave()
 
 
-def _may_pass(outcome: LinkEvent | Ending, cuts: int) -> bool:
+def _may_pass(outcome: _Outcome, cuts: int) -> bool:
     """Return whether the next attempt may succeed."""
     match outcome:
         case LinkEvent.UNREACHABLE | ConnectionFailed(code=CloseCode.BUSY, refused=True):
@@ -349,9 +461,15 @@ def _may_pass(outcome: LinkEvent | Ending, cuts: int) -> bool:
             return outcome is LinkEvent.CUT and cuts < CUTS_MAX
 
 
-def _explain(outcome: LinkEvent | Ending, endpoint: str, *, denied: bool) -> HandshakeError:
+def _explain(dialing: _Dialing, outcome: _Outcome, endpoint: str, *, denied: bool) -> HandshakeError:
     error: HandshakeError
     match outcome:
+        case HandshakeError():
+            error = outcome
+        case None:
+            error = TimedOut(f"{endpoint} did not answer in time", phase="connect")
+        case PeerReady(identity=identity):
+            error = WrongServer(f"{endpoint} is {dialing.why_not(identity)}", answered=identity)
         case LinkEvent.UNREACHABLE:
             error = ConnectionLost(f"nobody listens at {endpoint}")
         case LinkEvent.CUT if not denied:

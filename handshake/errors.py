@@ -9,6 +9,7 @@ The tree shows what is wrong or what to do::
     ├── ConnectionRefused     the peer refused the connection, and said why
     ├── Unauthenticated       the peer has another cluster secret
     ├── ConnectionLost        the peer died, closed the connection, or cannot be reached
+    │   └── WrongServer       another server answers at its address
     ├── SocketsExhausted      this process can open no more sockets or files
     ├── TimedOut              a phase took longer than its budget
     └── Closed                the connection has ended; open another one
@@ -140,6 +141,21 @@ class ConnectionLost(HandshakeError):
 
     code = "connection_lost"
     default_remedy = "Check that the peer runs and that its address is reachable from here."
+
+
+class WrongServer(ConnectionLost):
+    """Another server answers at the address, or at one of several.
+
+    Attributes:
+        answered: the ``Identity`` of that server if the address is the only one; else None.
+    """
+
+    code = "wrong_server"
+    default_remedy = "Wait until the name leads to the server, or give each server an address or a name of its own."
+
+    def __init__(self, message: str, *, answered: object = None) -> None:
+        super().__init__(message)
+        self.answered = answered
 
 
 class SocketsExhausted(HandshakeError):

@@ -314,6 +314,8 @@ async def resolve(endpoint: str) -> tuple[str, ...]:
         return (endpoint,)
     found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     addresses = dict.fromkeys(str(each[4][0]) for each in found)
+    if not addresses:
+        raise OSError("it has no address")
     return tuple(f"tcp://[{each}]:{port}" if ":" in each else f"tcp://{each}:{port}" for each in addresses)
 
 

@@ -11,7 +11,7 @@ def subclasses(cls):
 
 def test_every_error_has_its_own_code_and_a_remedy():
     found = list(subclasses(errors.HandshakeError))
-    assert len({error.code for error in found}) == len(found) == 9
+    assert len({error.code for error in found}) == len(found) == 10
     assert all(error.default_remedy for error in found)
 
 
