@@ -116,7 +116,7 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
         lease_slots: leases that may be held at once; what is kept leaves its slot to offers. A kept lease takes 170
             bytes of memory for each of its blocks, and in vLLM's scheduler 500.
         connect_s: budget for reaching a peer's endpoint.
-        handshake_s: budget from there until the peer's manifest has arrived.
+        handshake_s: budget from there until the peer's manifest has arrived; all of it if a name has several addresses.
         queue_s: budget of a pull from its submission to its first read.
         wire_s: longest time without a completed read while a peer owes one. Only this finds a hung peer.
         fence_s: budget from the last byte to the result, including the wait for a late admission.

@@ -6,13 +6,14 @@ import secrets
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from itertools import count
 from typing import Any
 
 from msgspec import Struct, UnsetType
 
 from handshake import ClockOffset, ClusterSecurity, HandshakeClient, Identity, Limits, open_client
-from handshake.errors import Closed, HandshakeError, LocalProtocolError
+from handshake.errors import Closed, HandshakeError, LocalProtocolError, WrongServer
 from handshake.limits import LEASES_MAX, QUESTIONS_MAX
 from handshake.messages import (
     QUESTION_BYTES_MAX,
@@ -40,6 +41,7 @@ from kvflow.errors import (
     ReleaseMismatch,
     StaleLease,
     TicketInvalid,
+    quoted,
 )
 from kvflow.ids import LeaseKey, PeerId, agent_name
 from kvflow.leases.tickets import Grant, Ticket
@@ -317,6 +319,8 @@ class Link(Asker):
     """A connection to a producer rank, to read from it. Thread: the event loop.
 
     Attributes:
+        address: where it answers: its endpoint, with one of the addresses of a name.
+        is_only: whether its endpoint has no other address.
         agent: the name that its transport must have. It is derived from the peer's key.
         advertisement: what it published, checked.
         credentials: ours, for its TCP plane.
@@ -333,7 +337,7 @@ class Link(Asker):
     ) -> None:
         super().__init__(client, awaited, endpoint=peer.endpoint, local=local)
         self._to_ask: list[LeaseKey] = []
-        self.peer = peer
+        self.peer, self.address, self.is_only = peer, client.address, client.is_only
         self.agent = agent_name(str(peer), local.key_of(peer))
         self.advertisement = advertisement
         self.credentials = local.credentials(peer, client.identity, client.pass_)
@@ -392,12 +396,8 @@ def _end_of(answer: LeaseAnswer) -> LeaseEnd:
     return LeaseEnd(answer.ended_by, None if isinstance(answer.ended_s, UnsetType) else answer.ended_s)
 
 
-class Replaced(PeerLost):
-    """Another engine or rank answers at the address."""
-
-
 class Restarted(StaleLease):
-    """The same rank answers in another incarnation."""
+    """The same rank answers in another incarnation, at the only address."""
 
 
 @asynccontextmanager
@@ -407,8 +407,10 @@ async def _dialed(
     *,
     server_key: str,
     on_ended: Callable[[str, str], None] = lambda code, detail: None,
+    peer: PeerId | None = None,
+    first: str = "",
 ) -> AsyncIterator[tuple[HandshakeClient, Awaited]]:
-    """Dial a worker as a reader, and leave with a goodbye; handshake's errors become ours."""
+    """Dial a worker as a reader, and leave with a goodbye; handshake's errors become ours. ``peer``: None for any."""
     awaited = Awaited(on_ended)
     try:
         async with open_client(
@@ -420,10 +422,33 @@ async def _dialed(
             network=local.network,
             on_event=awaited.on_event,
             server_key=server_key,
+            why_not=partial(_who_else, peer),
+            first=first,
         ) as client:
             yield client, awaited
     except HandshakeError as error:
-        raise as_kvflow_error(error, peer=endpoint) from error
+        raise _restarted(error, peer) or as_kvflow_error(error, peer=endpoint) from error
+
+
+def _who_else(peer: PeerId | None, server: Identity) -> str:
+    """Return who a server is if it is not this peer; empty if it is."""
+    if peer is None:
+        return ""
+    if (server.engine_id, server.rank) != (peer.engine_id, peer.rank):
+        return f"{quoted(server.engine_id)} rank {server.rank} now, not {quoted(peer.engine_id)} rank {peer.rank}"
+    if server.incarnation != peer.incarnation:
+        return f"another incarnation of {quoted(peer.engine_id)} rank {peer.rank}"
+    return ""
+
+
+def _restarted(error: HandshakeError, peer: PeerId | None) -> Restarted | None:
+    """Return that a peer has gone if another incarnation of it answers, and there is no address where it may live."""
+    match error:
+        case WrongServer(answered=Identity(engine_id=engine_id, rank=rank)):
+            if peer is not None and (engine_id, rank) == (peer.engine_id, peer.rank):
+                message = f"{quoted(engine_id)} rank {rank} was restarted since it gave this ticket"
+                return Restarted(message, ended_by="gone", peer=peer.endpoint)
+    return None
 
 
 @asynccontextmanager
@@ -432,19 +457,23 @@ async def open_link(
     *,
     local: LocalEndpoint,
     on_ended: Callable[[str, str], None],
+    first: str = "",
 ) -> AsyncIterator[Link]:
     """Dial one producer rank and read its manifest. ``on_ended`` gets code and detail of a connection that ended.
 
+    If the endpoint is a name with several addresses, one of which leads to the rank, other workers at the others do
+    not matter. ``first``: the ``Link.address`` of an earlier connection, which is tried first.
+
     Raises:
         AuthenticationFailed: it has another secret or key, or we do not trust its key.
-        PeerLost: it cannot be reached, or another worker answers there.
-        StaleLease: the same rank answers in another incarnation, and its leases have ended.
+        PeerLost: it cannot be reached, or other workers answer there.
+        StaleLease: the same rank answers in another incarnation at the only address, and its leases have ended.
         ProtocolViolation: what it sends is invalid.
         ReleaseMismatch: it writes another version of the manifest. We send it this reason.
         DeadlineExceeded: it is silent.
     """
-    async with _dialed(peer.endpoint, local, server_key=peer.public_key, on_ended=on_ended) as (client, awaited):
-        _require_peer(client.identity, peer)
+    dialed = _dialed(peer.endpoint, local, server_key=peer.public_key, on_ended=on_ended, peer=peer, first=first)
+    async with dialed as (client, awaited):
         software = client.identity.software
         try:
             advertisement = await asyncio.to_thread(decode, client.publication, peer=str(peer), software=software)
@@ -452,21 +481,6 @@ async def open_link(
             client.refuse(error.code, error.message, error.remedy)
             raise
         yield Link(client, awaited, advertisement, peer=peer, local=local)
-
-
-def _require_peer(identity: Identity, peer: PeerId) -> None:
-    if (identity.engine_id, identity.rank) != (peer.engine_id, peer.rank):
-        raise Replaced(
-            f"{peer.endpoint} is {identity.engine_id!r} rank {identity.rank} now, not {peer.engine_id!r} "
-            f"rank {peer.rank}",
-            peer=peer.endpoint,
-        )
-    if identity.incarnation != peer.incarnation:
-        raise Restarted(
-            f"{peer.engine_id!r} rank {peer.rank} was restarted since it gave this ticket",
-            ended_by="gone",
-            peer=peer.endpoint,
-        )
 
 
 @asynccontextmanager

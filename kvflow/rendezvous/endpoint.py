@@ -254,6 +254,15 @@ class NotDialed(ours.CapacityExceeded):
     """This process lacks what it needs to dial, and nothing was dialed."""
 
 
+class Replaced(ours.PeerLost):
+    """Another worker answers at the address, or at one of several of a name. The peer may live elsewhere."""
+
+
+OWN_ADDRESS = (
+    "Have each worker advertise an address or a name of its own, or wait until the name leads to the producer."
+)
+
+
 def as_kvflow_error(error: theirs.HandshakeError, *, peer: str) -> ours.KvflowError:
     """Return our error for theirs; chain it with ``raise ... from error``."""
     mapped: ours.KvflowError
@@ -270,6 +279,8 @@ def as_kvflow_error(error: theirs.HandshakeError, *, peer: str) -> ours.KvflowEr
             mapped = ours.PeerRefused(error.refusal, _about(peer, reason), remedy=error.remedy)
         case theirs.RemoteProtocolError():
             mapped = ours.ProtocolViolation(error.message, peer=peer, remedy=error.remedy)
+        case theirs.WrongServer():
+            mapped = Replaced(error.message, peer=peer, remedy=OWN_ADDRESS if error.answered is None else "")
         case theirs.TimedOut():
             mapped = ours.DeadlineExceeded(error.message, phase=error.phase, peer=peer, remedy=error.remedy)
         case _:

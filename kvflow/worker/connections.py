@@ -52,8 +52,8 @@ from kvflow.ids import Clock, PeerId
 from kvflow.leases.tickets import Member
 from kvflow.reads.contract import REQUIRED, Carrier, PeerAddress, Published
 from kvflow.reads.pulls import advance
-from kvflow.rendezvous.dialer import Link, Replaced, Restarted
-from kvflow.rendezvous.endpoint import Advertisement, Distrusted, Network, NotDialed
+from kvflow.rendezvous.dialer import Link, Restarted
+from kvflow.rendezvous.endpoint import Advertisement, Distrusted, Network, NotDialed, Replaced
 from kvflow.validation import Name, Number
 from kvflow.worker.prepared import Source
 
@@ -195,6 +195,9 @@ class Connection:
         return self.drop
 
 
+DATA_ADDRESSES_MAX = 16  # of a name that are tried for a TCP plane
+
+
 class PlaneUnusable(Exception):
     """Our transport cannot read from a peer over any data plane that both sides have."""
 
@@ -225,7 +228,7 @@ class PlaneNegotiation(Struct, frozen=True):
             raise LayoutMismatch("transport", _names(theirs), self.published.names, remedy=SAME_PLANE)
         endpoint = ""
         if "tcp" in planes:
-            endpoint = await self._tcp_endpoint(link.peer, theirs, required=len(planes) == 1)
+            endpoint = await self._tcp_endpoint(link, theirs, required=len(planes) == 1)
         if not endpoint:
             planes.pop("tcp", None)
         return PeerAddress(
@@ -242,8 +245,11 @@ class PlaneNegotiation(Struct, frozen=True):
     def _requires(self, theirs: Advertisement) -> bool:
         return self.require_encryption or theirs.require_encryption
 
-    async def _tcp_endpoint(self, peer: PeerId, theirs: Advertisement, *, required: bool) -> str:
-        """Return the numeric endpoint of a peer's TCP plane; empty if it cannot be used but another plane may."""
+    async def _tcp_endpoint(self, link: Link, theirs: Advertisement, *, required: bool) -> str:
+        """Return the numeric endpoint of a peer's TCP plane; empty if it cannot be used but another plane may.
+
+        A name may lead to several workers. The peer is where its control connection has met it.
+        """
         if theirs.tcp_encryption != self.tcp_encryption:
             if required:
                 self._refuse_encryption(theirs)
@@ -251,14 +257,18 @@ class PlaneNegotiation(Struct, frozen=True):
         try:
             async with asyncio.timeout(self.within_s):
                 found = await self.network.resolve(theirs.data_endpoint)
+                host, port = host_and_port(theirs.data_endpoint)
+                beside = f"tcp://{host_and_port(link.address)[0]}:{port}"
+                if host == host_and_port(link.peer.endpoint)[0]:  # the name may have lost this address meanwhile
+                    found = tuple(dict.fromkeys((beside, *found)))
                 # A wildcard listens at IPv4 addresses, and a name may have addresses of both kinds.
-                ordered = sorted(found, key=lambda endpoint: "[" in endpoint)
+                ordered = sorted(found, key=lambda each: (each != beside, "[" in each))[:DATA_ADDRESSES_MAX]
                 several = len(ordered) > 1
                 endpoint = await self.network.first_open(ordered, self.within_s / 2) if several else ordered[0]
         except (TimeoutError, OSError, ValueError) as error:  # a name that cannot be written is a ValueError
             if required:
                 reason = f"its TCP plane is at {theirs.data_endpoint}, which cannot be resolved: {error!r}"
-                raise PeerLost(f"{peer} cannot be read from: {reason}", peer=str(peer)) from error
+                raise PeerLost(f"{link.peer} cannot be read from: {reason}", peer=str(link.peer)) from error
             return ""
         if self._requires(theirs) and self.tcp_encryption == "off" and not is_loopback(host_and_port(endpoint)[0]):
             if required:
@@ -293,11 +303,12 @@ def _names(theirs: Advertisement) -> str:
 
 ADDRESSES_MAX = 1024  # addresses that are remembered to have failed: as many as one worker has peers
 
-CLOSED_MAX = 4096  # peers that are remembered as closed
+CLOSED_MAX = 4096  # peers that are remembered as closed, and of which it is known where they answered last
 
 SUPERSEDED_S = 30.0
-"""How long a peer counts as closed because another one answers at its address. The address may be a name, and a name
-server may give an outdated answer for some seconds: it must not exclude a live peer for longer."""
+"""How long a peer counts as closed because another incarnation answers at its only address. A name server may give an
+outdated answer for some seconds, which must not exclude a live peer for longer. A ticket that the peer has signed
+meanwhile ends this at once."""
 
 FAILURES_MAX = 3  # attempts in a row that must fail: one may be a short outage, two a slow restart
 
@@ -351,6 +362,8 @@ class Reachability:
         self._report = report
         self._failed: dict[str, AddressRecord] = {}  # an address that answers has no record
         self._closed: dict[PeerId, tuple[str, float]] = {}  # why, and until when
+        # When the newest ticket of a peer was signed that was seen, and the last address where it answered.
+        self._known: dict[PeerId, tuple[int, str]] = {}
 
     def require(self, member: Member) -> None:
         """Refuse to dial a peer if dialing is useless; otherwise the caller must dial, and report the result.
@@ -361,9 +374,10 @@ class Reachability:
         """
         peer, endpoint = member.peer, member.address.endpoint
         record, now = self._failed.get(endpoint), self._clock()
+        is_alive = self.saw(peer, member.grant.issued_ms)
         if peer in self._closed:
             why, until = self._closed[peer]
-            if now < until:
+            if now < until and (until == math.inf or not is_alive):
                 raise StaleLease(f"{peer} is closed: {why}", ended_by="gone", peer=str(peer))
             del self._closed[peer]
         if record is not None and not record.ask(peer, now):
@@ -375,8 +389,20 @@ class Reachability:
                 retry_after_s=retry_after_s,
             )
 
+    def saw(self, peer: PeerId, issued_ms: int | None, address: str = "") -> bool:
+        """Note a ticket of a peer, and where it answers; return whether the ticket is newer than all before."""
+        newest, before = self._known.pop(peer, (0, ""))
+        self._known[peer] = max(newest, issued_ms or 0), address or before
+        if len(self._known) > CLOSED_MAX:
+            del self._known[next(iter(self._known))]
+        return (issued_ms or 0) > newest
+
+    def last_address(self, peer: PeerId) -> str:
+        """Return the address at which a peer has answered last; empty if it is not known."""
+        return self._known.get(peer, (0, ""))[1]
+
     def is_closed(self, member: Member) -> bool:
-        """Return whether a peer has closed, or another one answers at its address."""
+        """Return whether a peer has closed, or another incarnation answers at its only address."""
         return member.peer in self._closed and self._clock() < self._closed[member.peer][1]
 
     def on_answered(self, endpoint: str) -> None:
@@ -389,15 +415,17 @@ class Reachability:
         """Record why a peer could not be connected. Only silence and a lost connection count against its address."""
         endpoint = member.address.endpoint
         match error:
-            case Restarted() | Replaced():
+            case Restarted():
                 self.on_superseded(member, error.message)
                 self.on_answered(endpoint)
             case Distrusted() | NotDialed():
                 self._abandon(endpoint)
+            case Replaced() | AuthenticationFailed() | PeerRefused() | ProtocolViolation():
+                self.on_answered(endpoint)
+            case ReleaseMismatch() | LayoutMismatch():
+                self.on_answered(endpoint)
             case PeerLost() | DeadlineExceeded():
                 self._count(member.peer, endpoint)
-            case AuthenticationFailed() | PeerRefused() | ProtocolViolation() | ReleaseMismatch() | LayoutMismatch():
-                self.on_answered(endpoint)
             case KvflowError() if type(error) is not TransferFailed:
                 self._abandon(endpoint)
             case _:  # the data plane cannot connect, or kvflow has a defect: both count like silence
@@ -408,7 +436,7 @@ class Reachability:
         self._close(member.peer, "it said goodbye", math.inf)
 
     def on_superseded(self, member: Member, why: str) -> None:
-        """Record that another peer answers at a peer's address; forget it after ``SUPERSEDED_S``."""
+        """Record that another incarnation answers at a peer's only address; forget it after ``SUPERSEDED_S``."""
         self._close(member.peer, why, self._clock() + SUPERSEDED_S)
 
     def _close(self, peer: PeerId, why: str, until: float) -> None:

@@ -140,7 +140,10 @@ class PeerPool:
             await found.change()
         if self._closed:
             raise WorkerClosed("the worker is closing")
-        return self._start(member) if found is None else found
+        if found is None:
+            return self._start(member)
+        self._reachability.saw(member.peer, member.grant.issued_ms)
+        return found
 
     def _start(self, member: Member) -> Connection:
         """Start to connect a peer, unless dialing it is useless."""
@@ -292,11 +295,12 @@ class PeerPool:
         code: str = PeerLost.code
         detail = ""
         try:
-            ended = partial(self.drop, peer_id)
-            async with open_link(peer_id, local=self._local, on_ended=ended) as link:
+            ended, first = partial(self.drop, peer_id), self._reachability.last_address(peer_id)
+            async with open_link(peer_id, local=self._local, on_ended=ended, first=first) as link:
                 connection.link, connection.linked_at = link, self._clock()
                 connection.advance("linked")
-                self._drop_predecessors(link.peer, connection.begun_at)
+                self._reachability.saw(peer_id, None, link.address)
+                self._drop_predecessors(link, connection.begun_at)
                 try:
                     peer = connection.peer = await self._attach(link, connection)
                     connection.advance("connected")
@@ -345,18 +349,22 @@ class PeerPool:
         if connection.peer is None and connection.error is None:
             self._reachability.on_failed(connection.member, error)
 
-    def _drop_predecessors(self, successor: PeerId, begun_at: float) -> None:
-        """Drop the peers that were connected at this address before; their end may not have been noticed yet.
+    def _drop_predecessors(self, successor: Link, begun_at: float) -> None:
+        """Drop the incarnation that was connected at this address before; its end may not have been noticed yet.
 
-        A peer that was connected before we began to dial is a predecessor. If two were dialed at the same time, their
+        One that was connected before we began to dial is a predecessor. If two were dialed at the same time, their
         order is unknown: the last messages of the one that died may come after the first of its successor. A peer of
-        the same name is the same worker, which one ticket names with its key and another one without.
+        the same name is the same worker, which one ticket names with its key and another one without. A name that has
+        other addresses proves nothing, and at another address both may live.
         """
+        rank = successor.peer.engine_id, successor.peer.rank
         for peer, connection in list(self._connections.items()):
             before = connection.linked_at is not None and connection.linked_at <= begun_at
-            if before and peer.endpoint == successor.endpoint and str(peer) != str(successor):
-                self._reachability.on_superseded(connection.member, f"{successor} answers at its address")
-                self.drop(peer, PeerLost.code, f"{successor} answers at its address")
+            is_there = connection.link is not None and connection.link.address == successor.address
+            is_another = (peer.engine_id, peer.rank) == rank and str(peer) != str(successor.peer)
+            if before and is_there and is_another and successor.is_only:
+                self._reachability.on_superseded(connection.member, f"{successor.peer} answers at its address")
+                self.drop(peer, PeerLost.code, f"{successor.peer} answers at its address")
 
     def _forget(self, connection: Connection, code: str, detail: str) -> None:
         """Remove a connection that has ended, and report it."""
@@ -364,6 +372,8 @@ class PeerPool:
         peer = member.peer
         del self._connections[peer]
         self._forget_routes(peer)
+        if connection.peer is not None:
+            self._reachability.saw(peer, connection.peer.issued_ms)
         if code == FailureCode.PEER_CLOSED:
             self._reachability.on_goodbye(member)
         self._transport.remove_peer(peer, gone=self._reachability.is_closed(member))

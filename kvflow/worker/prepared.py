@@ -45,12 +45,16 @@ SHARES_MAX = 64
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """A producer rank that can be read from; ``num_slots`` of its epoch table."""
+    """A producer rank that can be read from; ``num_slots`` of its epoch table.
+
+    ``issued_ms``: when the newest ticket was signed that was read from it.
+    """
 
     link: Link
     carrier: Carrier = UNKNOWN_CARRIER
     manifest: Manifest = field(init=False)
     num_slots: int = field(init=False)
+    issued_ms: int = 0
 
     def __post_init__(self) -> None:
         self.manifest = self.link.advertisement.manifest

@@ -48,6 +48,7 @@ class Wires:
     Attributes:
         faults: what happens to messages from now on.
         troubles: what was done to hosts and between them.
+        names: endpoint with a name -> those of its addresses; any other has one.
         promises: until when a process has said that a lease lasts, on its clock; by its name, slot and epoch.
 
     Args:
@@ -59,6 +60,7 @@ class Wires:
         self.world = world
         self.faults = faults
         self.troubles = Troubles()
+        self.names: dict[str, tuple[str, ...]] = {}
         self.promises: dict[tuple[str, int, int], float] = {}
         self._listeners: dict[str, ListeningWire] = {}
         self._connections: dict[int, Line] = {}
@@ -428,11 +430,11 @@ class SimulatedNetwork:
 
     async def resolve(self, endpoint: str) -> tuple[str, ...]:
         """See ``Network.resolve``."""
-        return (endpoint,)
+        return self._wires.names.get(endpoint, (endpoint,))
 
     async def first_open(self, endpoints: Sequence[str], within_s: float) -> str:
         """See ``Network.first_open``."""
-        raise AssertionError(f"names have one address here, not {endpoints} within {within_s} s")
+        raise AssertionError(f"no simulated plane has an endpoint: {endpoints} within {within_s} s")
 
 
 def _wake(waiting: asyncio.Future[None] | None) -> None:

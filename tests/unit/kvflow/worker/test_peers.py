@@ -146,15 +146,16 @@ async def test_a_successor_is_dialed_by_its_own_pull_and_the_old_ones_once(netwo
         living(network) as new,
         opened(ranks=0, network=network) as world,
     ):
+        late = offered(old, "late")
         with pytest.raises(StaleLease, match="was restarted"):
-            await world.pull(offered(old))
+            await world.pull(issued_before(offered(old), -1))
         with pytest.raises(StaleLease, match="was restarted"):
             await world.pull(offered(older))
         await turns(50)
         assert len(network.dialed) == 2
         await world.pull(offered(new))
         with pytest.raises(StaleLease, match="is closed"):
-            await world.pull(offered(old, "late"))
+            await world.pull(late)
         assert len(network.dialed) == 3
         assert len(world.of(PeerConnected)) == 1
         assert [gone for _, gone in world.faults.called("remove")] == [True] * 2
@@ -163,12 +164,14 @@ async def test_a_successor_is_dialed_by_its_own_pull_and_the_old_ones_once(netwo
 async def test_an_answer_of_a_successor_ends_the_peer_that_was_there_before(network):
     async with living(network) as old, opened(ranks=0, network=network) as world:
         await world.pull(offered(old))
+        late = offered(old, "late")
+        await world.pull(issued_before(offered(old, "newest"), -1))
         async with living(network) as new:
             await world.pull(offered(new))
             (dropped,) = await world.heard(PeerDropped)
             assert (dropped.peer, dropped.code) == (named(offered(old, "another")), "peer_lost")
             with pytest.raises(StaleLease, match="answers at its address"):
-                await world.pull(offered(old, "late"))
+                await world.pull(late)
             assert len(network.dialed) == 2
 
 

@@ -7,8 +7,8 @@ from kvflow import errors
 from kvflow.events import BreakerClosed, BreakerOpened
 from kvflow.leases.issuer import Issuer
 from kvflow.leases.tickets import RankAddress
-from kvflow.rendezvous.dialer import Replaced, Restarted
-from kvflow.rendezvous.endpoint import Distrusted, NotDialed
+from kvflow.rendezvous.dialer import Restarted
+from kvflow.rendezvous.endpoint import Distrusted, NotDialed, Replaced
 from kvflow.worker.connections import (
     BACKOFF_S,
     BACKOFF_S_MAX,
@@ -25,9 +25,13 @@ ENDPOINT = "tcp://127.0.0.1:5000"
 OTHER_ENDPOINT = "tcp://127.0.0.1:5001"
 
 
-def member(incarnation="0", endpoint=ENDPOINT):
+def member(incarnation="0", endpoint=ENDPOINT, issued_ms=None):
     mint = Issuer(
-        "prefill-0", [RankAddress(0, incarnation * 32, endpoint, "0", 4)], sign=lambda payload: bytes(32), lease_s=30.0
+        "prefill-0",
+        [RankAddress(0, incarnation * 32, endpoint, "0", 4)],
+        sign=lambda payload: bytes(32),
+        lease_s=30.0,
+        wall_clock=None if issued_ms is None else lambda: issued_ms / 1000,
     )
     return next(mint.offer("r", block_ids=[[1]], num_tokens=1)[0].members())
 
@@ -111,6 +115,7 @@ def test_what_counts_against_an_address(world, error):
         errors.PeerRefused("version_unsupported", "too old"),
         errors.ProtocolViolation("rubbish"),
         errors.LayoutMismatch("a", 1, 2),
+        Replaced("another engine answers", peer=ENDPOINT),
     ],
     ids=repr,
 )
@@ -147,24 +152,53 @@ def test_what_never_left_this_process_is_no_answer_and_no_silence(world, error):
     assert "right now" in world.refused(member()).message
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        Restarted("it was restarted", ended_by="gone", peer=ENDPOINT),
-        Replaced("another engine answers", peer=ENDPOINT),
-    ],
-    ids=repr,
-)
-def test_a_peer_whose_address_is_another_ones_is_closed_for_a_while(world, error):
-    world.fail(member(), error)
+RESTARTED = Restarted("it was restarted", ended_by="gone", peer=ENDPOINT)
+
+
+def test_a_peer_whose_only_address_is_another_ones_is_closed_for_a_while(world):
+    world.fail(member(), RESTARTED)
     refused = world.refused(member())
     assert isinstance(refused, errors.StaleLease)
-    assert error.message in refused.message
+    assert "is closed: it was restarted" in refused.message
+    assert refused.remedy == "Ask the producer for a new ticket, or recompute the prompt."
     assert world.refused(member("1")) is None, "whoever answers there now is as good as any"
     world.clock.now += SUPERSEDED_S
     assert world.refused(member()) is None, "a name server may have given an old address"
-    world.fail(member(), error)
+    world.fail(member(), RESTARTED)
     assert isinstance(world.refused(member()), errors.StaleLease)
+
+
+def test_a_ticket_that_was_signed_since_proves_life(world):
+    for newest in (2000, 3000):
+        assert world.refused(member(issued_ms=newest)) is None
+        world.fail(member(issued_ms=newest), RESTARTED)
+        for replayed in (None, 1000, newest - 1, newest):
+            assert isinstance(world.refused(member(issued_ms=replayed)), errors.StaleLease)
+    assert world.refused(member("1", issued_ms=9000)) is None
+    assert isinstance(world.refused(member(issued_ms=3000)), errors.StaleLease), "that was another one's"
+    assert world.refused(member(issued_ms=3001)) is None
+    assert world.refused(member(issued_ms=1000)) is None, "its leases are as good as it is"
+
+
+def test_a_ticket_that_was_read_from_is_no_sign_of_life_later(world):
+    assert world.refused(member(issued_ms=1000)) is None
+    world.record.saw(member().peer, 5000)
+    world.fail(member(issued_ms=1000), RESTARTED)
+    assert isinstance(world.refused(member(issued_ms=5000)), errors.StaleLease)
+
+
+def test_a_goodbye_is_for_ever_whatever_was_signed_since(world):
+    assert world.refused(member(issued_ms=1000)) is None
+    world.record.on_goodbye(member())
+    assert "it said goodbye" in world.refused(member(issued_ms=2000)).message
+
+
+def test_where_a_peer_has_answered_last_is_remembered(world):
+    assert world.record.last_address(member().peer) == ""
+    world.record.saw(member().peer, None, "tcp://10.0.0.1:5600")
+    assert world.refused(member(issued_ms=1000)) is None
+    assert world.record.last_address(member().peer) == "tcp://10.0.0.1:5600"
+    assert world.record.last_address(member("1").peer) == ""
 
 
 def test_a_goodbye_is_for_ever_whoever_answers_there_later(world):
@@ -191,6 +225,7 @@ def test_what_is_remembered_is_bounded(world, monkeypatch):
     for incarnation in "abc":
         world.record.on_goodbye(member(incarnation))
     assert [type(world.refused(member(incarnation))) for incarnation in "bc"] == [errors.StaleLease] * 2
+    assert len(world.record._known) == 2
 
 
 def test_a_member_is_judged_by_its_own_address(world):

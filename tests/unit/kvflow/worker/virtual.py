@@ -82,11 +82,12 @@ class VirtualWorld:
         self._world = World(1, recording=True)
         self.wires = Wires(self._world, NetworkFaults())
         self.fabric = Fabric(self._world, self.wires, FabricFaults(at_once=1.0, inline=1.0))
-        self.producers = [self._open("prefill-0", shape, rank, ranks, **theirs) for rank in range(ranks)]
-        self.consumer = self._open("decode-0", shape, skew_s=skew_s, **ours)
+        self.producers = [self.open("prefill-0", shape, rank, ranks, **theirs) for rank in range(ranks)]
+        self.consumer = self.open("decode-0", shape, skew_s=skew_s, **ours)
         self._count = 0
 
-    def _open(self, engine_id, shape, rank=0, ranks=1, *, skew_s=0.0, **settings):
+    def open(self, engine_id, shape=SHAPE, rank=0, ranks=1, *, skew_s=0.0, **settings):
+        """Open a worker on a host of its own."""
         config = flat_config(
             engine_id=engine_id,
             rank=rank,
@@ -138,6 +139,12 @@ class VirtualWorld:
         task = self.start(*given, **how)
         assert self._world.run(task.done, self._world.now + LONG_S), self._world.violation
         return task.result()
+
+    def cut(self):
+        """Cut every connection, and wait until both ends know."""
+        for line in list(self.wires._connections.values()):
+            line.cut()
+        self.pass_time(0.01)
 
     def pass_time(self, seconds):
         """Let time pass."""
