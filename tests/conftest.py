@@ -129,6 +129,7 @@ SLOW: dict[str, list[str]] = {
     "integration/test_releases.py::test_the_release_before_is_refused_over_tcp_and_nothing_hangs": [],
     "integration/test_releases.py::test_this_release_reads_the_tickets_of_the_last_one": [],
     "integration/test_releases.py::test_this_release_refuses_the_tickets_of_an_earlier_one": [],
+    "integration/test_rollout.py::test_none_of_two_hundred_requests_fails": ["one id-old-new-tcp"],
     "integration/test_stale.py::test_no_report_about_recycled_bytes": [],
     "integration/test_suspend.py::test_a_producer_sleeps_and_serves_the_same_consumers_from_other_memory": [],
     "integration/test_wrong_place.py::test_a_forked_child_is_refused_and_its_parent_goes_on": ["asyncio-exit"],
