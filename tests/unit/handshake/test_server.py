@@ -250,10 +250,12 @@ async def test_members_wait_for_a_place_in_turn():
             hall.hear(routing_id, HELLO, MODEST)
         await turns()
         assert set(hall.board.sent) == {b"one", b"two"}
+        timers = [each.timer for each in hall.server._waiting.values()]
         hall.hear(b"one", frames_of(Bye()))
         hall.hear(b"six", HELLO, MODEST)  # overtakes nobody
         await turns()
         assert hall.board.kinds_to(b"three") == [Welcome, Publish]
+        assert [each.cancelled() for each in timers] == [True, False, False], "it waits no longer"
         hall.hear(b"three", PUBLISH)
         hall.board.gone = {b"four"}  # it has left without a word
         hall.hear(b"two", frames_of(Bye()))

@@ -414,6 +414,19 @@ def test_a_hung_peer_waiting_to_be_added_is_added_to_the_next_reader(hung):
     assert hung.seen()[-2:] == ["ResetDone 2", "PeerAdded"]
 
 
+@pytest.mark.parametrize("polled", [0, 1])
+def test_one_chunk_that_only_polling_shows_keeps_the_thread_polling(bench, polled):
+    for read_id, peer in ((1, "p"), (2, "q")):
+        bench.post(read_id, peer=peer)
+        bench.core.step()
+    for number, work in enumerate(bench.backend.all_posted):
+        work.polled = number == polled
+    assert bench.core.must_poll
+    for work in bench.backend.all_posted:
+        work.polled = False
+    assert not bench.core.must_poll
+
+
 def test_a_reader_with_nothing_in_flight_is_kept(bench):
     bench.core.handle(ResetReader())
     assert bench.seen() == ["ResetDone 0"]

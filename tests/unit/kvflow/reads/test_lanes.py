@@ -414,6 +414,19 @@ def test_a_peer_owes_us_something_while_anything_is_in_flight():
     assert (answer.started_at, answer.arrived_at, answer.fence_s) == (100.0, 106.0, 1.5)
 
 
+def test_what_is_posted_meanwhile_gives_a_hung_peer_no_more_time():
+    bench = Bench()
+    reads = [bench.admit(read_id) for read_id in (1, 2)]
+    assert bench.take() is not None
+    bench.now = 129.0
+    assert bench.take() is not None
+    assert [read.outstanding.since for read in reads] == [100.0, 100.0]
+    for at in range(CHECKS_IN_FLIGHT_MAX + 1):
+        bench.admit(10 + at, slot=2 * SPAN_MAX * at, check_first=True)
+    assert len([*iter(bench.lanes.take_check, None)]) == CHECKS_IN_FLIGHT_MAX
+    assert reads[0].outstanding.since == 100.0
+
+
 def test_the_times_of_its_chunks_are_added_up():
     bench = Bench()
     bench.admit(1, chunks=4)

@@ -462,3 +462,24 @@ def test_pauses_grow_while_nothing_happens_and_begin_again():
     transport._bell.wait = pauses.append
     transport._serve(PlayedCore(transport, [state.strip() for state, paused in script.items() for _ in paused]))
     assert pauses == pytest.approx([0.0, *(pause for paused in script.values() for pause in paused)])
+
+
+def test_an_idle_thread_looks_at_the_deadlines_of_what_a_descriptor_waits_for():
+    """A connection that opens has a deadline, though no read waits for it."""
+    silent = os.eventfd(0)
+    transport, pauses = idle_transport(descriptor=silent), []
+    transport._bell.wait = pauses.append
+    transport._serve(PlayedCore(transport, ["idle", "idle"]))
+    assert pauses == [0.0, threaded.IDLE_PROGRESS_S, threaded.IDLE_PROGRESS_S]
+    transport._bell.close()
+    os.close(silent)
+
+
+def test_a_ring_ends_one_pause_and_not_the_next_as_well():
+    silent = os.eventfd(0)
+    bell = idle_transport(descriptor=silent)._bell
+    os.eventfd_write(bell._event, 1)  # as a ring while it polls
+    bell.wait(PATIENCE_S)
+    assert not has_rung(bell)
+    bell.close()
+    os.close(silent)

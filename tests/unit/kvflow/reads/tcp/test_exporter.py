@@ -364,29 +364,6 @@ def test_a_reader_that_takes_an_answer_slowly_is_served_to_its_end(clock, make):
     assert (kind, value) == (wire.DONE, epoch)
 
 
-def test_a_reader_that_takes_small_answers_slowly_is_served(clock, make):
-    """Likewise where many answers are copied, and none has a piece in the cache."""
-    producer = make()
-    epoch = producer.lease(0, range(64), [])
-    reader, other = producer.reader(), producer.reader()
-    request = wire.encode_read(0, 0, epoch, [block(0, 64)])
-    reader.say(wire.encode_lease(0, epoch, b""), request)
-    assert reader.answer()[0] == wire.DONE
-    client = next(each for each in producer.sender.clients.values() if each.macs)
-    for _ in range(3):
-        unsent = [0]
-        while len(unsent) < 5 or len({*unsent[-4:]}) > 1 or not unsent[-1]:  # the kernel has no room for more
-            reader.say(*[request] * (len(unsent) % 4 == 0))
-            other.epoch(1)
-            unsent.append(len(client.said))
-        clock(module.STALLED_S_MAX * 0.75)
-        since = client.since
-        while client.said and client.since == since:
-            reader.hear(16 << 10)
-            other.epoch(1)
-    assert client in [*producer.sender.clients.values()]
-
-
 def test_a_reader_that_takes_nothing_is_closed_in_time(clock, make):
     producer = make(blocks=16, block_bytes=BIG)
     epoch = producer.lease(0, range(16), [])
@@ -446,10 +423,10 @@ def test_each_request_makes_its_connection_the_last_that_is_closed(producer):
 
 
 class Tap(Stream):
-    """A reader that takes all or nothing, and that has said something before."""
+    """A reader that has said something before, and takes so many bytes."""
 
-    def __init__(self, requests, *, takes):
-        self.requests, self.takes, self.taken = bytearray(requests), takes, 0
+    def __init__(self, requests, room):
+        self.requests, self.room, self.taken = bytearray(requests), room, 0
 
     def read(self, into):
         count = min(len(into), len(self.requests))
@@ -458,25 +435,46 @@ class Tap(Stream):
         return count
 
     def write(self, content):
-        self.taken += len(content) * self.takes
-        return len(content) * self.takes
+        return self._take(len(content))
 
     def send(self, spans):
-        count = spans.left * self.takes
-        self.taken += count
+        count = self._take(spans.left)
         if count:
             spans.skip(count)
         return count
 
+    def _take(self, nbytes):
+        count = min(nbytes, self.room - self.taken)
+        self.taken += count
+        return count
 
-def client_of(producer, *requests, takes=True):
+
+def client_of(producer, *requests, room=1 << 40):
     """Return a client of the exporter that is served by hand."""
     account = producer.exporter._access.accounts.enter("a key", None)
     who = producer.reader()
     assert who.epoch(SLOTS - 1) == EPOCH
     (served,) = producer.sender.clients.values()
-    member = served.member._replace(stream=Tap(b"".join(requests), takes=takes), account=account)
-    return module._Client(member, 0.0)
+    return module._Client(served.member._replace(stream=Tap(b"".join(requests), room), account=account), 0.0)
+
+
+def test_each_byte_that_a_reader_takes_gives_it_time(make, clock):
+    producer = make()
+    epoch = producer.lease(0, range(64), [])
+    request = wire.encode_read(0, 0, epoch, [block(0, 64)])
+    client = client_of(producer, wire.encode_lease(0, epoch, b""), request, room=0)
+    while producer.sender._advance(client):
+        pass
+    unsent = len(client.said)
+    for _ in range(3):
+        since = client.since
+        clock(1.0)
+        assert not producer.sender._advance(client)
+        assert client.since == since
+        client.member.stream.room += 10
+        assert not producer.sender._advance(client)
+        assert client.since > since
+    assert len(client.said) == unsent - 30
 
 
 def test_a_turn_of_one_reader_has_a_bound_in_bytes(make):
@@ -499,7 +497,7 @@ def test_what_is_made_for_a_reader_that_takes_nothing_has_a_bound(make):
     producer = make()
     epoch = producer.lease(0, range(64), [])
     many = [wire.encode_read(0, 0, epoch, [block(0, 64)])] * 1000
-    client = client_of(producer, wire.encode_lease(0, epoch, b""), *many, takes=False)
+    client = client_of(producer, wire.encode_lease(0, epoch, b""), *many, room=0)
     while producer.sender._advance(client):
         pass
     assert module.COPIED_BYTES_MAX <= len(client.said) <= 2 * module.COPIED_BYTES_MAX

@@ -1,5 +1,7 @@
 """Streams: bytes by address in any rows, in both directions, and how each end is told."""
 
+import ctypes
+import errno
 import itertools
 import random
 import select
@@ -113,3 +115,27 @@ def test_the_end_of_the_other_side_closes_the_stream(pair, call, reset):
     near.close()
     with pytest.raises(ChannelClosed, match="this side has closed"):
         near.write(b"a")
+
+
+@pytest.mark.parametrize("call", ["read", "write", "receive", "send"])
+@pytest.mark.parametrize("number", sorted(module.SHORTAGES))
+def test_a_shortage_of_this_host_ends_no_connection(monkeypatch, call, number):
+    """It may go on when epoll says so."""
+    assert {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM} == module.SHORTAGES
+
+    class Short:
+        def recv_into(self, _into):
+            raise OSError(number, "short")
+
+        def send(self, _content, _flags):
+            raise OSError(number, "short")
+
+        def fileno(self):
+            return -1
+
+    stream = PlainStream(Short())
+    for name in ("recvmsg", "sendmsg"):
+        monkeypatch.setattr(module._libc, name, lambda *_: (ctypes.set_errno(number), -1)[1])
+    given = {"read": memoryview(bytearray(8)), "write": b"8 bytes."}.get(call) or rows_of(bytearray(8))
+    assert getattr(stream, call)(given) == 0
+    assert not hasattr(given, "left") or given.left == 8
