@@ -118,7 +118,7 @@ class Finder:
         self._dialing = asyncio.Semaphore(DIALED_MAX)
         self._crowded: set[str] = set()  # names with too many addresses, of which the log has said so
         self._turns: list[asyncio.Future[None]] = []  # who waits to compute digests
-        self._has_turns = False
+        self._has_turns = asyncio.Event()
         self._has_answer = threading.Event()
         self._sources: dict[str, _Source | None] = {}  # by address and key; None if it could not be reached
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -249,6 +249,7 @@ class Finder:
 
     async def _serve(self) -> None:
         async with self._connections:
+            self._spawn(self._give_turns)
             for source in self._addresses:
                 self._spawn(self._watch, source)
             await self._closing.wait()
@@ -311,10 +312,9 @@ class Finder:
         size = manifest.groups[0].tokens_per_id or num_tokens
         chains = {size: NO_CHAIN}
         await self._grow(request, chains, num_tokens)
-        blocks = range(-(-num_tokens // size))
-        (digests,) = self._contents.digests(request, (blocks,), (size,), num_tokens, chains=chains)
+        (last,) = self._contents.digests(request, ((0,),), (size,), num_tokens, chains=chains)
         wait_s = max(0.001, until - time.monotonic())
-        ticket, _ = await asker.held(digests, ANSWER_S, wait_s=wait_s, at_least=len(digests))
+        ticket, _ = await asker.held(last, ANSWER_S, wait_s=wait_s)  # it stands for all before it, too
         if ticket is None:
             message = f"{endpoint} has not offered this prompt within {self._settings.rendezvous_s:g} s"
             remedy = 'Set "dispatch": "concurrent" on the prefill engines, or raise rendezvous_s.'
@@ -472,24 +472,19 @@ class Finder:
         for end in (*range(PIECE_TOKENS, num_tokens, PIECE_TOKENS), num_tokens):
             turn: asyncio.Future[None] = self._loop.create_future()
             self._turns.append(turn)
-            if not self._has_turns:
-                self._has_turns = True
-                self._loop.call_soon(self._next_turn)
-            try:
-                await turn
-            finally:
-                if turn in self._turns:  # it was cancelled
-                    self._turns.remove(turn)
+            self._has_turns.set()
+            await turn
             self._contents.grow(request, chains, end)
 
-    def _next_turn(self) -> None:
+    async def _give_turns(self) -> None:
         """Let one go on in each iteration of the loop, so that answers are read between."""
-        self._has_turns = bool(self._turns)
-        if self._turns:
-            turn = self._turns.pop()
-            if not turn.done():
-                turn.set_result(None)
-            self._loop.call_soon(self._next_turn)
+        while await self._has_turns.wait():
+            self._turns = [each for each in self._turns if not each.done()]
+            if self._turns:
+                self._turns.pop().set_result(None)
+            else:
+                self._has_turns.clear()
+            await asyncio.sleep(0)
 
 
 def wait_s_max(num_tokens: int, find_s: float) -> float:

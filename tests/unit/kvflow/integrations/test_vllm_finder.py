@@ -352,7 +352,8 @@ def test_a_request_that_is_given_up_computes_no_more_digests(finders, monkeypatc
     finder.seek(new_request(None, 400))
     wait_until(lambda: finder._searches["r"].is_done)
     assert finder.take("r", 0) is None
-    assert (finder._turns, source.questions) == ([], [])
+    wait_until(lambda: not finder._turns)
+    assert source.questions == []
 
 
 def test_who_comes_last_computes_digests_first(finders, monkeypatch):
@@ -595,6 +596,20 @@ def test_a_defect_in_a_search_ends_only_that_search(finders, monkeypatch, caplog
         assert sought(finder, new_request(None, 400)) is None
     wait_until(lambda: "a search for prefixes failed" in caplog.text)
     assert sought(finder, new_request(None, 400)).source == FIRST
+
+
+def test_idle_steps_wait_for_the_answers_of_sources(finders, monkeypatch):
+    gate = threading.Event()
+    finder = finders({FIRST: Source(160, before=gate)})
+    monkeypatch.setattr(finder_module, "LOAD_WAIT", finder_module.LOAD_WAIT._replace(each_s=WITHIN_S))
+    finder.pause(idle=True)
+    finder.pause(idle=True)  # nobody has asked for anything
+    finder._has_answer.clear()
+    finder.seek(new_request(None, 400))
+    finder._loop.call_soon_threadsafe(finder._loop.call_later, 0.01, gate.set)
+    finder.pause(idle=True)
+    assert not finder.is_asking("r")
+    assert finder.take("r", 0).source == FIRST
 
 
 def test_the_thread_ends_with_its_connections(finders):

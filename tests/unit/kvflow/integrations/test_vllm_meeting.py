@@ -173,6 +173,22 @@ def test_without_the_setting_a_request_needs_a_ticket(prefill):
     assert refusal(found, arrived(found)).code == "ticket_invalid"
 
 
+def test_a_question_that_waits_has_one_digest(prefill, monkeypatch):
+    asked, held = [], Asker.held
+
+    async def ask(asker, digests, *given, **named):
+        asked.append(len(digests))
+        return await held(asker, digests, *given, **named)
+
+    monkeypatch.setattr(Asker, "held", ask)
+    found = decode()
+    request = arrived(found, 41)
+    for end in (32, 48, 41):  # offers of less and of more are not those of this prompt
+        prefill.offer(end, name=f"{end}").seal([(1, 2, 3)[: -(-end // SIZE)]])
+    assert matched(found, request) == (41, True)
+    assert asked == [1]
+
+
 def test_a_request_that_ends_gives_its_offer_back(prefill):
     found = decode()
     request = arrived(found, 48)
