@@ -194,13 +194,13 @@ class Scheduler:
             effects += self._fail(pull, _Cause(code, phase, detail, peer), now)
         return effects
 
-    def cancel(self, pull_id: int, *, code: str, detail: str, now: float) -> list[Effect]:
-        """Cancel a pull; do nothing if it has ended, or was not submitted."""
+    def cancel(self, pull_id: int, *, code: str, detail: str, now: float, peer: PeerId | None = None) -> list[Effect]:
+        """Cancel a pull, because of a peer if one is named; do nothing if it has ended, or was not submitted."""
         pull = self._pulls.get(pull_id)
         if pull is None or pull.failed or not (pull.missing or pull.followed):
             return []
         phase: Phase = pull.phase if pull.phase in ("queue", "wire", "compute") else "fence"  # type: ignore[assignment]
-        return self._fail(pull, _Cause(code, phase, detail), now)
+        return self._fail(pull, _Cause(code, phase, detail, peer), now)
 
     def tick(self, now: float) -> list[Effect]:
         """Probe early ranks, and apply deadlines. Call it every few tens of milliseconds while ``busy``."""

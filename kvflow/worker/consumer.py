@@ -55,6 +55,9 @@ from kvflow.worker.snapshot import PullState, state_of
 
 TICK_S = 0.02  # interval at which deadlines and retries are checked while the data plane has a read
 
+REVOCATION_PAUSE_S = 0.5
+"""Pause between two questions to other ranks: nearly all leases are admitted before the first."""
+
 BlockLists = Sequence[Sequence[int]]
 PullItem = tuple[Ticket, BlockLists] | tuple[Ticket, BlockLists, str]
 """A ticket, our block ids for it, and optionally the engine's own name of the request."""
@@ -393,6 +396,8 @@ class Consumer:
                     rank = next(rank for rank in ranks if str(rank.read.peer) == effect.peer)
                     self._report(effect)
                     self._tasks.create_task(self._await_admission(rank))
+                    if others := self.pulls.by_id[effect.pull_id].others(rank.read.peer):
+                        self._tasks.create_task(self._await_revocation(rank, others))
                 case _:
                     self._report(effect)
 
@@ -400,6 +405,19 @@ class Consumer:
         """Ask for the lease of an early rank, and then look which leases of its producer are admitted."""
         if await self.peers.wait_admitted(rank):
             self._apply(self._scheduler.on_admitted(rank.read.peer, self._clock()))
+
+    async def _await_revocation(self, rank: SourceRank, others: Sequence[PeerId]) -> None:
+        """Fail the pull of an early rank once another rank has revoked its grant, of which this one may never hear."""
+        while True:
+            await asyncio.sleep(REVOCATION_PAUSE_S)
+            for peer in others:
+                if rank.state != "waiting":
+                    return
+                if await self.peers.is_revoked(rank, peer) and rank.state == "waiting":
+                    detail, now = "the lease was revoked before every rank has admitted it", self._clock()
+                    code = StaleLease.code
+                    self._apply(self._scheduler.cancel(rank.pull_id, code=code, detail=detail, peer=peer, now=now))
+                    return
 
     def _complete(self, pull: OpenPull) -> None:
         if pull.followed:  # a range has arrived

@@ -12,7 +12,7 @@ from msgspec import UNSET, Struct
 
 from kvflow.errors import DeadlineExceeded, KvflowError, StaleLease
 from kvflow.events import PullFailed, TransferCompleted, TransferQuiesced, TransferTraced
-from kvflow.ids import Clock, Ids
+from kvflow.ids import Clock, Ids, PeerId
 from kvflow.leases.tickets import Member, Ticket
 from kvflow.observability.logs import TOP, JsonFile, Record, Reporter, logger_of, only_file, rounded, timestamp_of
 from kvflow.reads.pulls import TIMED, Pull, report_of, summed, timings_s, trace_of
@@ -195,6 +195,12 @@ class OpenPull(Pull, eq=False, kw_only=True):
         """Return the rank of this name; None if the ticket does not name it."""
         members = () if self.ticket is None else self.ticket.members()
         return next((member for member in members if str(member.peer) == name), None)
+
+    def others(self, peer: PeerId) -> list[PeerId]:
+        """Return the ranks that hold the same lease as this one."""
+        members = () if self.ticket is None else tuple(self.ticket.members())
+        grants = [each.grant for each in members if each.peer == peer]
+        return [each.peer for each in members if each.grant in grants and each.peer != peer]
 
     def context(self, wall_s: float) -> dict[str, object]:
         """Return the fields that a record has in addition to its event, under the names that vLLM's operators know."""

@@ -32,7 +32,7 @@ from kvflow.reads.contract import Carrier, RateLearned
 from kvflow.reads.pulls import SourceRank
 from kvflow.reads.reach import REACH_IT, judge_rate
 from kvflow.rendezvous.dialer import Link, open_link
-from kvflow.rendezvous.questions import COUNT_MAX
+from kvflow.rendezvous.questions import COUNT_MAX, AnswerSettled
 from kvflow.worker.connections import (
     Connection,
     PeerState,
@@ -110,24 +110,33 @@ class PeerPool:
 
     async def wait_admitted(self, rank: SourceRank) -> bool:
         """Ask for the lease of an early rank until it is admitted, or has ended. False: nothing new is known of it."""
-        connection, lease = self._connections.get(rank.read.peer), rank.read.lease
+        told = await self._ask_early(rank, rank.read.peer, ADMISSION_S)
+        return told is not None and (told.sealed or told.ended != "")
+
+    async def is_revoked(self, rank: SourceRank, peer: PeerId) -> bool:
+        """Ask another rank of its grant whether the lease of an early rank has been revoked there."""
+        told = await self._ask_early(rank, peer, 0.0)
+        return told is not None and told.ended == "revoked"
+
+    async def _ask_early(self, rank: SourceRank, peer: PeerId, wait_s: float) -> AnswerSettled | None:
+        """Ask a peer for the lease of an early rank. None: it does not answer, or the rank is not early any longer."""
+        connection, lease = self._connections.get(peer), rank.read.lease
         if connection is None or connection.link is None or connection.num_asking >= ASKING_MAX:
-            return False
+            return None
         known = [COUNT_MAX] * len(connection.link.advertisement.manifest.groups)  # the answer lists no block
         within_s = self._local.limits.handshake_s
         connection.num_asking += 1
         try:
             async with connection.admissions:
                 if rank.state != "waiting":
-                    return False
-                told = await connection.link.settled(
-                    (lease.slot, lease.epoch), known=known, above=0, wait_s=ADMISSION_S, within_s=within_s
+                    return None
+                return await connection.link.settled(
+                    (lease.slot, lease.epoch), known=known, above=0, wait_s=wait_s, within_s=within_s
                 )
         except KvflowError:  # it is lost, or its release knows no questions
-            return False
+            return None
         finally:
             connection.num_asking -= 1
-        return told.sealed or told.ended != ""
 
     def start_connecting(self, member: Member) -> None:
         """Start to connect a trusted peer that has no connection. Raises as ``connect`` if it is useless."""

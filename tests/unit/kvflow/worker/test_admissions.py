@@ -6,10 +6,13 @@ from functools import partial
 import pytest
 
 from kvflow.errors import ReleaseMismatch
+from kvflow.events import OfferAdmitted
 from kvflow.reads.pulls import PROBE_S_MAX
 from kvflow.rendezvous.dialer import Link
 from kvflow.rendezvous.issuer import TicketMint
+from kvflow.rendezvous.questions import AnswerSettled
 from kvflow.worker import peers
+from kvflow.worker.consumer import REVOCATION_PAUSE_S
 
 from .helpers import SECRET
 from .virtual import virtual
@@ -94,3 +97,85 @@ def test_a_lease_that_ends_or_never_comes_fails_its_pull(ending):
             world.pass_time(60.0)
             assert (pull.exception().code, pull.exception().phase) == ("deadline_exceeded", "fence")
         world.do(world.consumer.worker.check)
+
+
+REST_S = 2 * REVOCATION_PAUSE_S + SOON_S
+
+
+def signed_for_all(world):
+    """Return a ticket of all ranks and its grant, which no rank has admitted."""
+    mint = TicketMint("prefill-0", [each.worker.rank_address for each in world.producers], cluster_secret=SECRET)
+    return mint.offer("early", block_ids=[[2]], num_tokens=4)
+
+
+def revoke(world, grant, *ranks, void=False):
+    for rank in ranks:
+        producer = world.producers[rank]
+        world.do(partial(producer.worker.revoke, grant.request_id, grant if void else None), life=producer)
+
+
+@pytest.mark.parametrize("void", [False, True])
+@pytest.mark.parametrize("deaf", [0, 1])
+def test_a_reader_of_all_ranks_hears_from_one_that_the_lease_is_void(deaf, void):
+    """One rank never hears of the lease, nor of its end. What the reader has read of the other is right so far."""
+    with virtual(ranks=2, fence_s=600.0) as world:
+        ticket, grant = signed_for_all(world)
+        hears = world.producers[1 - deaf]
+        world.do(partial(hears.worker.admit, grant), life=hears)
+        pull = world.start(ticket, (2,))
+        world.pass_time(SOON_S)
+        assert not pull.done()
+        assert hears.of(OfferAdmitted)
+        revoke(world, grant, 1 - deaf, void=void)
+        world.pass_time(REST_S)
+        assert (pull.exception().code, pull.exception().ended_by) == ("stale_lease", "revoked")
+        assert "revoked before every rank has admitted it" in str(pull.exception())
+        world.do(world.consumer.worker.check)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_reader_of_one_rank_hears_from_the_others_that_the_lease_is_void(when):
+    """Its rank is on another host and got neither the lease nor the reset."""
+    with virtual(ranks=2, reader=(1, 2), fence_s=600.0) as world:
+        ticket, grant = signed_for_all(world)
+        if when == "before":
+            revoke(world, grant, 0, void=True)
+        pull = world.start(ticket, (2,))
+        world.pass_time(SOON_S)
+        assert not pull.done()
+        (reading,) = world.consumer.worker._consumer.pulls.by_id.values()
+        assert [rank.read.peer.rank for rank in reading.ranks] == [1]
+        if when == "after":
+            revoke(world, grant, 0, void=True)
+        world.pass_time(REST_S)
+        assert (pull.exception().code, pull.exception().ended_by) == ("stale_lease", "revoked")
+        world.do(world.consumer.worker.check)
+
+
+@pytest.mark.parametrize("other", ["held", "never", "released", "expired", "unknown"])
+def test_what_other_ranks_do_without_revoking_ends_no_pull(other, monkeypatch):
+    settled, asked = Link.settled, []
+
+    async def answer(link, *question, **how):
+        if link.peer.rank == 1:
+            return await settled(link, *question, **how)
+        asked.append(other)
+        return AnswerSettled(ended=other)
+
+    with virtual(ranks=2, reader=(1, 2), fence_s=600.0) as world:
+        ticket, grant = signed_for_all(world)
+        first, second = world.producers
+        if other == "held":
+            world.do(partial(first.worker.admit, grant), life=first)
+        elif other != "never":
+            monkeypatch.setattr(Link, "settled", answer)
+        pull = world.start(ticket, (2,))
+        world.pass_time(2 * REST_S)
+        assert asked in ([], [other] * 4)
+        assert not pull.done()
+        world.do(partial(second.worker.admit, grant), life=second)
+        world.pass_time(2 * PROBE_S_MAX)
+        assert pull.result().early > 0
+        asked.clear()
+        world.pass_time(2 * REST_S)
+        assert asked == [], "nobody asks when the lease is admitted"

@@ -78,12 +78,12 @@ class VirtualWorld:
         wires, fabric: what is between them.
     """
 
-    def __init__(self, ranks, shape, skew_s, theirs, ours):
+    def __init__(self, ranks, shape, theirs, ours, *, skew_s, reader):
         self._world = World(1, recording=True)
         self.wires = Wires(self._world, NetworkFaults())
         self.fabric = Fabric(self._world, self.wires, FabricFaults(at_once=1.0, inline=1.0))
         self.producers = [self.open("prefill-0", shape, rank, ranks, **theirs) for rank in range(ranks)]
-        self.consumer = self.open("decode-0", shape, skew_s=skew_s, **ours)
+        self.consumer = self.open("decode-0", shape, *reader, skew_s=skew_s, **ours)
         self._count = 0
 
     def open(self, engine_id, shape=SHAPE, rank=0, ranks=1, *, skew_s=0.0, **settings):
@@ -164,17 +164,18 @@ class VirtualWorld:
 
 
 @contextmanager
-def virtual(*, ranks=1, shape=SHAPE, skew_s=0.0, lease_s=6.0, theirs=(), **ours):
+def virtual(*, ranks=1, reader=(0, 1), shape=SHAPE, skew_s=0.0, lease_s=6.0, theirs=(), **ours):
     """Open a world on virtual time.
 
     Args:
         ranks: of the producer, each with an equal share of the heads.
+        reader: rank of the consumer, and how many of its engine there are.
         shape: of every cache.
         skew_s: seconds that the consumer's wall clock is ahead.
         lease_s, theirs: settings of the producer's workers.
         ours: settings of the consumer.
     """
-    world = VirtualWorld(ranks, shape, skew_s, {"lease_s": lease_s, **dict(theirs)}, ours)
+    world = VirtualWorld(ranks, shape, {"lease_s": lease_s, **dict(theirs)}, ours, skew_s=skew_s, reader=reader)
     try:
         yield world
         assert world._world.violation is None
