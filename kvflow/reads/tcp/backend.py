@@ -366,6 +366,7 @@ class TcpBackend(Backend):
             # A peer that has accepted no connection is lost.
             safe = again and (connection.open or any(each.open for each in peer.connections))
             repeatable = connection.close()
+            code = FailureCode.DEADLINE_EXCEEDED if connection.late else FailureCode.PEER_LOST
             for question in connection.owed:
                 if question.read_id in unwanted:
                     question.answered(0, BackendError(FailureCode.CANCELLED, detail))
@@ -373,7 +374,7 @@ class TcpBackend(Backend):
                     question.repeated = question.repeated or not unwanted
                     repeated.append((peer, question))
                 else:
-                    question.answered(0, BackendError(FailureCode.PEER_LOST, detail))
+                    question.answered(0, BackendError(code, detail))
         for peer, question in repeated:
             self._ask(peer, [question])
 

@@ -127,6 +127,11 @@ class SourceConnection:
         return self._stream is not None
 
     @property
+    def late(self) -> bool:
+        """Whether the other side answers, and has not let us in within the budget."""
+        return self._opening is not None and self._opening.late
+
+    @property
     def due(self) -> float:
         """When to call ``on_ready`` whatever happens."""
         return float("inf") if self._opening is None else self._opening.due

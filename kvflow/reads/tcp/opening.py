@@ -51,6 +51,7 @@ EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 _ANOTHER = "the other side has another certificate than it has stated"
 _REFUSED = "it does not accept our pass"
+_BUSY = "it answers, but is too busy to let us in, or we have too many connections"
 _PAUSE_S = 0.05  # after the first connection that has ended; doubled each time
 _PAUSE_S_MAX = 0.5
 
@@ -102,8 +103,10 @@ def shake(sock: ssl.SSLSocket, theirs: bytes) -> int:
     return 0
 
 
-Introduction = Callable[[socket.socket], Generator[None, None, Stream]]
+Introduction = Callable[[socket.socket], Generator[bool | None, None, Stream]]
 """What a reader says over a socket that is connected: it yields while it must wait, and returns the open stream.
+
+It yields True once, and then goes on at once, when the other side has said who it is.
 
 If it raises, or is closed before, a socket that it has made of the given one is closed.
 """
@@ -130,11 +133,12 @@ def introduction(who: Credentials, identity: TlsIdentity | None) -> Introduction
 
 def _introduce(
     who: Credentials, reader: bytes, context: ssl.SSLContext | None, sock: socket.socket
-) -> Generator[None, None, Stream]:
+) -> Generator[bool | None, None, Stream]:
     greeting = yield from filled(sock, GREETING_BYTES)
     magic, theirs = greeting[: len(MAGIC)], greeting[len(MAGIC) :]
     if magic != MAGIC:
         raise Rejected(f"its greeting is {magic!r}, not that of kvflow's TCP data plane")
+    yield True
     ours = secrets.token_bytes(NONCE_BYTES)
     proof, expected = (proof_of(who.pass_, role, (theirs, ours), who.certificate) for role in ("reader", "exporter"))
     say(sock, _HELLO.pack(ours, hashlib.sha256(reader).digest(), proof, len(reader)) + reader)
@@ -179,6 +183,7 @@ class Opening:
 
     Attributes:
         due: when to call ``advance`` next, whatever happens.
+        late: whether ``until`` has passed although the other side answers.
     """
 
     def __init__(self, place: tuple[str, int], introduce: Introduction, until: float) -> None:
@@ -188,8 +193,10 @@ class Opening:
         self._epoll = select.epoll()
         self._pause_s = _PAUSE_S
         self._why = "the other side does not answer"
-        self._attempt: Generator[None, None, Stream] | None = None
+        self._attempt: Generator[bool | None, None, Stream] | None = None
+        self._answers = False
         self.due = 0.0
+        self.late = False
 
     def fileno(self) -> int:
         """The descriptor to watch, which stays the same."""
@@ -205,13 +212,16 @@ class Opening:
         self._epoll.poll(0)  # otherwise it would stay readable
         now = time.monotonic()
         if now >= self._until:
-            raise ChannelClosed(f"it did not open in time: {self._why}")
+            self.late = self._answers
+            raise ChannelClosed(f"it did not open in time: {_BUSY if self.late else self._why}")
         if self._attempt is None:
             if now < self.due:
                 return None
             self._attempt, self.due = self._dial(), self._until
         try:
-            next(self._attempt)
+            if next(self._attempt):
+                self._answers = True
+                next(self._attempt)
         except StopIteration as opened:
             stream: Stream = opened.value
             return stream
@@ -232,7 +242,7 @@ class Opening:
             self._attempt.close()
         self._epoll.close()
 
-    def _dial(self) -> Generator[None, None, Stream]:
+    def _dial(self) -> Generator[bool | None, None, Stream]:
         host, port = self._place
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
@@ -240,7 +250,7 @@ class Opening:
             _require(sock.connect_ex((host, port)), but=errno.EINPROGRESS)
             self._epoll.register(sock, EDGES)
             while not _is_connected(sock):
-                yield
+                yield None
             return (yield from self._introduce(sock))
         except BaseException:
             close_socket(sock, reset=True)

@@ -474,8 +474,9 @@ def test_a_connection_that_ends_before_the_welcome_is_dialed_again(tls):
 def test_an_exporter_that_never_answers_is_given_up_at_the_deadline():
     with closing(socket.create_server(("127.0.0.1", 0))) as listener, exporting(tls=False) as exporter:
         reader = exporter.reader(at=listener.getsockname(), within_s=0.3)
-        with pytest.raises(ChannelClosed, match="did not open in time"):
+        with pytest.raises(ChannelClosed, match="did not open in time: the other side does not answer"):
             opened(reader)
+        assert not reader.late
 
 
 def test_an_address_at_which_nobody_listens_is_given_up_at_once():

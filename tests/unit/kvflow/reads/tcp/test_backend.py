@@ -2,8 +2,12 @@
 
 import fcntl
 import select
+import socket
 import termios
+import time
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -15,8 +19,8 @@ from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendError, Envelope, seal
 from kvflow.reads.bounds import OutOfBounds
 from kvflow.reads.contract import PeerAddress
+from kvflow.reads.tcp import backend, opening, wire
 from kvflow.reads.tcp import connection as module
-from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.connection import Told
 from tests.unit.kvflow.reads.tcp.peers import (
     EPOCH,
@@ -504,6 +508,36 @@ def test_a_peer_that_does_not_answer_is_dialed_until_its_time_is_over(consume, e
     far._access.close()  # nobody accepts, and the kernel refuses
     peer = consumer.add(far.endpoint, far, certificate=certificate_of(far.identity))
     assert consumer.failure(consumer.check(peer, 0)).code == FailureCode.PEER_LOST
+
+
+@pytest.mark.parametrize("how", ["silent", "reset"])
+def test_a_peer_that_answers_and_lets_nobody_in_is_late_and_not_lost(monkeypatch, consumer, how):
+    late_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s)
+    for part in (opening, backend):
+        monkeypatch.setattr(part, "time", clock)
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        far = ScriptedExporter(consumer)
+        stack.callback(far.close)
+        endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        peer = consumer.add(endpoint, far, certificate=certificate_of(far.identity))
+        posted = consumer.check(peer, 0)
+        consumer.backend.progress()
+        visitor = stack.enter_context(listener.accept()[0])
+        visitor.sendall(opening.MAGIC + bytes(opening.NONCE_BYTES))
+        poll = select.poll()
+        poll.register(visitor, select.POLLIN)
+        while not poll.poll(1):  # it has heard who we are when it says who it is
+            consumer.backend.progress()
+        if how == "reset":
+            visitor.close()
+        late_s = 60.0
+        reason = consumer.failure(posted)
+    assert (reason.code, reason.detail) == (
+        FailureCode.DEADLINE_EXCEEDED,
+        "it did not open in time: it answers, but is too busy to let us in, or we have too many connections",
+    )
 
 
 @pytest.mark.parametrize("end", ["leave", "remove", "reset"])
