@@ -126,6 +126,10 @@ class Harm:
         if not self._say(stream):
             self._left[stream] = memoryview(self._small)
 
+    def openings(self, stream):
+        """Leave at once, to open the next connection."""
+        raise ChannelClosed
+
     def leases_shown(self, stream):
         """Show as many leases as a connection may, none of which there is."""
         if not self._say(stream) and stream not in self._all_shown:

@@ -4,22 +4,28 @@
 """
 
 import asyncio
+import hashlib
 import os
 import sys
+import time
 
 import pytest
 
+import kvflow
 from kvflow.worker.environment import PRODUCTION
 from tests.benchmarks.fenceless import without_fence
 
 from .finding import Finder, find_all, hosted
 from .keeping import BLOCKS_MAX, CONVERSATIONS
+from .producing import configured
+from .recycling import TARGET
 from .words import digests_of
 
 FETCHES = int(os.environ.get("KVFLOW_TEST_READS", "1500"))
 READERS = 4
 PAUSE_S = 0.003
 """After an answer that nothing is kept: a member may ask 2,000 times a second."""
+GUESSES = 500
 FEW = 3
 """Wrong fetches that show that the fence is needed."""
 ENOUGH = 30_000
@@ -69,3 +75,22 @@ async def test_without_the_fence_wrong_bytes_are_fetched(capsys):
     with capsys.disabled():
         sys.stdout.write(f"\nwithout the fence: {tally}; {counted}")
     assert tally.wrong >= FEW
+
+
+async def test_a_member_learns_who_has_a_prompt_that_it_guesses_unless_it_lacks_the_salt(capsys):
+    async with (
+        hosted("keeping", "tcp") as host,
+        kvflow.open_worker(configured("guesser", transport="tcp"), TARGET.build()) as worker,
+    ):
+        known, begun_s = {"held": 0, "held with a salt": 0}, time.monotonic()
+        for number in range(GUESSES):
+            guessed = digests_of(number % CONVERSATIONS, BLOCKS_MAX)
+            without_salt = [hashlib.sha256(b"salt" + digest).digest() for digest in guessed]
+            for what, digests in zip(known, (guessed, without_salt), strict=True):
+                ticket, _ = await worker.find(host.endpoint, digests)
+                known[what] += ticket is not None
+        rate = 2 * GUESSES / (time.monotonic() - begun_s)
+    with capsys.disabled():
+        sys.stdout.write(f"\nof {GUESSES} guesses {known}; {rate:.0f} in a second; load {os.getloadavg()[0]:.1f}")
+    assert known["held"] > 0
+    assert known["held with a salt"] == 0

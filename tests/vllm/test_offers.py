@@ -1,5 +1,7 @@
 """What a prefill engine offers: one ticket for all samples of a prompt, and with ``offer: "always"`` every prefill."""
 
+import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -119,3 +121,32 @@ def test_tickets_that_nobody_takes_leave_the_engine_half_of_its_blocks(always):
     expect_read(always, prompts[-1], prefill_unasked(always, prompts[-1]))
     always.settle()
     assert not warnings_of(always.prefill), "it need not be asked"
+
+
+BRIEF_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def brief(pairs):
+    """A prefill engine with few blocks, whose leases end soon, and a decode engine."""
+    pairs.stop()
+    decode = Options("llama", extra={"lease_s": BRIEF_S})
+    with Pair(model_folder("llama"), replace(decode, llm=SMALL), decode, nursery=pairs.nursery) as pair:
+        yield pair
+
+
+def test_tickets_that_a_client_asks_for_and_never_reads_hold_every_block_until_their_leases_end(brief, capsys):
+    free = brief.prefill.state()["free_blocks"]
+    brief.ticket(prompt_of(LENGTH, "never read"))
+    taken, each = 1, free - brief.prefill.state()["free_blocks"]
+    while brief.prefill.state()["free_blocks"] > each:
+        brief.ticket(prompt_of(LENGTH, f"never read {taken}"))
+        taken += 1
+    asked, begun_s = prompt_of(LENGTH, "honest"), time.monotonic()
+    params = brief.ticket(asked)  # waits for the blocks of a lease that has ended
+    waited_s = time.monotonic() - begun_s
+    with capsys.disabled():
+        sys.stdout.write(f"\n{taken} tickets of {each} blocks hold {free}; the next one waits for {waited_s:.1f} s")
+    assert brief.prefill.state()["held"] <= taken
+    expect_read(brief, asked, params)
+    brief.settle()
