@@ -400,7 +400,7 @@ class Finder:
         within_s = wait_s_max(request.num_prompt_tokens, self._settings.find_s)
         search.until = min(search.until, time.monotonic() + self._settings.find_s)
         for each in ready:
-            if each.is_late:
+            if each.is_late and each.ask_from <= now:  # nobody else has asked it meanwhile
                 each.ask_from = now + LATE_S
                 self._spawn(self._ask, each, request, search, within_s)
         timely = [each for each in ready if not each.is_late]
