@@ -307,7 +307,7 @@ async def _connect(dialing: _Dialing, stack: AsyncExitStack) -> HandshakeClient:
     """Dial until an attempt is ready; ``stack`` ends it."""
     network = dialing.network
     until_s = network.now() + dialing.limits.connect_s
-    ways = _Ways(dialing)
+    ways: _Ways | None = None
     attempts = cuts = 0
     error: HandshakeError | None = None  # why an earlier attempt failed explains more than that the last one was late
     while True:
@@ -318,8 +318,9 @@ async def _connect(dialing: _Dialing, stack: AsyncExitStack) -> HandshakeClient:
         attempts += 1
         async with AsyncExitStack() as trial:
             if len(addresses) > 1 or dialing.first not in ("", *addresses):
+                ways = ways or _Ways(dialing)
                 found = await ways.find(addresses, trial)
-                may_pass = ways.may_pass()
+                may_pass = ways.may_pass(addresses)
             else:
                 attempt = await trial.enter_async_context(_dialed(dialing, addresses[0]))
                 outcome = await attempt.wait_outcome(until_s)
@@ -355,9 +356,9 @@ class _Ways:
         self._outcomes: dict[str, _Outcome] = {}
         self._has_met = False
 
-    def may_pass(self) -> bool:
-        """Return whether an address that was tried may lead to the server soon."""
-        return any(_may_pass(each, CUTS_MAX) for each in self._outcomes.values())
+    def may_pass(self, addresses: tuple[str, ...]) -> bool:
+        """Return whether one of these addresses may lead to the server soon."""
+        return any(_may_pass(self._outcomes.get(each), CUTS_MAX) for each in addresses)
 
     async def find(self, addresses: tuple[str, ...], trial: AsyncExitStack) -> HandshakeClient | HandshakeError:
         """Return the connection to the server that is wanted, which ``trial`` ends, or why no address leads to it."""
