@@ -16,59 +16,24 @@ from kvflow.errors import (
 )
 from kvflow.events import LeaseEnded, OfferAdmitted
 from kvflow.layout.specs import FullAttention, Mamba, SlidingWindow, State
-from kvflow.leases.table import Reader
 from kvflow.reads.contract import Serving
 from kvflow.reads.serving import LeasedBlocks
 from kvflow.rendezvous.issuer import TicketMint
-from kvflow.rendezvous.questions import AnswerHeld, AnswerSettled, AskHeld, AskSettled, Withdraw
+from kvflow.rendezvous.questions import AnswerHeld, AnswerSettled, AskSettled, Withdraw
 from kvflow.worker import answers
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.threaded import run_worker
 
+from .asking import ASKER, OTHER, Asked, chain, held, settled
 from .helpers import PATIENCE_S, SECRET, Reports, cache_of, lease_of
 from .pulling import config, opened
 from .virtual import virtual
 
-LONG_MS = 86_400_000
-ASKER = Reader("decode-0", 0, 1, "its key")
-OTHER = Reader("decode-1", 0, 1, "another key")
 SPECS = {
     "full": FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16"),
     "window": SlidingWindow(block_size=4, num_kv_heads=2, head_size=8, dtype="float16", window=8),
     "state": Mamba(block_size=4, states=(State("ssm", (4, 8), "float16", shard_axis=0),)),
 }
-
-
-def chain(*tokens):
-    """Return a digest for each block that covers those before."""
-    return [f"{tokens[:end]}".encode() for end in range(1, len(tokens) + 1)]
-
-
-class Asked:
-    """One question, and its answers."""
-
-    def __init__(self, worker, question, key="connection", reader=ASKER, nonce=0):
-        self.answers = []
-        self._come = asyncio.Event()
-        worker._leases.answers.ask(key, question, reader, self._take, nonce)
-
-    def _take(self, answer):
-        self.answers.append(answer)
-        self._come.set()
-
-    async def answer(self):
-        async with asyncio.timeout(PATIENCE_S):
-            await self._come.wait()
-        (answer,) = self.answers
-        return answer
-
-
-def settled(worker, ticket, *known, above=0, wait_ms=LONG_MS, **how):
-    return Asked(worker, AskSettled(*lease_of(ticket), known=known, above=above, wait_ms=wait_ms), **how)
-
-
-def held(worker, digests, *, at_least=0, wait_ms=LONG_MS, **how):
-    return Asked(worker, AskHeld(digests=(tuple(digests),), at_least=at_least, wait_ms=wait_ms), **how)
 
 
 @pytest.fixture

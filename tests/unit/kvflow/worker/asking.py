@@ -1,0 +1,44 @@
+"""Questions to a worker of this process, as members ask them."""
+
+import asyncio
+
+from kvflow.leases.table import Reader
+from kvflow.rendezvous.questions import AskHeld, AskSettled
+
+from .helpers import PATIENCE_S, lease_of
+
+LONG_MS = 86_400_000
+ASKER = Reader("decode-0", 0, 1, "its key")
+OTHER = Reader("decode-1", 0, 1, "another key")
+
+
+def chain(*tokens):
+    """Return a digest for each block that covers those before."""
+    return [f"{tokens[:end]}".encode() for end in range(1, len(tokens) + 1)]
+
+
+class Asked:
+    """One question, and its answers."""
+
+    def __init__(self, worker, question, key="connection", reader=ASKER, nonce=0):
+        self.answers = []
+        self._come = asyncio.Event()
+        worker._leases.answers.ask(key, question, reader, self._take, nonce)
+
+    def _take(self, answer):
+        self.answers.append(answer)
+        self._come.set()
+
+    async def answer(self):
+        async with asyncio.timeout(PATIENCE_S):
+            await self._come.wait()
+        (answer,) = self.answers
+        return answer
+
+
+def settled(worker, ticket, *known, above=0, wait_ms=LONG_MS, **how):
+    return Asked(worker, AskSettled(*lease_of(ticket), known=known, above=above, wait_ms=wait_ms), **how)
+
+
+def held(worker, digests, *, at_least=0, wait_ms=LONG_MS, **how):
+    return Asked(worker, AskHeld(digests=(tuple(digests),), at_least=at_least, wait_ms=wait_ms), **how)
