@@ -1,6 +1,6 @@
 """One lease that is held, and the indexes by which peers find it."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import lcm
 from typing import Self
 
@@ -25,7 +25,8 @@ class Lease(Struct, eq=False):
     ``released_by``: by engine and number of its ranks, those that have released it; ``named_by``: the key that has
     named this engine first; ``text``: of its ticket, once a peer has found it. ``digests``: of the first group of a
     kept one, and the last one of others that peers may find; ``first``: blocks of the request before these; ``before``:
-    the lease that was found by the last digest that it shares. ``found``: whether its one reader has found it.
+    the lease that was found by the last digest that it shares. ``found``: by which question, until that reader gives it
+    back unread. ``served``: of its blocks, those that have settled, which is all of them unless it is open.
     Of an open one, ``settled``: tokens; ``told``: its blocks, as ``OpenGroups`` compares them; ``advances``: seconds
     since the admission, and the tokens that had settled.
     """
@@ -41,9 +42,10 @@ class Lease(Struct, eq=False):
     digests: tuple[bytes, ...] = ()
     first: int = 0
     before: LeaseKey = (0, 0)
-    found: bool = False
+    found: Hashable = None
     text: str = ""
     blocks: Blocks = ()
+    served: Blocks = ()
     sealed: bool = True
     settled: int = 0
     told: set[int] = set()
@@ -132,35 +134,53 @@ class Index:
 
 
 class OfferIndex:
-    """Offers, open or not, that a peer may find, by the digest of their last block. Thread: as ``LeaseTable``."""
+    """Offers, open or not, that a peer may find, by the digest of their last block. Thread: as ``LeaseTable``.
+
+    Each is found by one question at a time: until the reader that has asked gives it back unread.
+    """
 
     def __init__(self) -> None:
-        self._by_digest: dict[bytes, dict[int, Lease]] = {}  # then by slot, the oldest first
+        self._by_digest: dict[bytes, dict[int, Lease]] = {}  # those that nobody has found; then by slot
+        self._by_question: dict[Hashable, Lease] = {}  # the others
 
     def add(self, lease: Lease, digest: bytes) -> None:
-        """Add an offer that was not found yet; empty bytes name none."""
-        if digest and not lease.found:
-            lease.digests = (digest,)
+        """Add an offer, or give it another digest; empty bytes name none."""
+        lease.digests = (digest,) if digest else ()
+        if digest and lease.found is None:
             self._by_digest.setdefault(digest, {})[lease.grant.slot] = lease
 
-    def take(self, digests: Sequence[bytes], at_least: int) -> tuple[Lease, int] | None:
-        """Return the lease that ends at the last possible digest, from so many on, and forget it: it has one reader."""
-        for at in range(len(digests) - 1, max(at_least, 1) - 2, -1):
+    def take(self, digests: Sequence[bytes], question: Hashable) -> tuple[Lease, int] | None:
+        """Return the lease that ends at the last possible digest, the oldest of equal ones: it has one reader."""
+        for at in range(len(digests) - 1, -1, -1):
             if digests[at] in self._by_digest:
                 lease = next(iter(self._by_digest[digests[at]].values()))
                 self.forget(lease)
-                lease.found = True
+                lease.found = question
+                self._by_question[question] = lease
                 return lease, at + 1
         return None
 
+    def found_by(self, question: Hashable) -> Lease | None:
+        """Return the offer that a question has found."""
+        return self._by_question.get(question)
+
+    def give_back(self, lease: Lease) -> None:
+        """Let the next question find an offer that was found and not read."""
+        self.forget(lease)
+        lease.found = None
+        self.add(lease, *lease.digests)
+
     def forget(self, lease: Lease) -> None:
         """Find an offer no more."""
+        if self._by_question.get(lease.found) is lease:  # a client may use the number of its question again
+            del self._by_question[lease.found]
+        if lease.found is not None:
+            return
         for digest in lease.digests:
             leases = self._by_digest[digest]
             del leases[lease.grant.slot]
             if not leases:
                 del self._by_digest[digest]
-        lease.digests = ()
 
 
 class OpenGroups:

@@ -1,13 +1,14 @@
 """The lease table: a producer's promises to keep blocks, and how they end.
 
 A lease ends by release, expiry or revocation. Each end raises the epoch *before* the engine learns that the blocks are
-free. A lease is released when all ranks of one consumer engine have released it; each rank counts once. A *kept* lease
+free. A lease is released when all ranks of one consumer engine have released it; each rank counts once. An offer that
+this engine has found by asking, and that none of its ranks has read, is found again instead. A *kept* lease
 ends only by revocation, or when another grant gets its slot. Peers find it by the digests of its blocks. The blocks of
 an *open* lease are told and settle while it is held; what has settled is not written again before its end.
 """
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Sequence
 from collections.abc import Set as AbstractSet
 from hmac import compare_digest
 from itertools import islice, takewhile
@@ -20,7 +21,7 @@ from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid, Requ
 from kvflow.events import LeaseEnded, Outcome
 from kvflow.ids import LeaseKey
 from kvflow.leases.epochs import EpochTable
-from kvflow.leases.held import ADVANCES_MAX, Index, Lease, OfferIndex, first_place
+from kvflow.leases.held import ADVANCES_MAX, Blocks, Index, Lease, OfferIndex, first_place
 from kvflow.leases.tickets import Grant, Kind
 from kvflow.validation import Count, Name, Number
 
@@ -204,17 +205,18 @@ class LeaseTable:
         ended = self._end([self._kept[slot]], "revoked", now) if slot in self._kept else []
         if grant.kind == "kept":
             lease = Lease(grant, epoch, now, inf, digests=digests, first=first_place(grant, len(digests)))
-            lease.blocks = grant.block_ids
+            lease.blocks = lease.served = grant.block_ids
             self._kept[slot] = self._by_request[request_id] = lease
             self._epochs.raise_all(((slot, epoch),))
             self._index.add(lease)
             return ended
         lease = Lease(grant, epoch, now, now + lease_ms / 1000)
-        lease.blocks = grant.block_ids
+        lease.blocks = lease.served = grant.block_ids
         if grant.kind == "open":
             lease.sealed, lease.told = False, set(told)
+            lease.served = ((),) * len(grant.block_ids)
         if digests:
-            self.name(lease, digests[-1])
+            self._offers.add(lease, digests[-1])
         self._by_slot[slot] = self._ends[lease_ms][slot] = self._by_request[request_id] = lease
         self._epochs.raise_all(((slot, epoch),))
         if slot in self._early:
@@ -223,7 +225,7 @@ class LeaseTable:
                 if early.epoch == epoch and not grant.admitted:
                     _count(lease, early.reader)
                     lease.read |= read
-            if lease.released:
+            if lease.released and (lease.read or not self._given_back(lease)):
                 ended += self._end([lease], "released", now)
         return ended
 
@@ -252,9 +254,10 @@ class LeaseTable:
                 continue
             if read:
                 lease.read = True
-            if complete:
+            was_read = read if alone else lease.read
+            if complete and (was_read or not self._given_back(lease)):
                 done[slot] = lease
-            answers.append("ended" if complete else "counted")
+            answers.append("ended" if slot in done else "held" if complete else "counted")
         return answers, self._end(done.values(), "released", now) if done else []
 
     def renew(self, leases: Sequence[LeaseKey], now: float, reader: Reader | None = None) -> list[Answer]:
@@ -304,31 +307,38 @@ class LeaseTable:
         return any(compare_digest(mac, each) for each in lease.macs)
 
     def blocks_of(self, slot: int, epoch: int) -> Sequence[Sequence[int]] | None:
-        """Return the block ids of each group while the lease is held; otherwise None.
+        """Return the block ids of each group that have settled while the lease is held; otherwise None.
 
-        The epoch decides, and is raised before this method returns None. What an open lease is told makes new lists.
+        The epoch decides, and is raised before this method returns None. What settles of an open lease makes new lists.
         Thread: any, without a lock, because one dict lookup is atomic and no list changes.
         """
         lease = self.held(slot, epoch)
-        return None if lease is None else lease.blocks
+        return None if lease is None else lease.served
 
     def past(self, slot: int, epoch: int) -> PastLease | None:
         """Return how a lease ended; None if it is not remembered."""
         return self._past.get((slot, epoch))
 
-    def find(self, digests: Sequence[bytes], at_least: int = 0, *, offers: bool = False) -> tuple[Lease, int] | None:
+    def find(self, digests: Sequence[bytes], question: Hashable = None) -> tuple[Lease, int] | None:
         """Return the kept lease with the longest prefix of chained digests, and its length; None if there is none.
 
-        ``offers``: prefer an offer, open or not, all of which is among them. It is found once, for it has one reader.
+        ``question``: one that waits. It prefers an offer, open or not, all of which is among them, which only it finds.
         """
-        found = self._offers.take(digests, at_least) if offers else None
-        found = found or self._index.find(digests)
-        return found if found is not None and found[1] >= at_least else None
+        found = self._offers.take(digests, question) if question is not None else None
+        return found or self._index.find(digests)
 
     def name(self, lease: Lease, digest: bytes) -> None:
         """Let one peer find a lease that is not kept, by the digest of its last block."""
         self._offers.forget(lease)
         self._offers.add(lease, digest)
+
+    def give_back(self, question: Hashable) -> tuple[bytes, ...]:
+        """Let others find the offer that a question has found, for its answer reaches nobody; return the digest."""
+        lease = self._offers.found_by(question)
+        if lease is None:
+            return ()
+        self._offers.give_back(lease)
+        return lease.digests
 
     def unsealed(self, request_id: str) -> Lease:
         """Return an open lease that is not sealed; raise ``RequestUnknown`` or ``BlockIdsInvalid``."""
@@ -340,11 +350,12 @@ class LeaseTable:
             raise BlockIdsInvalid(f"request {request_id!r} is not open: all of it is on offer", remedy=remedy)
         return lease
 
-    def advance(
-        self, lease: Lease, blocks: tuple[tuple[int, ...], ...], settled: int, now: float, *, sealed: bool
-    ) -> None:
-        """Publish what an open lease was told, and renew it. ``settled``: tokens whose blocks are written."""
-        lease.blocks = blocks  # first: a reader that learns of a block may read it
+    def advance(self, lease: Lease, blocks: Blocks, served: Blocks, settled: int, now: float, *, sealed: bool) -> None:
+        """Publish what an open lease was told, and renew it.
+
+        ``served``: the blocks that are written; ``settled``: their tokens.
+        """
+        lease.blocks, lease.served = blocks, served  # first: a reader that learns of a block may read it
         lease.settled, lease.sealed = settled, sealed
         self.renew([(lease.grant.slot, lease.epoch)], now)
         lease.advances.append((now - lease.admitted_at, settled))
@@ -416,6 +427,16 @@ class LeaseTable:
             f"this worker {has}, the first for {first.request_id!r}, so it never {wants}: both allot the same slots",
             remedy="Offer and keep with the worker only, or with the mint only. A resumed worker may do the other.",
         )
+
+    def _given_back(self, lease: Lease) -> bool:
+        """Let the next question find an offer that was released unread. False: nobody has found it by asking."""
+        if lease.found is None and not (lease.digests and len(lease.grant.ranks) > 1):  # another rank may be asked
+            return False
+        for (_, num_ranks), ranks in lease.released_by.items():
+            if len(ranks) >= num_ranks:
+                ranks.clear()  # the same engine may find it again
+        self._offers.give_back(lease)
+        return True
 
     def _release_early(self, slot: int, epoch: int, reader: Reader, read: bool) -> Answer:
         """Remember the release of a lease that may be admitted later."""

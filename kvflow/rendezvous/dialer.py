@@ -44,7 +44,7 @@ from kvflow.errors import (
     quoted,
 )
 from kvflow.ids import LeaseKey, PeerId, agent_name
-from kvflow.leases.tickets import Grant, Ticket
+from kvflow.leases.tickets import MAC_BYTES, Grant, Ticket
 from kvflow.rendezvous import questions
 from kvflow.rendezvous.endpoint import (
     READER,
@@ -234,13 +234,14 @@ class Asker:
 
         Raises:
             KvflowError: of ``ask``.
+            CapacityExceeded: too many questions wait at the worker.
             ProtocolViolation: the answer is malformed, or has the ticket of another engine, or of another kind.
             ReleaseMismatch: its ticket is of a newer kind.
         """
         places = _asked(digests)
         asked = tuple([digests[place] for place in places])
         enough = bisect_left(places, at_least - 1) + 1
-        question = AskHeld(digests=(asked,), wait_ms=round(1e3 * min(wait_s, WAIT_S_MAX)), at_least=enough)
+        question = AskHeld(digests=asked, wait_ms=round(1e3 * min(wait_s, WAIT_S_MAX)), at_least=enough)
         held = questions.decode_answer(
             await self.ask(questions.encode(question), within_s + wait_s), peer=self.endpoint
         )
@@ -260,18 +261,20 @@ class Asker:
         return ticket, places[held.count - 1] + 1
 
     async def settled(
-        self, lease: LeaseKey, *, known: Sequence[int], above: int, wait_s: float, within_s: float
+        self, lease: LeaseKey, sealed: bytes, *, known: Sequence[int], above: int, wait_s: float, within_s: float
     ) -> AnswerSettled:
         """Ask what has settled of an open offer; the fields are those of ``AskSettled``. Cancellation: safe.
 
-        ``within_s``: seconds to wait for an answer beyond ``wait_s``, for which the worker may wait.
+        ``sealed``: its grant as its ticket has it, or the MAC alone. ``within_s``: seconds to wait for an answer beyond
+        ``wait_s``, for which the worker may wait.
 
         Raises:
             KvflowError: of ``ask``.
+            CapacityExceeded: as ``held``.
             ProtocolViolation: the answer is malformed, or empty.
         """
-        (slot, epoch), wait_ms = lease, math.ceil(1e3 * wait_s)
-        question = AskSettled(slot=slot, epoch=epoch, known=tuple(known), above=above, wait_ms=wait_ms)
+        (slot, epoch), mac, wait_ms = lease, sealed[:MAC_BYTES], math.ceil(1e3 * wait_s)
+        question = AskSettled(slot=slot, epoch=epoch, mac=mac, known=tuple(known), above=above, wait_ms=wait_ms)
         answer = await self.ask(questions.encode(question), within_s + wait_s)
         return questions.decode_settled(answer, peer=self.endpoint)
 

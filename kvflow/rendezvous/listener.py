@@ -40,10 +40,13 @@ class Answering(Protocol):
         connection: PeerKey,
         question: Question,
         reader: Reader,
-        answer: Callable[[questions.Answer], None],
+        answer: Callable[[questions.Answer], bool],
         nonce: int,
     ) -> None:
-        """Answer a member's question, once, now or later. ``nonce``: its number on the connection."""
+        """Answer a member's question, once, now or later. ``nonce``: its number on the connection.
+
+        ``answer`` returns whether the connection has taken it.
+        """
         ...
 
     def forget(self, connection: PeerKey) -> object:
@@ -136,13 +139,15 @@ class Listener:
         else:
             self._leases.answers.ask(key, question, self._readers[key], partial(self.answer, key, nonce), nonce)
 
-    def answer(self, key: PeerKey, nonce: int, answer: questions.Answer | None) -> None:
-        """Answer an open question; None says that we do not know it. Does nothing if the connection has ended."""
+    def answer(self, key: PeerKey, nonce: int, answer: questions.Answer | None) -> bool:
+        """Answer an open question; None says that we do not know it. Return whether the connection has not ended."""
         encoded = b"" if answer is None else questions.encode(answer)
         if len(encoded) > ANSWER_BYTES_MAX:
             encoded = questions.encode(AnswerHeld())  # what cannot be said cannot be read
         with suppress(Closed):
             self._server.send(key, handshake.Answer(nonce=nonce, answer=encoded))
+            return True
+        return False
 
     def _check_release(self, key: PeerKey, publication: Publication, software: str) -> None:
         """Report a reader of another release, which cannot read from us: an older one leaves without a reason."""

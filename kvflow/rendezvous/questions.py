@@ -7,8 +7,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from handshake.messages import ANSWER_BYTES_MAX, Nonce
-from kvflow.errors import ProtocolViolation
-from kvflow.leases.tickets import DIGEST_BYTES_MAX, BlockIds
+from kvflow.errors import CapacityExceeded, ProtocolViolation
+from kvflow.leases.tickets import DIGEST_BYTES_MAX, MAC_BYTES, BlockIds
 
 Digest = Annotated[bytes, Meta(min_length=1, max_length=DIGEST_BYTES_MAX)]
 Digests = Annotated[tuple[Digest, ...], Meta(max_length=4096)]  # looked up in half a millisecond at most
@@ -16,6 +16,7 @@ COUNT_MAX = 1 << 20
 Count = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
 IDS_MAX = ANSWER_BYTES_MAX // 10  # block ids of one answer. Each takes at most 5 bytes.
 Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
+ASK_LATER = "Ask again in a moment. A question that needs at_least so many digests waits with those from there on only."
 WaitMs = Annotated[int, Meta(ge=0, le=86_400_000)]
 
 
@@ -23,14 +24,13 @@ class AskHeld(Struct, frozen=True, tag_field="type", tag="ask_held"):
     """Who has a lease on blocks of this content?
 
     Attributes:
-        digests: of consecutive blocks from the first token on, chained: one list per group, or one list alone, of the
-            first group. All of them are at most 48 KiB, in msgpack.
+        digests: of consecutive blocks of the first group, from the first token on, chained; at most 48 KiB, in msgpack.
         wait_ms: how long the answer may wait for such a lease. Unless it is 0, an offer all of whose digests are among
             these answers, too, and is then given to nobody else; otherwise only what is kept.
-        at_least: an answer with fewer digests of the first list is of no use.
+        at_least: an answer with fewer digests is of no use.
     """
 
-    digests: Annotated[tuple[Digests, ...], Meta(min_length=1, max_length=256)]
+    digests: Digests
     wait_ms: WaitMs = 0
     at_least: Count = 0
 
@@ -40,7 +40,7 @@ class AnswerHeld(Struct, frozen=True, tag_field="type", tag="held"):
 
     Attributes:
         ticket: its text, as ``kv_transfer_params`` have it; empty if there is none.
-        count: how many digests of the first list it holds.
+        count: how many of the digests lead to its last one that was asked for.
     """
 
     ticket: Annotated[str, Meta(max_length=ANSWER_BYTES_MAX)] = ""
@@ -52,6 +52,7 @@ class AskSettled(Struct, frozen=True, tag_field="type", tag="ask_settled"):
 
     Attributes:
         slot, epoch: of the lease.
+        mac: of its ticket. With another one the lease is unknown.
         known: how many blocks of each group the asker has been told.
         above: the answer waits for so many tokens, for the seal, or for the end of the lease.
         wait_ms: how long the answer may wait.
@@ -59,6 +60,7 @@ class AskSettled(Struct, frozen=True, tag_field="type", tag="ask_settled"):
 
     slot: Annotated[int, Meta(ge=0, le=1 << 24)]
     epoch: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    mac: Annotated[bytes, Meta(min_length=MAC_BYTES, max_length=MAC_BYTES)]
     known: Annotated[tuple[Count, ...], Meta(max_length=256)]
     above: Tokens = 0
     wait_ms: WaitMs = 0
@@ -80,6 +82,12 @@ class AnswerSettled(Struct, frozen=True, tag_field="type", tag="settled"):
     ended: Annotated[str, Meta(max_length=32)] = ""
 
 
+class NoRoom(Struct, frozen=True, tag_field="type", tag="no_room"):
+    """The question cannot wait: too many others do. ``limit``: bytes of all questions that wait at this worker."""
+
+    limit: Annotated[int, Meta(ge=0, le=1 << 40)]
+
+
 class Withdraw(Struct, frozen=True, tag_field="type", tag="withdraw"):
     """Answer an open question at once, with nothing: nobody waits for it. ``nonce``: its number on this connection."""
 
@@ -91,13 +99,13 @@ class _Typed(Struct):
 
 
 Question = AskHeld | AskSettled | Withdraw
-Answer = AnswerHeld | AnswerSettled
+Answer = AnswerHeld | AnswerSettled | NoRoom
 AnswerT = TypeVar("AnswerT")
 
 _encoder = msgspec.msgpack.Encoder()
 _questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
-_answers = msgspec.msgpack.Decoder(AnswerHeld)
-_settled = msgspec.msgpack.Decoder(AnswerSettled)
+_answers: msgspec.msgpack.Decoder[AnswerHeld | NoRoom] = msgspec.msgpack.Decoder(AnswerHeld | NoRoom)
+_settled: msgspec.msgpack.Decoder[AnswerSettled | NoRoom] = msgspec.msgpack.Decoder(AnswerSettled | NoRoom)
 _types = msgspec.msgpack.Decoder(_Typed)
 _KNOWN = {each.__struct_config__.tag for each in get_args(Question)}
 _DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -127,14 +135,21 @@ def decode_answer(encoded: bytes, *, peer: str) -> AnswerHeld:
     """Return a worker's answer to ``AskHeld``; empty bytes are that of a worker that does not know the question.
 
     Raises:
+        CapacityExceeded: the worker has no room for the question to wait.
         ProtocolViolation: it is malformed.
     """
-    return _decode(encoded, _answers, peer) if encoded else AnswerHeld()
+    return _answered(_decode(encoded, _answers, peer), peer) if encoded else AnswerHeld()
 
 
 def decode_settled(encoded: bytes, *, peer: str) -> AnswerSettled:
-    """Return a worker's answer to ``AskSettled``; raise ``ProtocolViolation`` if it is malformed, or empty."""
-    return _decode(encoded, _settled, peer)
+    """Return a worker's answer to ``AskSettled``; raise as ``decode_answer``, also if it is empty."""
+    return _answered(_decode(encoded, _settled, peer), peer)
+
+
+def _answered(answer: AnswerT | NoRoom, peer: str) -> AnswerT:
+    if isinstance(answer, NoRoom):
+        raise CapacityExceeded(f"bytes of questions that wait at {peer}", answer.limit, remedy=ASK_LATER)
+    return answer
 
 
 def _decode(encoded: bytes, decoder: "msgspec.msgpack.Decoder[AnswerT]", peer: str) -> AnswerT:

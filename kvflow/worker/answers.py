@@ -1,15 +1,18 @@
 """What a worker answers to the questions of members, at once or when there is something to say.
 
 A question waits under places: a request id (until that lease advances, is sealed or ends), a slot and an epoch (until
-that lease is admitted), or a digest (until a lease has it).
+that lease is admitted), or a digest (until a lease has it). One that finds no room to wait is refused.
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from threading import Lock
 
+from msgspec.structs import replace
+
+from kvflow.ids import Clock
 from kvflow.leases.held import Lease, OpenGroups
 from kvflow.leases.table import LeaseTable, Reader
 from kvflow.leases.tickets import Grant, Ticket
@@ -20,23 +23,46 @@ from kvflow.rendezvous.questions import (
     AnswerSettled,
     AskHeld,
     AskSettled,
+    NoRoom,
     Question,
     Withdraw,
+    decode_question,
+    encode,
 )
 
-WAITING_MAX = 1 << 18
-"""Digests of all questions that wait: about 20 MiB. Beyond it, one of the key that has most is answered at once."""
+WAITING_BYTES_MAX = 64 << 20
+"""Bytes of all questions that wait. Those of one connection, or key, take no more than they leave free for others."""
+
+RESERVED_BYTES = 64 << 10
+"""Bytes of each connection, or key, whatever the others take: the longest question, or thirty short ones."""
+
+WAITING_BYTES = 2 << 10  # of each, beside what it says
+
+BATCH_S = 0.001  # of the event loop, in which answers are made; then others have their turn
+
+Vouches = Callable[[int, int, bytes], bool]
+"""Slot, epoch and MAC -> whether the lease is held and the MAC is that of its ticket."""
+
+_Found = Answer | tuple[Lease, int] | None
+"""An answer, or the lease that was found and how many digests of the question lead to it; None: nothing yet."""
 
 
 @dataclass(slots=True, eq=False)
-class _WaitingQuestion:
-    question: AskHeld | AskSettled
+class _OpenQuestion:
+    """A question; ``answer`` returns whether the connection has taken the answer."""
+
     connection: Hashable
-    public_key: str
-    answer: Callable[[Answer], None]
     nonce: int
+    answer: Callable[[Answer], bool]
+    account: Hashable
+    encoded: bytes = b""  # while it waits: much smaller than its digests
     places: tuple[Hashable, ...] = ()
+    last: bool = False  # it has waited for as long as it said
     timer: asyncio.TimerHandle = field(init=False)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.encoded) + WAITING_BYTES
 
 
 class Answers:
@@ -46,19 +72,34 @@ class Answers:
     Thread: the event loop; ``note`` from any thread that holds the lock.
     """
 
-    def __init__(self, leases: LeaseTable, groups: OpenGroups, seal: Callable[[Grant], Ticket], lock: Lock) -> None:
+    def __init__(
+        self,
+        leases: LeaseTable,
+        groups: OpenGroups,
+        lock: Lock,
+        *,
+        seal: Callable[[Grant], Ticket],
+        vouches: Vouches,
+        clock: Clock,
+        keys_differ: bool,
+    ) -> None:
         self._leases = leases
         self._groups = groups
-        self._seal = seal
         self._lock = lock
+        self._seal = seal
+        self._vouches = vouches
+        self._clock = clock
+        self._keys_differ = keys_differ
         self._loop = asyncio.get_running_loop()
-        self.at: dict[Hashable, dict[_WaitingQuestion, None]] = {}  # those that wait, by place
-        self._of: dict[Hashable, dict[_WaitingQuestion, None]] = {}  # by connection, the oldest first
-        self._sizes: Counter[str] = Counter()  # in digests, by public key
+        self.at: dict[Hashable, dict[_OpenQuestion, None]] = {}  # those that wait, by place
+        self._of: dict[Hashable, dict[_OpenQuestion, None]] = {}  # by connection, the oldest first
+        self._sizes: Counter[Hashable] = Counter()  # in bytes, by connection, or by key if keys differ
+        self._changed: dict[Hashable, None] = {}  # places of questions to look at next
+        self._due: deque[_OpenQuestion] = deque()  # questions to look at now
         self.found = self.not_held = 0
 
     def ask(
-        self, connection: Hashable, question: Question, reader: Reader, answer: Callable[[Answer], None], nonce: int
+        self, connection: Hashable, question: Question, reader: Reader, answer: Callable[[Answer], bool], nonce: int
     ) -> None:
         """Answer a question once, now or later. ``nonce``: its number on the connection."""
         if isinstance(question, Withdraw):
@@ -66,106 +107,143 @@ class Answers:
                 gone.answer(AnswerHeld())
             answer(AnswerHeld())
             return
+        if isinstance(question, AskHeld):  # a shorter prefix is of no use
+            question = replace(question, digests=question.digests[max(0, question.at_least - 1) :])
+        asked = _OpenQuestion(connection, nonce, answer, reader.public_key if self._keys_differ else connection)
+        self._prove(question)
         with self._lock:
-            found = self._try(question, last=not question.wait_ms)
-            waits = found is None and question.wait_ms > 0
-            if waits:
-                waiting = _WaitingQuestion(question, connection, reader.public_key, answer, nonce)
-                waiting.timer = self._loop.call_later(question.wait_ms / 1000, self._end, waiting)
-                self._add(waiting)
-        if not waits:
-            answer(self._said(found))
-        elif self._sizes.total() > WAITING_MAX:
-            self._end(self._oldest_of_the_largest())
+            found = self._try(asked, question, last=not question.wait_ms)
+            if found is None and question.wait_ms:
+                # A copy: the encoder's memory is up to twice as large.
+                asked.encoded, asked.places = bytes(memoryview(encode(question))), self._places_of(question)
+                room = max(RESERVED_BYTES, WAITING_BYTES_MAX - self._sizes.total())
+                if self._sizes[asked.account] + asked.nbytes <= room:
+                    asked.timer = self._loop.call_later(question.wait_ms / 1000, self._end, asked)
+                    self._add(asked)
+                    return
+                found = NoRoom(limit=WAITING_BYTES_MAX)
+        self._say(asked, question, found)
 
-    def forget(self, connection: Hashable, nonce: int | None = None) -> list[_WaitingQuestion]:
-        """Forget the questions of a connection that has ended, or that with a nonce; return those that waited."""
+    def forget(self, connection: Hashable, nonce: int | None = None) -> list[_OpenQuestion]:
+        """Forget the questions of a connection that has ended, or that with a nonce; return those that waited.
+
+        If that one was answered, its answer reaches nobody, so that others may find what it has found.
+        """
         with self._lock:
             gone = [each for each in self._of.get(connection, ()) if nonce in (None, each.nonce)]
             for waiting in gone:
                 waiting.timer.cancel()
                 self._remove(waiting)
+            self.note(self._leases.give_back((connection, nonce)))
         return gone
 
     def note(self, places: Iterable[Hashable]) -> None:
         """Answer what waits at these places on the loop, soon, for something has changed there."""
         found = [place for place in places if place in self.at] if self.at else ()
         if found and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._answer_at, found)
+            self._loop.call_soon_threadsafe(self._look_at, found)
 
-    def _answer_at(self, places: Iterable[Hashable]) -> None:
-        done = []
-        with self._lock:
-            for waiting in {each: None for place in places for each in self.at.get(place, ())}:
-                found = self._try(waiting.question, last=False)
-                self._remove(waiting)
-                if found is None:
-                    self._add(waiting)  # perhaps at another place
-                else:
-                    waiting.timer.cancel()
-                    done.append((waiting, found))
-        for waiting, found in done:
-            waiting.answer(self._said(found))
-
-    def _end(self, waiting: _WaitingQuestion) -> None:
+    def _end(self, waiting: _OpenQuestion) -> None:
         """Answer a question that waits no longer with what there is."""
-        waiting.timer.cancel()
-        with self._lock:
-            self._remove(waiting)
-            found = self._try(waiting.question, last=True)
-        waiting.answer(self._said(found))
+        waiting.last = True
+        self._look_at((), (waiting,))
 
-    def _add(self, waiting: _WaitingQuestion) -> None:
-        waiting.places = self._places_of(waiting.question)
+    def _look_at(self, places: Iterable[Hashable], ended: Iterable[_OpenQuestion] = ()) -> None:
+        """Look again at the questions that wait at these places, and at those that wait no longer."""
+        is_busy = bool(self._changed or self._due)
+        self._changed.update(dict.fromkeys(places))
+        self._due.extend(ended)
+        if not is_busy:
+            self._loop.call_soon(self._answer_some)
+
+    def _answer_some(self) -> None:
+        until = self._clock() + BATCH_S
+        try:
+            while self._changed or self._due:
+                if not self._due:
+                    places, self._changed = self._changed, {}
+                    self._due.extend([each for place in places for each in self.at.get(place, ())])
+                else:
+                    self._answer_one(self._due.popleft())
+                if self._clock() >= until:
+                    break
+        finally:
+            if self._changed or self._due:
+                self._loop.call_soon(self._answer_some)
+
+    def _answer_one(self, waiting: _OpenQuestion) -> None:
+        """Answer a question if there is something to say, and it is not answered yet."""
+        if waiting not in self._of.get(waiting.connection, ()):
+            return
+        question = decode_question(waiting.encoded, peer="")
+        assert isinstance(question, AskHeld | AskSettled)
+        self._prove(question)
+        with self._lock:
+            found = self._try(waiting, question, last=waiting.last)
+            if found is None and not waiting.last:
+                if (places := self._places_of(question)) != waiting.places:
+                    self._remove(waiting)
+                    waiting.places = places
+                    self._add(waiting)
+                return
+            self._remove(waiting)
+        waiting.timer.cancel()
+        self._say(waiting, question, found)
+
+    def _add(self, waiting: _OpenQuestion) -> None:
         for place in waiting.places:
             self.at.setdefault(place, {})[waiting] = None
         self._of.setdefault(waiting.connection, {})[waiting] = None
-        self._sizes[waiting.public_key] += _size_of(waiting.question)
+        self._sizes[waiting.account] += waiting.nbytes
 
-    def _remove(self, waiting: _WaitingQuestion) -> None:
+    def _remove(self, waiting: _OpenQuestion) -> None:
         for held, key in [(self.at, place) for place in waiting.places] + [(self._of, waiting.connection)]:
             del held[key][waiting]
             if not held[key]:
                 del held[key]
-        self._sizes[waiting.public_key] -= _size_of(waiting.question)
-        if not self._sizes[waiting.public_key]:
-            del self._sizes[waiting.public_key]
-
-    def _oldest_of_the_largest(self) -> _WaitingQuestion:
-        [(key, _)] = self._sizes.most_common(1)
-        return next(each for waiting in self._of.values() for each in waiting if each.public_key == key)
+        self._sizes[waiting.account] -= waiting.nbytes
+        if not self._sizes[waiting.account]:
+            del self._sizes[waiting.account]
 
     def _places_of(self, question: AskHeld | AskSettled) -> tuple[Hashable, ...]:
         if isinstance(question, AskHeld):
             # A lease that has more than enough has the first of these, too.
-            enough = question.digests[0][max(question.at_least, 1) - 1 :]
-            return tuple(dict.fromkeys((*enough[:1], *enough[-1:])))
+            return tuple(dict.fromkeys((*question.digests[:1], *question.digests[-1:])))
         lease = self._leases.held(question.slot, question.epoch)
         return ((question.slot, question.epoch) if lease is None else lease.grant.request_id,)
 
-    def _said(self, found: "Answer | tuple[Lease, int] | None") -> Answer:
-        """Return the answer. To sign a ticket takes longer than engines should wait for the lock."""
-        if not isinstance(found, tuple):
-            self.not_held += found is None
-            return found or AnswerHeld()
-        lease, count = found
-        self.found += 1
-        lease.text = lease.text or self._seal(lease.grant).to_params()["kvflow"]
-        return AnswerHeld(ticket=lease.text, count=count)
+    def _prove(self, question: AskHeld | AskSettled) -> None:
+        """Sign the grant that a question names before the lock is taken, if nobody has: engines wait for the lock."""
+        if isinstance(question, AskSettled):
+            self._vouches(question.slot, question.epoch, question.mac)
 
-    def _try(self, question: AskHeld | AskSettled, *, last: bool) -> "Answer | tuple[Lease, int] | None":
-        """Return the answer, or the lease that was found; None if there is none. ``last``: it waits no more."""
+    def _try(self, asked: _OpenQuestion, question: AskHeld | AskSettled, *, last: bool) -> _Found:
+        """Return what there is to say. ``last``: it waits no more."""
         if isinstance(question, AskHeld):
-            return self._leases.find(question.digests[0], question.at_least, offers=question.wait_ms > 0)
+            return self._leases.find(question.digests, (asked.connection, asked.nonce) if question.wait_ms else None)
         held = self._leases.held(question.slot, question.epoch)
         if held is None:
             if self._leases.may_come(question.slot, question.epoch):
                 return AnswerSettled() if last else None
             past = self._leases.past(question.slot, question.epoch)
             return AnswerSettled(ended="unknown" if past is None else past.ended_by)
+        if not self._vouches(question.slot, question.epoch, question.mac):
+            return AnswerSettled(ended="unknown")
         if not (last or held.sealed) and self._groups.whole(held.settled) < question.above:
             return None
         return self._settled(held, question.known)
+
+    def _say(self, asked: _OpenQuestion, question: AskHeld | AskSettled, found: _Found) -> None:
+        """Send the answer. If the connection takes none, make no more of them, and let others find what it found."""
+        if isinstance(found, tuple):
+            lease, count = found
+            self.found += 1
+            lease.text = lease.text or self._seal(lease.grant).to_params()["kvflow"]  # too slow for the lock
+            found = AnswerHeld(ticket=lease.text, count=count + max(0, getattr(question, "at_least", 0) - 1))
+        self.not_held += found is None
+        if not asked.answer(found or AnswerHeld()):
+            self.forget(asked.connection)
+            self.forget(asked.connection, asked.nonce)
 
     def _settled(self, lease: Lease, known: tuple[int, ...]) -> AnswerSettled:
         """Return what has settled. What does not fit into one answer comes with the next one."""
@@ -180,7 +258,3 @@ class Answers:
             ends = self._groups.counts(tokens)
             lists = [each[begin:end] for each, begin, end in zip(blocks, known, ends, strict=True)]
         return AnswerSettled(num_tokens=tokens, block_ids=tuple(lists), sealed=sealed)
-
-
-def _size_of(question: AskHeld | AskSettled) -> int:
-    return max(1, len(question.digests[0])) if isinstance(question, AskHeld) else 1

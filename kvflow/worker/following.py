@@ -124,6 +124,7 @@ class _Rank:
         """
         answer = await self._link.settled(
             (self.lease.slot, self.lease.epoch),
+            self.lease.mac,
             known=[*map(len, self.told)],
             above=above,
             wait_s=within_s,

@@ -131,7 +131,7 @@ class PeerPool:
                 if rank.state != "waiting":
                     return None
                 return await connection.link.settled(
-                    (lease.slot, lease.epoch), known=known, above=0, wait_s=wait_s, within_s=within_s
+                    (lease.slot, lease.epoch), lease.mac, known=known, above=0, wait_s=wait_s, within_s=within_s
                 )
         except KvflowError:  # it is lost, or its release knows no questions
             return None

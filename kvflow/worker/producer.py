@@ -27,7 +27,7 @@ from kvflow.leases.held import OpenGroups
 from kvflow.leases.issuer import Issuer, as_digest_lists, complete_digests
 from kvflow.leases.table import Answer, LeaseState, LeaseTable, Reader
 from kvflow.leases.tickets import Grant, Kind, RankAddress, Ticket
-from kvflow.worker.answers import Answers
+from kvflow.worker.answers import Answers, Vouches
 from kvflow.worker.environment import Shared
 
 ENDED_MAX = 65536  # outcomes that are kept for a late ``wait_offer``
@@ -61,13 +61,15 @@ class _WaitingOffer:
 class LeaseManager:
     """Offers and leases of one worker. ``issuer`` assigns slots, and signs the tickets of the worker's own offers.
 
+    ``vouches``: see ``Serving``.
+
     ``answers``: to the questions of members about these leases.
 
     Thread: ``offer``, ``admit``, ``advance``, ``revoke``, ``listed``, ``requests`` and ``highest_epoch`` from any
         thread; everything else on the event loop.
     """
 
-    def __init__(self, shared: Shared, leases: LeaseTable, issuer: Issuer) -> None:
+    def __init__(self, shared: Shared, leases: LeaseTable, issuer: Issuer, vouches: Vouches) -> None:
         identity, manifest = shared.local.identity, shared.manifest
         self._name = worker_name(identity.engine_id, identity.rank, identity.incarnation)
         self._leases = leases
@@ -83,7 +85,15 @@ class LeaseManager:
         self._loop = asyncio.get_running_loop()
         self._report = shared.report
         self._lock = threading.Lock()
-        self.answers = Answers(leases, self._groups, issuer.seal_again, self._lock)
+        self.answers = Answers(
+            leases,
+            self._groups,
+            self._lock,
+            seal=issuer.seal_again,
+            vouches=vouches,
+            clock=self._clock,
+            keys_differ=shared.local.security.allowed is not None,
+        )
         self._ended: OrderedDict[str, Outcome] = OrderedDict()
         self._waiters: dict[str, list[asyncio.Future[Outcome]]] = {}
         self._waiting_offers: deque[_WaitingOffer] = deque()
@@ -152,8 +162,10 @@ class LeaseManager:
             self._account.lend(ids)
             lease.told |= told
             self._lent[request_id] = as_ids(blocks) if sealed else blocks
+            ends = self._groups.counts(whole)
+            served = blocks if sealed else tuple([each[:end] for each, end in zip(blocks, ends, strict=True)])
             order_stores()  # a reader that learns what has settled also sees its bytes
-            self._leases.advance(lease, blocks, settled, self._clock(), sealed=sealed)
+            self._leases.advance(lease, blocks, served, settled, self._clock(), sealed=sealed)
             if found:
                 self._leases.name(lease, found[-1])
             self.answers.note((request_id, *found))
@@ -216,6 +228,9 @@ class LeaseManager:
         with self._lock:
             answers, ended = self._leases.release(leases, reader, self._clock(), read=read)
             waiters = self._note(ended)
+            if self.answers.at and "held" in answers:  # one that was given back may answer another question
+                held = [self._leases.held(*each) for each in leases]
+                self.answers.note([place for lease in held if lease and not lease.kept for place in lease.digests])
         self._announce(ended, waiters)
         return answers
 

@@ -309,7 +309,7 @@ class _Parts:
             admitted=True,  # no ticket is given away before its lease is held
             block_sizes=[group.tokens_per_id for group in self.manifest.groups],
         )
-        return LeaseManager(shared, self.leases, issuer)
+        return LeaseManager(shared, self.leases, issuer, self.vouches)
 
     def shared(self, local: LocalEndpoint, transport: Transport) -> Shared:
         """Return what the parts on the event loop share."""

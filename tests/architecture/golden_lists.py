@@ -27,8 +27,8 @@ from kvflow.layout.manifest import MANIFEST_SCHEMA, STAGE_SCHEMA
 from kvflow.leases import tickets
 from kvflow.reads import backend
 from kvflow.reads.tcp import opening, wire
+from kvflow.rendezvous import questions
 from kvflow.rendezvous.endpoint import Advertisement
-from kvflow.rendezvous.questions import AnswerHeld, AskHeld
 from kvflow.worker.snapshot import Inspection
 from tests.docs.api_page import MADE_BY_KVFLOW, fields, is_record, members, public_names, signature
 
@@ -145,7 +145,7 @@ STRUCTS = {
     "publication: payload": Advertisement,
     "data plane's metadata": backend.Envelope,
     "report of a worker, in a pong": Inspection,
-    "questions and answers": AskHeld | AnswerHeld,
+    "questions and answers": questions.Question | questions.Answer,
     "vLLM: commands of a step": messages.Command,
     "vLLM: contact of a rank": admission.Contact,
 }

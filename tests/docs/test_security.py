@@ -18,8 +18,8 @@ from kvflow.ids import ReaderId
 from kvflow.leases.tickets import Grant
 from kvflow.reads.backend import Envelope
 from kvflow.reads.tcp.wire import Layout
+from kvflow.rendezvous import questions
 from kvflow.rendezvous.endpoint import Advertisement
-from kvflow.rendezvous.questions import AnswerHeld, AskHeld
 from kvflow.tools.proxy import completions
 from kvflow.worker.snapshot import Inspection
 
@@ -32,7 +32,7 @@ WIRE = {
     "handshake/codec.py": [handshake.messages.AnyMessage],
     "kvflow/leases/tickets.py": [Grant],
     "kvflow/rendezvous/endpoint.py": [Advertisement],
-    "kvflow/rendezvous/questions.py": [AskHeld, AnswerHeld],
+    "kvflow/rendezvous/questions.py": [questions.Question, questions.Answer],
     "kvflow/reads/backend.py": [Envelope],
     "kvflow/reads/tcp/access.py": [ReaderId],
     "kvflow/reads/tcp/wire.py": [Layout],

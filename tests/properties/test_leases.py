@@ -41,14 +41,18 @@ def chained(content):
 
 
 class Promise:
-    """What is known of a grant. ``content``: the tokens of one that is kept; ``offered``: by what others are found."""
+    """What is known of a grant. ``content``: the tokens of one that is kept; ``offered``: by what others are found.
+
+    ``found``: by what this one was.
+    """
 
     def __init__(self, grant, now, content=()):
         self.grant = grant
         self.ends_at = math.inf if content else now + LEASE_S
         self.digests = chained(content)
         self.released_by = set()
-        self.offered = b""
+        self.read = False
+        self.offered = self.found = b""
         self.unsealed = grant.kind == "open"
 
     @property
@@ -57,11 +61,16 @@ class Promise:
 
     @property
     def released(self):
-        engines = {(one.engine_id, one.num_ranks) for one in self.released_by}
-        return any(
-            {one.rank for one in self.released_by if (one.engine_id, one.num_ranks) == engine} == set(range(engine[1]))
-            for engine in engines
-        )
+        return any(map(self.is_released_by, self.released_by))
+
+    def is_released_by(self, reader):
+        """Tell whether all ranks of a reader's engine have released it."""
+        return len(self.ranks_of(reader)) == reader.num_ranks
+
+    def ranks_of(self, reader):
+        """Return the ranks of a reader's engine that have released it."""
+        engine = reader.engine_id, reader.num_ranks
+        return {one for one in self.released_by if (one.engine_id, one.num_ranks) == engine}
 
 
 class LeaseMachine(RuleBasedStateMachine):
@@ -144,13 +153,15 @@ class LeaseMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.unsealed)
     @rule(data=st.data(), more=st.integers(0, 3), sealed=st.booleans())
     def advance(self, data, more, sealed):
-        """What is told is served, the lease is renewed, and a seal is the last word."""
+        """What has settled is served, the lease is renewed, and a seal is the last word."""
         name = data.draw(st.sampled_from(self.unsealed))
         promise, lease = self.held[name], self.leases.unsealed(name)
-        (told,) = self.leases.blocks_of(*promise.key)
+        (told,) = lease.blocks
         blocks = (tuple(range(len(told) + more)),)
-        self.leases.advance(lease, blocks, len(blocks[0]), self.now, sealed=sealed)
-        assert self.leases.blocks_of(*promise.key) == blocks
+        settled = len(blocks[0]) if sealed else data.draw(st.integers(lease.settled, len(blocks[0])))
+        served = (blocks[0][:settled],)
+        self.leases.advance(lease, blocks, served, settled, self.now, sealed=sealed)
+        assert self.leases.blocks_of(*promise.key) == served
         promise.ends_at, promise.unsealed = self.now + LEASE_S, not sealed
         if sealed:
             with pytest.raises(BlockIdsInvalid):
@@ -165,13 +176,13 @@ class LeaseMachine(RuleBasedStateMachine):
             if promise.offered and promise.offered in chained(content)
         }
         last = max(ends.values(), default=0)
-        found = self.leases.find(chained(content), at_least, offers=True)
+        found = self.leases.find(chained(content)[at_least - 1 :], question=object())
         if last >= at_least:
             name = next(name for name in ends if ends[name] == last)
-            assert (found[0].grant.request_id, found[1]) == (name, last)
-            self.held[name].offered = b""
+            assert (found[0].grant.request_id, found[1]) == (name, last - at_least + 1)
+            self.held[name].found, self.held[name].offered = self.held[name].offered, b""
         else:
-            assert found is None or (found[0].kept and found[1] >= at_least)
+            assert found is None or found[0].kept
 
     @rule(content=tokens)
     def find(self, content):
@@ -209,17 +220,20 @@ class LeaseMachine(RuleBasedStateMachine):
             self.ended(one, "released")
 
     @precondition(lambda self: len(self.kept) < len(self.held))
-    @rule(data=st.data(), reader=readers)
-    def release(self, data, reader):
-        promise = self.held[data.draw(st.sampled_from(sorted({*self.held} - {*self.kept})))]
-        answers, ended = self.leases.release([promise.key], reader, self.now)
+    @rule(data=st.data(), reader=readers, read=st.booleans())
+    def release(self, data, reader, read):
+        """When the last rank has spoken, the lease ends; or it is found again, if it was found and not read."""
+        name = data.draw(st.sampled_from(sorted({*self.held} - {*self.kept})))
+        promise = self.held[name]
+        answers, ended = self.leases.release([promise.key], reader, self.now, read=read)
         promise.released_by.add(reader)
-        said = {
-            one.rank
-            for one in promise.released_by
-            if (one.engine_id, one.num_ranks) == (reader.engine_id, reader.num_ranks)
-        }
-        if said == set(range(reader.num_ranks)):
+        promise.read |= read
+        if promise.is_released_by(reader) and promise.found and not (read if reader.num_ranks == 1 else promise.read):
+            assert (answers, ended) == (["held"], [])
+            promise.released_by -= promise.ranks_of(reader)
+            promise.offered, promise.found = promise.found, b""
+            self.held[name] = self.held.pop(name)  # the last of equal ones
+        elif promise.is_released_by(reader):
             assert answers == ["ended"]
             self.ended(ended[0], "released")
         else:

@@ -32,6 +32,7 @@ class Reading:
         name: its own.
         engine: that reads.
         released_at: when every rank had read it, or given it back, in peace; None before.
+        unread: whether it gives back what it does not read.
     """
 
     def __init__(self, world: World, request: "Request", engine: Engine, params: dict[str, Any], reading: int) -> None:
@@ -46,7 +47,7 @@ class Reading:
         self._blocks: list[int] = []
         self._occupied: list[int] = []
         self._kept = False
-        self._unread = request.plan.unread
+        self.unread = request.plan.unread and not (request.plan.sought and reading)
         # The second and third of three that begin together share what is read; one goes on when the other is cancelled.
         self._cancel_s = request.plan.cancel_s if reading == max(0, request.plan.readings - 2) else None
         self._left = len(engine.ranks)
@@ -139,13 +140,13 @@ class Reading:
             return
         counts = [window_blocks(group, plan.num_tokens) for group in engine.groups]
         counts[0] = max(1, counts[0] - plan.skipped)
-        claimed = None if self._unread else engine.claim(sum(counts))
-        if claimed is None and not self._unread and self._world.now < until:
+        claimed = None if self.unread else engine.claim(sum(counts))
+        if claimed is None and not self.unread and self._world.now < until:
             if not self._kept:
                 self._keep()
             self._world.after(ROOM_S, self._claim, until)
             return
-        self._unread = claimed is None
+        self.unread = claimed is None
         self._blocks = list(claimed or ())
         if claimed and plan.occupied and (on_offer := engine.on_offer()):
             self._occupied = [self._world.chance.choice(on_offer)]
@@ -198,7 +199,7 @@ class Reading:
             return "not open"
         try:
             ticket = Ticket.from_params(self._params)
-            if self._unread:
+            if self.unread:
                 self._request.gave_back(rank)
                 await face.release(ticket, name=self.name)
                 self._note_released()

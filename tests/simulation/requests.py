@@ -241,10 +241,14 @@ class Request:
         return promises.get((rank.process.name, grant.slot, grant.epoch_value), 0.0)
 
     def _missed(self) -> str:
-        """Say which reading has released a lease that has run out all the same; remember who still wanted it."""
-        now = self._world.now
+        """Say which reading has released a lease that has run out all the same; remember who still wanted it.
+
+        What is given back unread waits for another reader, if one may find it by asking.
+        """
+        now, is_found = self._world.now, self.plan.part_s and (self.plan.sought or len(self.source.ranks) > 1)
         for reading in self.readings:
-            if reading.released_at is not None and now > reading.released_at + RELEASE_S_MAX:
+            was_read = not (reading.unread and is_found)
+            if was_read and reading.released_at is not None and now > reading.released_at + RELEASE_S_MAX:
                 return f"{reading.name} has given it back {now - reading.released_at:.3f} s ago"
             reading.note_expiry()
         return ""

@@ -248,7 +248,9 @@ class Scenario:
         stuck, errs = chance.random() < STUCK_SHARE, chance.random() < ERRING_SHARE
         plan = replace(plan, part_s=part_s, repeated=False, patience_s=0.0, abandoned=False, sought=sought)
         plan = replace(plan, stuck=stuck, errs=errs)
-        return replace(plan, forged=False, readers=plan.readers[:1], readings=1) if sought else plan
+        # What is given back unread is found again.
+        found = replace(plan, forged=False, readers=plan.readers[:1], readings=2 if plan.unread else 1)
+        return found if sought else plan
 
     def _draw_plan(self, source: int) -> Plan:
         world, chance, faults = self._world, self._world.chance, self._faults

@@ -324,7 +324,9 @@ class Finder:
         lease, known = (grant.slot, grant.epoch_value), [0] * len(grant.num_tokens)
         has_begun = grant.kind != "open"
         while not has_begun:
-            settled = await asker.settled(lease, known=known, above=1, wait_s=SETTLED_S, within_s=ANSWER_S)
+            settled = await asker.settled(
+                lease, ticket.sealed[0], known=known, above=1, wait_s=SETTLED_S, within_s=ANSWER_S
+            )
             if settled.ended:
                 raise StaleLease("the prefill engine has ended its offer", ended_by=settled.ended, peer=endpoint)
             has_begun = settled.sealed or settled.num_tokens > 0

@@ -3,6 +3,7 @@
 import asyncio
 
 from kvflow.leases.table import Reader
+from kvflow.leases.tickets import MAC_BYTES
 from kvflow.rendezvous.questions import AskHeld, AskSettled
 
 from .helpers import PATIENCE_S, lease_of
@@ -18,16 +19,18 @@ def chain(*tokens):
 
 
 class Asked:
-    """One question, and its answers."""
+    """One question, and its answers; ``takes``: whether its connection takes them."""
 
-    def __init__(self, worker, question, key="connection", reader=ASKER, nonce=0):
+    def __init__(self, worker, question, key="connection", reader=ASKER, nonce=0, *, takes=True):
         self.answers = []
+        self._takes = takes
         self._come = asyncio.Event()
         worker._leases.answers.ask(key, question, reader, self._take, nonce)
 
     def _take(self, answer):
         self.answers.append(answer)
         self._come.set()
+        return self._takes
 
     async def answer(self):
         async with asyncio.timeout(PATIENCE_S):
@@ -36,9 +39,15 @@ class Asked:
         return answer
 
 
+def mac_of(ticket):
+    """Return the MAC of a ticket of one grant."""
+    return ticket.sealed[0][:MAC_BYTES]
+
+
 def settled(worker, ticket, *known, above=0, wait_ms=LONG_MS, **how):
-    return Asked(worker, AskSettled(*lease_of(ticket), known=known, above=above, wait_ms=wait_ms), **how)
+    ask = AskSettled(*lease_of(ticket), mac_of(ticket), known=known, above=above, wait_ms=wait_ms)
+    return Asked(worker, ask, **how)
 
 
 def held(worker, digests, *, at_least=0, wait_ms=LONG_MS, **how):
-    return Asked(worker, AskHeld(digests=(tuple(digests),), at_least=at_least, wait_ms=wait_ms), **how)
+    return Asked(worker, AskHeld(digests=tuple(digests), at_least=at_least, wait_ms=wait_ms), **how)
