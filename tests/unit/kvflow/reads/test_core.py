@@ -262,6 +262,19 @@ def test_bounds_blame_the_reads_of_a_chunk_and_leave_the_peer(bench):
     assert bench.seen() == ["2 held"]
 
 
+def test_a_chunk_that_fails_leaves_the_window_of_its_peer(bench):
+    bench.backend.chunk_descriptors = lambda _peer: 4
+    for read_id, outcome in ((1, 0), (2, BackendError("bounds", "not there"))):
+        bench.post(read_id)
+        bench.core.step()
+        pace = bench.core._lanes._lanes["p"].pace
+        assert pace.bytes_in_flight == 1
+        bench.land(outcome)
+        assert pace.bytes_in_flight == 0
+        bench.serve()
+    assert bench.seen() == ["1 held", "2 bounds"]
+
+
 def test_an_unservable_read_fails_alone_before_it_is_posted(bench):
     good, bad = a_read(1), [a_read(2, unit=8), a_read(3, slot=8), a_read(4, list_id=9), a_read(5, peer="nobody")]
     bench.core.handle(PostReads((*bad, good)))
