@@ -72,6 +72,20 @@ def describe(_worker: Any) -> dict[str, Any]:
     }
 
 
+def refuse_next(_worker: Any) -> None:
+    """Have the second rank refuse the next lease."""
+    from kvflow.errors import CapacityExceeded
+
+    worker = runtime()._worker
+
+    def refused(*_: Any) -> None:
+        del worker.admit
+        raise CapacityExceeded("leases", 0)
+
+    if worker.rank_address.rank == 1:
+        worker.admit = refused
+
+
 class Served(engine_process.Served):
     """An engine that tells of its free blocks and of what it keeps; see ``engine_process``.
 
@@ -80,10 +94,11 @@ class Served(engine_process.Served):
     ======  ======  ========================================================================================
     pool    id      when no step is due: id, order: ids of the free blocks, the next one first; and as ``kept``
     kept    id      at once: id, ranks: ``describe`` of each
+    refuse  id      id: the second rank will refuse the next lease
     ======  ======  ========================================================================================
     """
 
-    ops = engine_process.Served.ops | {"pool", "kept"}
+    ops = engine_process.Served.ops | {"pool", "kept", "refuse"}
 
     def __init__(self, *arguments: Any) -> None:
         KEPT.watch()
@@ -98,3 +113,7 @@ class Served(engine_process.Served):
 
     def kept(self, command: dict[str, Any]) -> None:
         self.answer(id=command["id"], ranks=self.core.model_executor.collective_rpc(describe))
+
+    def refuse(self, command: dict[str, Any]) -> None:
+        self.core.model_executor.collective_rpc(refuse_next)
+        self.answer(id=command["id"])

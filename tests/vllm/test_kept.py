@@ -100,6 +100,16 @@ def test_a_reset_of_the_prefix_cache_ends_all(keeper):
     assert len(kept_by_all(keeper)) == 1
 
 
+def test_what_one_rank_refuses_is_kept_by_none(keeper):
+    if len(pool_of(keeper)[1]) == 1:
+        pytest.skip("this engine has one rank")
+    keeper.obey("refuse")
+    refused = keeper.generate(prompt_of(90, "refused by one"), max_tokens=TOKENS)
+    after = keeper.generate(prompt_of(90, "kept by all"), max_tokens=TOKENS)  # whose steps tell the other rank
+    assert not name_of(keeper, refused)
+    assert name_of(keeper, after)
+
+
 @pytest.mark.parametrize("name", list(ENGINES) if FULL else ["llama", "gptoss"])
 def test_neither_free_blocks_nor_the_order_of_eviction_change(pairs, name):
     pairs.stop()
