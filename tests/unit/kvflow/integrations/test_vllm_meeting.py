@@ -14,6 +14,7 @@ from kvflow.integrations.vllm.messages import Fail, GiveBack, Load
 from kvflow.integrations.vllm.params import OfferWanted, RendezvousWanted, read_params
 from kvflow.layout.specs import FullAttention
 from kvflow.rendezvous.dialer import Asker
+from kvflow.worker import answers
 from kvflow.worker.threaded import run_worker
 from tests.helpers.settings import flat_config
 from tests.ports import free_port
@@ -187,6 +188,15 @@ def test_a_question_that_waits_has_one_digest(prefill, monkeypatch):
         prefill.offer(end, name=f"{end}").seal([(1, 2, 3)[: -(-end // SIZE)]])
     assert matched(found, request) == (41, True)
     assert asked == [1]
+
+
+def test_a_question_for_which_the_engine_has_no_room_says_so(prefill, monkeypatch):
+    monkeypatch.setattr(answers, "WAITING_BYTES_MAX", 0)
+    monkeypatch.setattr(answers, "RESERVED_BYTES", 0)
+    found = decode()
+    failed = refusal(found, arrived(found, 48))
+    assert failed.code == "capacity_exceeded"
+    assert f"bytes of questions that wait at {ENDPOINT}" in failed.reason
 
 
 def test_a_request_that_ends_gives_its_offer_back(prefill):
