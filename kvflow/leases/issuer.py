@@ -178,8 +178,7 @@ class Issuer:
         if digests is not None:
             contents = self._contents(digests, lists, chained=chained, open_tokens=tokens if kind == "open" else None)
         if not self._free and not self._kept:
-            remedy = "Wait for a lease to end, which a mint's retire must be told, or raise lease_slots."
-            raise CapacityExceeded("leases", self.slots, remedy=remedy)
+            raise CapacityExceeded("leases", self.slots, remedy="Wait for a lease to end, or raise lease_slots.")
         oldest = None if self._free else next(iter(self._kept))
         slot = self._free[-1] if oldest is None else self._kept[oldest]
         grant = Grant(
