@@ -1,6 +1,6 @@
 """One lease that is held, and the indexes by which peers find it."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from math import lcm
 from typing import Self
 
@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from kvflow.errors import BlockIdsInvalid
 from kvflow.ids import LeaseKey
+from kvflow.layout.groups import Group, window_blocks
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import blocks_for
 from kvflow.leases.tickets import Grant
@@ -188,10 +189,14 @@ class OpenGroups:
 
     ``early``: whether a group settles block by block. Others, such as windows and states, write a block again while the
     request is computed, so they are told with the seal. ``unit``: tokens of whole blocks of every early group.
+    ``reaches``: kind, block size and window of the layers of each group.
     """
 
-    def __init__(self, sizes: Sequence[int], early: Sequence[bool], aliases: Sequence[int]) -> None:
+    def __init__(
+        self, sizes: Sequence[int], early: Sequence[bool], aliases: Sequence[int], reaches: Sequence[Collection[Group]]
+    ) -> None:
         self.sizes = tuple(sizes)
+        self._reaches = tuple(reaches)
         self._groups = tuple(zip(sizes, early, aliases, strict=True))
         self.unit = lcm(*[size for size, is_early, _ in self._groups if is_early]) if any(early) else 0
 
@@ -199,7 +204,15 @@ class OpenGroups:
     def of(cls, manifest: Manifest) -> Self:
         """Return the groups of this cache."""
         early = [all(layer.kind in SETTLES for layer in group.layers) for group in manifest.groups]
-        return cls([group.tokens_per_id for group in manifest.groups], early, manifest.aliases)
+        reaches = [
+            {Group((), layer.kind, group.block_tokens, layer.window) for layer in group.layers}
+            for group in manifest.groups
+        ]
+        return cls([group.tokens_per_id for group in manifest.groups], early, manifest.aliases, reaches)
+
+    def least(self, group: int, num_tokens: int) -> int:
+        """Return how many of the last blocks of a group the next token needs; 0 if no layer of it is here."""
+        return max([window_blocks(reach, num_tokens) for reach in self._reaches[group]], default=0)
 
     def whole(self, num_tokens: int) -> int:
         """Return how many of these tokens are in whole blocks."""
@@ -226,9 +239,12 @@ class OpenGroups:
         """
         fresh: set[int] = set()
         for group, (size, early, alias) in enumerate(self._groups):
-            more, most = new[group], blocks_for(grant.num_tokens[group], size)
+            more, tokens = new[group], grant.num_tokens[group]
+            most = blocks_for(tokens, size)
             count = len(blocks[group]) + len(more)
-            least = 0 if not early else most if sealed else settled // size
+            least = settled // size if early else 0
+            if sealed:
+                least = self.least(group, tokens)
             if more and not (early or sealed):
                 raise BlockIdsInvalid(
                     f"group {group}: its blocks are written again, so they cannot be told before the seal", group=group

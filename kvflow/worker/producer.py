@@ -398,6 +398,12 @@ class LeaseManager:
                     group=group,
                     remedy="The last block of a list must hold the last token: leave out blocks behind it.",
                 )
+            if len(ids) < most and grant.kind != "open" and len(ids) < (least := self._groups.least(group, tokens)):
+                raise BlockIdsInvalid(
+                    f"group {group}: {len(ids)} blocks for {tokens} tokens, and the next token needs the last {least}",
+                    group=group,
+                    remedy="List each of these blocks; -1 stands for one that is absent.",
+                )
         return checked
 
     def _hold(

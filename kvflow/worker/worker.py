@@ -139,8 +139,8 @@ class Worker:
 
         Args:
             request_id: text that no held offer has.
-            block_ids: one list per group, in the order of ``cache.groups``. A list names consecutive blocks,
-                and its last block holds token ``num_tokens - 1``; -1 stands for an absent block.
+            block_ids: one list per group, in the order of ``cache.groups``: consecutive blocks, as many as
+                ``window_blocks`` says or more, and the last holds token ``num_tokens - 1``; -1: an absent block.
             num_tokens: tokens of the request, or one number per group.
             digests: the content digest of each block, at most 64 bytes, in lists like those of ``block_ids``; empty
                 bytes for an absent block. Make each a chained hash of all tokens up to the end of its block, and of

@@ -56,10 +56,12 @@ class TransferGroup(Struct, frozen=True):
 def offered_blocks(groups: Sequence[TransferGroup], listed: Sequence[Sequence[int]], num_tokens: int) -> BlockIds:
     """Return the blocks that a producer offers: for each group, those that the token after ``num_tokens`` needs.
 
+    An absent one is named, too, so that a list that lacks blocks by mistake is refused.
+
     Raises:
         BlockIdsInvalid: a list has fewer blocks than the tokens need.
     """
-    return tuple(_wanted(each, listed[each.index], num_tokens) for each in groups)
+    return tuple(_wanted(each, listed[each.index], num_tokens, whole=True) for each in groups)
 
 
 def loaded_blocks(
@@ -86,7 +88,7 @@ def loaded_blocks(
     return tuple(found)
 
 
-def _wanted(each: TransferGroup, ids: Sequence[int], end: int) -> tuple[int, ...]:
+def _wanted(each: TransferGroup, ids: Sequence[int], end: int, *, whole: bool = False) -> tuple[int, ...]:
     if each.is_state:
         block = state_block(list(ids), each.spec)
         return (ABSENT if block in (None, NULL_BLOCK) else block,)
@@ -99,7 +101,7 @@ def _wanted(each: TransferGroup, ids: Sequence[int], end: int) -> tuple[int, ...
     named = tuple(ids[num_blocks - each.blocks_needed(end) : num_blocks])
     if NULL_BLOCK not in named:
         return named
-    first = next((at for at, block in enumerate(named) if block != NULL_BLOCK), num_blocks)
+    first = 0 if whole else next((at for at, block in enumerate(named) if block != NULL_BLOCK), num_blocks)
     return tuple([ABSENT if block == NULL_BLOCK else block for block in named[first:]])
 
 

@@ -328,7 +328,7 @@ def test_a_producer_offers_what_the_next_token_needs(tokens, listed, offered):
 def test_blocks_that_are_not_there_are_absent():
     full = [[0, 2, 0, 4]]
     assert loaded_blocks(FULL, full, end=64, num_tokens=64) == ((2, -1, 4),)
-    assert offered_blocks(HYBRID, [[0], [0], [1]], 16) == ((), (-1,), (1,))
+    assert offered_blocks(HYBRID, [[0], [0], [1]], 16) == ((-1,), (-1,), (1,))
 
 
 def test_a_producer_without_enough_blocks_offers_none():

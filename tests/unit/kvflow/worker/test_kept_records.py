@@ -92,7 +92,7 @@ async def test_a_kept_record_is_the_one_of_any_other_log(path, contexts, ranks, 
 async def test_a_record_of_several_groups(path, contexts):
     groups = tuple(Group((name,), SPECS[name].kind, SPECS[name].block_size) for name in "ab")
     async with logged(path, sources=[cache_of(groups=groups)], target=cache_of(groups=groups)) as world:
-        await world.consumer.pull(world.producer.offer("r", [[1, 2], [3]], 8), [[3, 4], [5]])
+        await world.consumer.pull(world.producer.offer("r", [[1, 2], [-1, 3]], 8), [[3, 4], [5]])
         await check(world, path, *contexts)
 
 

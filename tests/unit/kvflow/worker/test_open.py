@@ -200,11 +200,11 @@ async def test_windows_and_states_are_told_with_the_seal(hybrid):
     answer = await settled(hybrid, offer.ticket, 0, 0, 0, above=1).answer()
     assert answer == AnswerSettled(num_tokens=8, block_ids=tuple(map(tuple, lists(full=[1, 2]))))
     with pytest.raises(BlockIdsInvalid):
-        offer.seal(lists(full=[3], sliding=[4, 5], mamba=[6, 7]))
-    offer.seal(lists(full=[3], sliding=[4, 5], mamba=[6]))
+        offer.seal(lists(full=[3], sliding=[4, 5, 7], mamba=[6, 8]))
+    offer.seal(lists(full=[3], sliding=[4, 5, 7], mamba=[6]))
     answer = await settled(hybrid, offer.ticket, *[2 * (kind == "full") for kind in kinds]).answer()
     assert answer == AnswerSettled(
-        num_tokens=10, block_ids=tuple(map(tuple, lists(full=[3], sliding=[4, 5], mamba=[6]))), sealed=True
+        num_tokens=10, block_ids=tuple(map(tuple, lists(full=[3], sliding=[4, 5, 7], mamba=[6]))), sealed=True
     )
 
 
