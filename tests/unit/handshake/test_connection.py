@@ -194,6 +194,20 @@ def test_what_the_peer_said_before_it_heard_our_goodbye_is_let_pass():
     assert pair.client_events[1:] == [ConnectionClosed(reason="leaving")]
 
 
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("leave", ["close", "refuse"])
+def test_the_other_side_has_its_time_for_the_last_word_from_ours_on(role, leave):
+    """However old the connection is."""
+    connection = connection_in(role, Progress.READY)
+    now = 100.0 + 3600.0
+    if leave == "close":
+        connection.close("done", now)
+    else:
+        connection.refuse("busy", "later", now)
+    assert connection.state is Progress.CLOSING
+    assert connection.next_deadline() == now + LIMITS.closing_s
+
+
 def test_a_refusal_is_told_with_its_remedy():
     pair = Pair().make_ready()
     pair.client.refuse("publication_refused", "r" * 5000, pair.now, remedy="Publish less.")

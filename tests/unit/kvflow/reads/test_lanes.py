@@ -427,6 +427,20 @@ def test_what_is_posted_meanwhile_gives_a_hung_peer_no_more_time():
     assert reads[0].outstanding.since == 100.0
 
 
+def test_a_check_that_is_in_flight_is_owed_when_a_chunk_has_landed():
+    bench = Bench()
+    read = bench.admit(1)
+    chunk = bench.take()
+    bench.admit(2, slot=1, check_first=True)
+    check = bench.take()
+    assert isinstance(check, Check)
+    bench.now = 105.0
+    bench.land(chunk)
+    assert read.outstanding.since == 105.0
+    bench.land(check)
+    assert read.outstanding.since == math.inf
+
+
 def test_the_times_of_its_chunks_are_added_up():
     bench = Bench()
     bench.admit(1, chunks=4)

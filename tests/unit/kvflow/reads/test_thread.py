@@ -464,7 +464,7 @@ def test_pauses_grow_while_nothing_happens_and_begin_again():
     assert pauses == pytest.approx([0.0, *(pause for paused in script.values() for pause in paused)])
 
 
-def test_an_idle_thread_looks_at_the_deadlines_of_what_a_descriptor_waits_for():
+def test_an_idle_thread_looks_at_deadlines_behind_its_descriptor():
     """A connection that opens has a deadline, though no read waits for it."""
     silent = os.eventfd(0)
     transport, pauses = idle_transport(descriptor=silent), []

@@ -479,6 +479,23 @@ def test_an_exporter_that_never_answers_is_given_up_at_the_deadline():
         assert not reader.late
 
 
+def test_an_opening_that_has_heard_its_news_sleeps_until_there_is_more():
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener, exporting(tls=False) as exporter:
+        reader = exporter.reader(at=listener.getsockname())
+        with closing(reader), select.epoll() as epoll:
+            reader.advance()
+            epoll.register(reader.fileno(), select.EPOLLIN)
+            sock, _ = listener.accept()
+            with sock:
+                assert epoll.poll(IN_TIME_S), "it is connected"
+                assert reader.advance() is None
+                assert not epoll.poll(0)
+                sock.sendall(opening.MAGIC)
+                assert epoll.poll(IN_TIME_S)
+                assert reader.advance() is None
+                assert not epoll.poll(0)
+
+
 def test_an_address_at_which_nobody_listens_is_given_up_at_once():
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         place = listener.getsockname()
@@ -572,6 +589,8 @@ def test_half_requests_of_one_key_end_its_largest_connection(monkeypatch):
         assert accounts.buffered == 70
         other.leave()
         assert (accounts.buffered, accounts.count) == (0, 0)
+        assert not accounts._of_key, "keys that have left are kept"
+        assert not accounts._buffered
 
 
 def test_half_requests_of_all_end_the_largest_of_the_largest_key(monkeypatch):
