@@ -258,7 +258,7 @@ def test_windows_and_states_are_told_with_the_seal(engines):
 
 
 @pytest.mark.parametrize(("second_runner", "clears"), [(True, True), (True, False), (False, True), (False, False)])
-def test_nothing_settles_early_where_a_step_clears_blocks_before_leases_end(engines, second_runner, clears):
+def test_nothing_settles_early_where_steps_clear_blocks_before_leases_end(engines, second_runner, clears):
     """A preempted request's blocks would be cleared while their lease is held."""
     engine = engines(3, second_runner=second_runner, engine={"needs_kv_cache_zeroing": clears})
     early = ("open", 0, ((), (), ())) if second_runner and clears else ("open", 80, ((1, 2, 3, 4, 5), (), ()))
