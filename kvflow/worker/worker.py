@@ -341,7 +341,8 @@ class Worker:
             digests: chained digests, as its engine has passed them to ``keep``: those of the blocks of the first group,
                 or one list per group. Each has 1 to 64 bytes.
             wait_s: 0 finds only what is kept. Otherwise the worker waits for so long, also for an offer with digests,
-                open or not, the last of which is among these; it gives each offer to one caller.
+                open or not, the last of which is among these; it gives each offer to one caller, until that releases
+                the ticket unread.
             at_least: fewer digests are of no use.
 
         Returns:
@@ -352,7 +353,7 @@ class Worker:
             ConfigInvalid: the endpoint is malformed.
             AuthenticationFailed: it does not prove the cluster's secret, or has another key.
             PeerRefused, PeerLost, DeadlineExceeded, ProtocolViolation: it cannot be reached, or answers wrongly.
-            CapacityExceeded: 1,024 questions to it have no answer.
+            CapacityExceeded: 1,024 questions to it have no answer, or too many wait there.
             ReleaseMismatch: it runs a release that cannot be asked.
             WorkerDraining, WorkerClosed: this worker starts no new pulls.
 
