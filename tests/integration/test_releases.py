@@ -85,6 +85,8 @@ async def consuming_there(child, shape=Shape(), **settings):  # noqa: B008 - fro
 async def test_this_release_reads_the_tickets_of_the_last_one(start, plane):
     async with start("producer_process").producing(Shape(), **plane) as producer, consuming(**plane) as consumer:
         for request in ("first", "again"):
+            with pytest.raises(ReleaseMismatch, match="wire version 1"):  # it knows no questions
+                await consumer.worker.find(producer.endpoint, [b"x"])
             params = await producer.offer(request, BLOCKS, NUM_TOKENS)
             assert params["kvflow"].startswith("kvf2.")
             report = await consumer.pull(params, BLOCKS)
