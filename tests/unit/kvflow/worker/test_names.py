@@ -99,7 +99,7 @@ async def test_a_ticket_before_its_address_fails_and_the_next_is_read():
     """The name still leads to the old pod alone, which seems to be a restart. The next proves that it is not."""
     async with rolling() as rollout:
         rollout.lead("old")
-        before = [rollout.offer("new", f"before {turn}") for turn in range(2)]
+        before = [rollout.offer("new", f"before {turn}", later_s=-turn) for turn in range(2)]
         for ticket, reason in zip(before, ("was restarted", "is closed"), strict=True):
             with pytest.raises(StaleLease, match=reason):
                 await rollout.world.pull(ticket)
