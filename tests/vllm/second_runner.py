@@ -2,17 +2,22 @@
 
 vLLM runs neither on CPUs. Here its own ``EngineCore``, ``AsyncScheduler`` and ``ActiveKVConnector`` run over a model
 and a device that are stand-ins. The device does its work in order, and only as far as something waits for it. Each
-layer keeps a number that depends on the token, its position and the layer. Before a step writes, it reads what all
+layer keeps numbers that depend on the token, its position and the layer. Before a step writes, it reads what all
 earlier steps and loads should have written, as attention does.
 
-Most names here are vLLM's, which calls them.
+The first model runner, which on GPUs schedules asynchronously, too, is ``first_runner``. Most names here are vLLM's,
+which calls them.
 """
 
 from collections import deque
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from random import Random
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -29,7 +34,6 @@ from vllm.v1.request import Request
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 from kvflow import KVCache
-from kvflow.integrations.vllm import connector
 from kvflow.integrations.vllm import engine as connector_engine
 
 BLOCK_SIZE = 16
@@ -39,14 +43,24 @@ SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dty
 SECRET = "the second model runner, tested without one"
 
 
+NOT_SAMPLED = 99
+"""What a draft model guesses if it is wrong."""
+
+
 def token_at(position):
     """Return the token that the model samples at a position."""
     return 100 + position
 
 
-def content(token, position, layer):
-    """Return what a layer keeps of a token; bfloat16 has all these numbers."""
-    return (token * 31 + position * 7 + (*TARGET, *DRAFT).index(layer) * 3) % 199 + 1
+SALTS = np.arange(1, 2 * SPEC.head_size + 1, dtype=np.int64) * 40503
+
+
+def contents(tokens, positions, num_layers):
+    """Return what layers keep of tokens: for each layer and token the 16-bit numbers of a cell."""
+    known = (np.asarray(tokens, dtype=np.int64) * 7919 + np.asarray(positions, dtype=np.int64) * 104729 + 1) * 2654435
+    layers = np.arange(1, num_layers + 1, dtype=np.int64) * 1299709
+    mixed = (known[None, :, None] + layers[:, None, None]) * SALTS[None, None, :]
+    return (mixed >> 7).astype(np.int16)
 
 
 class Device:
@@ -97,20 +111,34 @@ class Output(Future):
 
 
 class Worker:
-    """A rank, which does for each step what ``vllm/v1/worker/gpu/model_runner.py`` does, in the same order."""
+    """A rank, which does for each step what ``vllm/v1/worker/gpu/model_runner.py`` does, in the same order.
+
+    A draft model guesses a token for each step, and is right in half of all cases.
+
+    Attributes:
+        wrong: what a step has read and should not: request, layer, position.
+        order: launches, and what a test adds.
+        between: called after new blocks are cleared and before the connector is told of the step.
+    """
 
     def __init__(self, config):
         self.config = config
         self.device = Device()
+        self.layers = TARGET if config.speculative_config is None else (*TARGET, *DRAFT)
         self.caches = {}
         self.wrong = []
         self.order = []
+        self.between = lambda: None
+        self.num_read = 0
+        self._guess = Random(0)
         self._blocks = {}
         self._tokens = {}
+        self._starts = {}
+        self._computed = {}
         self._step = None
 
     def get_kv_cache_spec(self):
-        return dict.fromkeys((*TARGET, *DRAFT), SPEC)
+        return dict.fromkeys(self.layers, SPEC)
 
     def get_supported_kv_cache_layouts(self):
         return ["LBHNC"]
@@ -124,32 +152,40 @@ class Worker:
     def initialize_from_config(self, kv_cache_configs):
         (kv_cache_config,) = kv_cache_configs
         shape = (kv_cache_config.num_blocks, SPEC.num_kv_heads, BLOCK_SIZE, 2 * SPEC.head_size)
-        memory = torch.zeros((len(self.get_kv_cache_spec()), *shape), dtype=SPEC.dtype)
-        self.caches = dict(zip(self.get_kv_cache_spec(), memory, strict=True))
+        memory = torch.zeros((len(self.layers), *shape), dtype=SPEC.dtype)
+        self.caches = dict(zip(self.layers, memory, strict=True))
+        self._cells = memory.view(torch.int16).numpy().reshape(len(self.layers), -1, 2 * SPEC.head_size)
         DEVICES[memory.data_ptr()] = self.device
         self.connector = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, kv_cache_config)
+        with self.active():
+            self.connect()
+
+    @contextmanager
+    def active(self):
+        """Have vLLM find the connector of this rank: a process of its own has no other."""
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         try:
-            self.kv_connector = ActiveKVConnector(self.config, self.caches)
+            yield
         finally:
             kv_transfer_state._KV_CONNECTOR_AGENT = None
+
+    def connect(self):
+        """Hand the caches to the connector."""
+        self.kv_connector = ActiveKVConnector(self.config, self.caches)
 
     def get_kv_connector_handshake_metadata(self):
         return {(0, 0): self.connector.get_handshake_metadata()}
 
     def execute_model(self, scheduled):
         self._learn(scheduled)
-        if scheduled.new_block_ids_to_zero:
-            self.device.give(self._zero, scheduled.new_block_ids_to_zero)
+        self._clear(scheduled)
+        self.between()
         if not scheduled.total_num_scheduled_tokens:
             return self.kv_connector.no_forward(scheduled)
         names = list(scheduled.num_scheduled_tokens)
         batch = SimpleNamespace(idx_mapping=None, req_ids=names, num_tokens=scheduled.total_num_scheduled_tokens)
         self.kv_connector.pre_forward(scheduled, batch, {})
-        rows = [self._row(name, number) for name, number in scheduled.num_scheduled_tokens.items()]
-        self.order.append("launch")
-        self.device.give(self._attend, rows)
-        self.device.give(self._write, rows, TARGET)
+        rows = self._launch(scheduled)
         self.kv_connector.finish_forward()
         self._step = scheduled, rows
         return None
@@ -157,59 +193,111 @@ class Worker:
     def sample_tokens(self, _grammar):
         scheduled, rows = self._step
         is_sampled = self.device.mark()
-        self.device.give(self._write, rows, DRAFT)
-        transfers = self.kv_connector.post_forward(scheduled.finished_req_ids)
-        names = [name for name, *_ in rows]
-        sampled = [[token_at(stop)] if stop >= self._prompt(name) else [] for name, _, stop, *_ in rows]
-        output = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=sampled,
-            kv_connector_output=transfers,
-        )
-        return Output(self.device, is_sampled, output)
+        self._draft(rows)
+        return self._output(rows, is_sampled, self.kv_connector.post_forward(scheduled.finished_req_ids))
 
     def shutdown(self):
         self.connector.shutdown()
 
+    def _clear(self, scheduled):
+        if scheduled.new_block_ids_to_zero:
+            self.device.give(self._zero, scheduled.new_block_ids_to_zero)
+
+    def _launch(self, scheduled):
+        guesses = scheduled.scheduled_spec_decode_tokens
+        counts = scheduled.num_scheduled_tokens.items()
+        rows = [self._row(name, number, len(guesses.get(name, ()))) for name, number in counts]
+        self.order.append("launch")
+        self.device.give(self._attend, rows)
+        self.device.give(self._write, rows, slice(len(TARGET)))
+        return rows
+
+    def _draft(self, rows):
+        """Have the draft model write, which it does when the tokens of the step are on their way."""
+        if len(self.layers) > len(TARGET):
+            self.device.give(self._write, rows, slice(len(TARGET), None))
+
+    def _output(self, rows, is_sampled, transfers):
+        names = [row.name for row in rows]
+        output = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[row.sampled for row in rows],
+            kv_connector_output=transfers,
+        )
+        return Output(self.device, is_sampled, output)
+
     def _learn(self, scheduled):
+        for name in scheduled.finished_req_ids:
+            for known in (self._blocks, self._tokens, self._computed):
+                known.pop(name, None)
         for new in scheduled.scheduled_new_reqs:
             self._blocks[new.req_id] = list(new.block_ids[0])
             self._tokens[new.req_id] = list(new.prompt_token_ids)
+            self._computed[new.req_id] = new.num_computed_tokens
         cached = scheduled.scheduled_cached_reqs
-        assert not cached.resumed_req_ids
-        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        for name, blocks, start in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            if name in cached.resumed_req_ids:  # of the first runner; the second one learns of such requests anew
+                self._blocks[name], self._computed[name] = [], start
             self._blocks[name] += blocks[0] if blocks else []
-        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        self._starts = starts | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
 
-    def _prompt(self, name):
-        return len(self._tokens[name])
-
-    def _row(self, name, number):
-        """Return the name, the range of positions, the tokens and the blocks of a request in a step."""
-        stop = self._starts[name] + number
-        tokens = [*self._tokens[name], *(token_at(position) for position in range(self._prompt(name), stop))]
-        return name, self._starts[name], stop, tokens, tuple(self._blocks[name])
+    def _row(self, name, number, num_guesses):
+        """Return what a step computes of a request."""
+        start, prompt = self._computed[name], self._tokens[name]  # vLLM counts every guess as right until it knows
+        stop, known = start + number, start + number - num_guesses
+        tokens = [*prompt, *map(token_at, range(len(prompt), stop))][:stop]
+        sampled = [token_at(known)] if known >= len(prompt) else []
+        for position in range(known, stop):
+            if self._guess.random() < 0.5:
+                tokens[position:] = [NOT_SAMPLED] * (stop - position)
+                break
+            sampled.append(token_at(position + 1))
+        self._computed[name] = known + max(0, len(sampled) - 1)
+        return Row(name, start, stop, tokens, np.array(self._blocks[name]), sampled)
 
     def _zero(self, blocks):
         for cache in self.caches.values():
             cache[blocks] = 0
 
     def _attend(self, rows):
-        for name, start, _, tokens, blocks in rows:
-            for layer, cache in self.caches.items():
-                for position in range(start):
-                    found = cache[blocks[position // BLOCK_SIZE], :, position % BLOCK_SIZE]
-                    if not (found == content(tokens[position], position, layer)).all():
-                        self.wrong.append((name, layer, position))
+        for row in rows:
+            positions = np.arange(row.start)
+            found = self._cells[:, row.slots(positions)]
+            right = (found == contents(row.tokens[: row.start], positions, len(self.layers))).all(axis=2)
+            self.num_read += right.size
+            if not right.all():
+                self.wrong += [(row.name, self.layers[layer], int(at)) for layer, at in np.argwhere(~right)]
 
     def _write(self, rows, layers):
-        for _, start, stop, tokens, blocks in rows:
-            for position in range(start, stop):
-                for layer in layers:
-                    cell = self.caches[layer][blocks[position // BLOCK_SIZE], :, position % BLOCK_SIZE]
-                    cell[:] = content(tokens[position], position, layer)
+        for row in rows:
+            positions = np.arange(row.start, row.stop)
+            written = contents(row.tokens[row.start :], positions, len(self.layers))
+            self._cells[layers, row.slots(positions)] = written[layers]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a step computes of a request.
+
+    Attributes:
+        name: of the request.
+        start: tokens that were computed before.
+        stop: index after the last token of the step.
+        tokens: the first ``stop``, of which guesses may be wrong.
+        blocks: its blocks.
+        sampled: the tokens that come of it.
+    """
+
+    name: str
+    start: int
+    stop: int
+    tokens: list
+    blocks: np.ndarray
+    sampled: list
+
+    def slots(self, positions):
+        """Return where tokens are: the index of a cell in a layer."""
+        return self.blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
 DEVICES = {}
@@ -220,10 +308,12 @@ SECOND = set()
 
 
 class Executor(UniProcExecutor):
-    """Runs ``Worker`` in this process."""
+    """Runs a worker in this process."""
+
+    worker_class = Worker
 
     def _init_executor(self):
-        self.driver_worker = Worker(self.vllm_config)
+        self.driver_worker = self.worker_class(self.vllm_config)
 
     def compile_or_warm_up_model(self):
         pass
@@ -246,18 +336,23 @@ class Engine:
         model: folder with a model's config.
         role: ``kv_role``.
         num_blocks: of its cache.
+        executor: runs its worker.
+        drafts: it has a draft model.
+        own: settings of the connector, beside the usual ones.
         transfer: fields of vLLM's ``KVTransferConfig``, beside the usual ones.
         limits: arguments of vLLM's engine, beside the usual ones.
     """
 
-    def __init__(self, model, role, *, num_blocks=64, transfer=None, **limits):
-        own = {"cluster_secret": SECRET, "transport": "loopback", "quarantine_s_max": 60.0}
+    def __init__(
+        self, model, role, *, num_blocks=64, executor=Executor, drafts=True, own=None, transfer=None, **limits
+    ):
+        usual = {"cluster_secret": SECRET, "transport": "loopback", "quarantine_s_max": 60.0}
         transfers = KVTransferConfig(
             kv_connector="KVFlowConnector",
             kv_connector_module_path="kvflow.integrations.vllm.connector",
             kv_role=role,
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config=own,
+            kv_connector_extra_config=usual | (own or {}),
             **(transfer or {}),
         )
         arguments = EngineArgs(
@@ -265,14 +360,17 @@ class Engine:
             max_model_len=min(512, (num_blocks - 1) * BLOCK_SIZE),
             block_size=BLOCK_SIZE,
             num_gpu_blocks_override=num_blocks,
-            enable_prefix_caching=False,
             kv_transfer_config=transfers,
-            **limits,
+            **{"enable_prefix_caching": False} | limits,
         )
+        if drafts:
+            guessing = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 1}
+            arguments.speculative_config = guessing
         config = arguments.create_engine_config()
         config.scheduler_config.async_scheduling = True  # vLLM turns it off on CPUs
-        SECOND.add(id(config))
-        self.core = engine_core.EngineCore(config, Executor, log_stats=False)
+        if executor.worker_class is Worker:
+            SECOND.add(id(config))
+        self.core = engine_core.EngineCore(config, executor, log_stats=False)
         self.scheduler = self.core.scheduler
         self.worker = self.core.model_executor.driver_worker
         self.device = self.worker.device
@@ -324,7 +422,6 @@ def prepare(monkeypatch):
     monkeypatch.setattr(engine_core, "freeze_gc_heap", lambda: None)
     monkeypatch.setattr(engine_core, "enable_envs_cache", lambda: None)
     monkeypatch.setattr(connector_engine, "_tp_rank", lambda: 0)
-    monkeypatch.setattr(connector, "writes_late", lambda _: True)
     monkeypatch.setattr(KVCache, "write_marker", lambda self: DEVICES[self.manifest().regions[0].address].mark)
 
 
