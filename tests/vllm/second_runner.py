@@ -2,8 +2,8 @@
 
 vLLM runs neither on CPUs. Here its own ``EngineCore``, ``AsyncScheduler`` and ``ActiveKVConnector`` run over a model
 and a device that are stand-ins. The device does its work in order, and only as far as something waits for it. Each
-layer keeps numbers that depend on the token, its position and the layer. Before a step writes, it reads what all
-earlier steps and loads should have written, as attention does.
+layer keeps numbers that depend on the token, its position and the layer. When a step has written, it reads what it and
+all earlier steps and loads should have written, as attention does.
 
 The first model runner, which on GPUs schedules asynchronously, too, is ``first_runner``. Most names here are vLLM's,
 which calls them.
@@ -64,9 +64,10 @@ def contents(tokens, positions, num_layers):
 
 
 class Device:
-    """Work that is done in order."""
+    """Work that is done in order; after each piece ``after`` is called."""
 
     def __init__(self):
+        self.after = lambda: None
         self._queue = deque()
         self._given = 0
         self._done = 0
@@ -93,6 +94,7 @@ class Device:
         """Do the next piece of what was given."""
         self._queue.popleft()()
         self._done += 1
+        self.after()
 
 
 class Output(Future):
@@ -135,6 +137,7 @@ class Worker:
         self._tokens = {}
         self._starts = {}
         self._computed = {}
+        self._sampled = set()
         self._step = None
 
     def get_kv_cache_spec(self):
@@ -154,7 +157,7 @@ class Worker:
         shape = (kv_cache_config.num_blocks, SPEC.num_kv_heads, BLOCK_SIZE, 2 * SPEC.head_size)
         memory = torch.zeros((len(self.layers), *shape), dtype=SPEC.dtype)
         self.caches = dict(zip(self.layers, memory, strict=True))
-        self._cells = memory.view(torch.int16).numpy().reshape(len(self.layers), -1, 2 * SPEC.head_size)
+        self.cells = memory.view(torch.int16).numpy().reshape(len(self.layers), -1, 2 * SPEC.head_size)
         DEVICES[memory.data_ptr()] = self.device
         self.connector = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, kv_cache_config)
         with self.active():
@@ -208,14 +211,13 @@ class Worker:
         counts = scheduled.num_scheduled_tokens.items()
         rows = [self._row(name, number, len(guesses.get(name, ()))) for name, number in counts]
         self.order.append("launch")
-        self.device.give(self._attend, rows)
-        self.device.give(self._write, rows, slice(len(TARGET)))
+        self.device.give(self._compute, rows, slice(len(TARGET)))
         return rows
 
     def _draft(self, rows):
         """Have the draft model write, which it does when the tokens of the step are on their way."""
         if len(self.layers) > len(TARGET):
-            self.device.give(self._write, rows, slice(len(TARGET), None))
+            self.device.give(self._compute, rows, slice(len(TARGET), None))
 
     def _output(self, rows, is_sampled, transfers):
         names = [row.name for row in rows]
@@ -231,48 +233,52 @@ class Worker:
         for name in scheduled.finished_req_ids:
             for known in (self._blocks, self._tokens, self._computed):
                 known.pop(name, None)
+            self._sampled.discard(name)
         for new in scheduled.scheduled_new_reqs:
             self._blocks[new.req_id] = list(new.block_ids[0])
             self._tokens[new.req_id] = list(new.prompt_token_ids)
             self._computed[new.req_id] = new.num_computed_tokens
+            self._sampled.discard(new.req_id)
         cached = scheduled.scheduled_cached_reqs
         for name, blocks, start in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
             if name in cached.resumed_req_ids:  # of the first runner; the second one learns of such requests anew
                 self._blocks[name], self._computed[name] = [], start
+                self._sampled.discard(name)
             self._blocks[name] += blocks[0] if blocks else []
 
     def _row(self, name, number, num_guesses):
         """Return what a step computes of a request."""
         start, prompt = self._computed[name], self._tokens[name]  # vLLM counts every guess as right until it knows
         stop, known = start + number, start + number - num_guesses
+        guesses_right = 0.5 if name in self._sampled else 0.0  # before that, vLLM has put guesses there that are none
         tokens = [*prompt, *map(token_at, range(len(prompt), stop))][:stop]
         sampled = [token_at(known)] if known >= len(prompt) else []
         for position in range(known, stop):
-            if self._guess.random() < 0.5:
+            if self._guess.random() >= guesses_right:
                 tokens[position:] = [NOT_SAMPLED] * (stop - position)
                 break
             sampled.append(token_at(position + 1))
         self._computed[name] = known + max(0, len(sampled) - 1)
+        self._sampled.update([name] if sampled else [])
         return Row(name, start, stop, tokens, np.array(self._blocks[name]), sampled)
 
     def _zero(self, blocks):
         for cache in self.caches.values():
             cache[blocks] = 0
 
-    def _attend(self, rows):
-        for row in rows:
-            positions = np.arange(row.start)
-            found = self._cells[:, row.slots(positions)]
-            right = (found == contents(row.tokens[: row.start], positions, len(self.layers))).all(axis=2)
-            self.num_read += right.size
-            if not right.all():
-                self.wrong += [(row.name, self.layers[layer], int(at)) for layer, at in np.argwhere(~right)]
-
-    def _write(self, rows, layers):
+    def _compute(self, rows, layers):
+        """Write the tokens of all requests, and then read all that each one has: some may share blocks."""
         for row in rows:
             positions = np.arange(row.start, row.stop)
             written = contents(row.tokens[row.start :], positions, len(self.layers))
-            self._cells[layers, row.slots(positions)] = written[layers]
+            self.cells[layers, row.slots(positions)] = written[layers]
+        for row in rows:
+            positions = np.arange(row.stop)
+            found = self.cells[layers, row.slots(positions)]
+            right = (found == contents(row.tokens, positions, len(self.layers))[layers]).all(axis=2)
+            self.num_read += right.size
+            if not right.all():
+                self.wrong += [(row.name, self.layers[layers][layer], int(at)) for layer, at in np.argwhere(~right)]
 
 
 @dataclass(frozen=True)
@@ -421,6 +427,7 @@ def prepare(monkeypatch):
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda config: id(config) in SECOND))
     monkeypatch.setattr(engine_core, "freeze_gc_heap", lambda: None)
     monkeypatch.setattr(engine_core, "enable_envs_cache", lambda: None)
+    monkeypatch.setattr(engine_core, "cleanup_dist_env_and_memory", lambda *_, **__: None)  # it collects garbage
     monkeypatch.setattr(connector_engine, "_tp_rank", lambda: 0)
     monkeypatch.setattr(KVCache, "write_marker", lambda self: DEVICES[self.manifest().regions[0].address].mark)
 

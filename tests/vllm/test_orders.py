@@ -1,0 +1,106 @@
+"""No load arrives in a block that a step in flight still writes, and nothing on offer is written: at random orders.
+
+``KVFLOW_ORDER_STEPS`` is the number of steps in all, by default some thousands.
+"""
+
+import os
+
+import pytest
+
+from .tables import TABLES
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's, when it is imported
+
+STEPS = int(os.environ.get("KVFLOW_ORDER_STEPS", "6000"))
+STEPS_OF_WORLD = 5000  # then another one begins
+RUNNERS, ROLES = ("first", "second"), ("kv_producer", "kv_consumer", "kv_both")
+KINDS = len(RUNNERS) * len(ROLES) * 2
+FAULT_STEPS = 3000  # within which an injected fault shows
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """Starts worlds; at the end the last one is closed."""
+    from . import orders, second_runner
+
+    second_runner.prepare(monkeypatch)
+    started = []
+
+    def start(*args, **named):
+        while started:
+            started.pop().close()
+        started.append(orders.World(*args, **named))
+        return started[-1]
+
+    yield start
+    while started:
+        started.pop().close()
+
+
+def run(world, steps, *kind, **named):
+    """Run worlds of a kind one after the other, and return what has happened."""
+    happened, seed = {}, 0
+    while happened.get("step", 0) < steps:
+        each = world(*kind, seed, **named)
+        assert each.waits_for_steps is (each.has_drafts or not each.engine.scheduler.defer_block_free)
+        each.run(min(steps - happened.get("step", 0), STEPS_OF_WORLD))
+        assert each.faults == [], (kind, named, seed, each.happened)
+        each.settle()
+        assert each.faults == [], (kind, named, seed, each.happened)
+        assert [engine.free_blocks for engine in each.engines] == [engine.blocks for engine in each.engines]
+        happened["cells"] = happened.get("cells", 0) + sum(engine.worker.num_read for engine in each.engines)
+        happened["settled"] = happened.get("settled", 0) + each.held[1].settled
+        for name, count in each.happened.items():
+            happened[name] = happened.get(name, 0) + count
+        seed += 1
+    row = tuple(happened.get(name, 0) for name in COUNTED)
+    TABLES.setdefault("orders", [("engine", *COUNTED)]).append(
+        (" ".join([*kind, *[name for name in named if named[name]]]), *row)
+    )
+    return happened
+
+
+COUNTED = ("step", "step of the source", "cells", "read", "not read", "aborted", "preempted", "settled")
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_every_cell_that_a_step_reads_is_what_it_must_be(world, runner, role, drafts):
+    happened = run(world, STEPS // KINDS, runner, role, drafts=drafts)
+    assert min(happened.get(name, 0) for name in ("read", "aborted", "preempted")) > 0, happened
+
+
+@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_what_is_on_offer_is_neither_cleared_nor_written(world, monkeypatch, runner, clears):
+    from . import second_runner
+
+    if clears:
+        second_runner.zero_new_blocks(monkeypatch)
+    happened = run(world, STEPS // KINDS, runner, "kv_producer", drafts=False, opens=True)
+    assert min(happened.get(name, 0) for name in ("offered", "aborted", "preempted")) > 0, happened
+    assert bool(happened["settled"]) is not (runner == "second" and clears)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_load_that_waits_for_no_step_is_seen(world, monkeypatch, runner):
+    monkeypatch.setattr(
+        "kvflow.integrations.vllm.connector.writes_late", lambda config: config.speculative_config is not None
+    )
+    found = world(runner, "kv_producer", 0)
+    found.run(FAULT_STEPS)
+    assert found.engine.worker.wrong
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_step_that_clears_blocks_on_offer_is_seen_and_does_not_happen(world, monkeypatch, runner, guarded):
+    from . import orders, second_runner
+
+    second_runner.zero_new_blocks(monkeypatch)
+    if not guarded:
+        monkeypatch.setattr("kvflow.integrations.vllm.scheduler.clears_first", lambda *_: False)
+    changed, settled = orders.crowded(runner)
+    assert bool(changed) is (runner == "second" and not guarded)
+    assert bool(settled) is not (runner == "second" and guarded)
