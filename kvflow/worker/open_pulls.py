@@ -23,6 +23,7 @@ from kvflow.worker.peers import PeerPool
 from kvflow.worker.prepared import Route
 from kvflow.worker.renewals import HeldLease
 
+NAME_MAX = 256  # characters of our name of a request in a record: clients of an engine may choose it
 EXPLAIN_S = 0.5  # how long a pull whose lease has ended waits for the reason. An answer takes about a millisecond.
 
 KEPT_BYTES_MAX = 1 << 20  # reports of more bytes are computed after the callers wake, and then keep no lists of blocks
@@ -328,7 +329,7 @@ class OpenPulls:
         """Give the pulls that have completed since the last call to the hooks, and to logs that keep no records."""
         completed, self.completed = self.completed, []
         for pull, report, logged in completed:
-            names = (pull.local_request_id, pull.engine_id, pull.traceparent)
+            names = (pull.local_request_id[:NAME_MAX], pull.engine_id, pull.traceparent)
             event = TransferCompleted(pull.pull_id, pull.request_id, report, *names)
             if logged:
                 self._report.take_all([(event, pull.context(self._wall() - self._clock())), *self._trace(pull)])
@@ -388,7 +389,7 @@ class OpenPulls:
         offset = None if link is None else link.clock_offset
         record = msgspec.structs.replace(
             failed,
-            local_request_id=pull.local_request_id,
+            local_request_id=pull.local_request_id[:NAME_MAX],
             transport=pull.route.transport,
             plane=pull.route.plane,
             ticket_age_s=pull.ticket_age_s(self._wall() + (0.0 if offset is None else offset.ahead_s)),
@@ -457,7 +458,7 @@ class _CompletedRecords:
             sum(map(len, targets)) or UNSET,
             pull_id,
             grant.request_id,
-            local_request_id,
+            local_request_id[:NAME_MAX],
             grant.engine_id,
             *(nbytes, descriptors, reads, read_bytes, merged, early, early_bytes, route.transport, route.plane),
             trace.split("-")[1] if trace else UNSET,

@@ -18,7 +18,7 @@ from kvflow.errors import BlockRangeMismatch, KvflowError
 from kvflow.integrations.vllm.blocks import TransferGroup, loaded_blocks
 from kvflow.integrations.vllm.finder import Found
 from kvflow.integrations.vllm.messages import Cancel, Command, Fail, GiveBack, Load, RenewLeases
-from kvflow.integrations.vllm.settings import warn
+from kvflow.integrations.vllm.settings import TEXT_MAX, warn
 
 SAMPLE = re.compile(r"\d+_(?P<prompt>.+)", re.DOTALL)
 """vLLM's name of a sample: its number, then the name of the request. Other requests have no number in front."""
@@ -146,7 +146,7 @@ class Loading:
             prefix = None
             if (found := load.found) is not None:
                 held = found.source, found.num_tokens, num_tokens, found.asked_s
-                prefix = events.PrefixFetched(load.ticket.request_id, request_id, *held)
+                prefix = events.PrefixFetched(load.ticket.request_id, request_id[:TEXT_MAX], *held)
             self._commands.append(Load(request_id, load.ticket, block_ids, prefix))
             if load.ticket.grants[0].kind == "open":
                 load.num_blocks = sum([block >= 0 for ids in block_ids for block in ids])

@@ -669,9 +669,10 @@ def test_a_prefill_loads_what_a_source_holds_and_offers_all_of_it(engine):
 
 def test_a_part_of_what_is_held_is_loaded_behind_the_cache(engine):
     prefill = engine({FIRST: Source(320)})
-    request = new_request(OFFER, 200)
+    request = new_request(OFFER, 200, name := "r" * 300)
     prefill.on_new_request(request)
     load = loaded(prefill, request, range(1, 13), computed=32)
+    assert load.prefix.local_request_id == name[:256]
     assert load.block_ids == ((*range(1, 13), *[-1] * 8),)
     assert (load.prefix.tokens_held, load.prefix.tokens) == (192, 160)
 

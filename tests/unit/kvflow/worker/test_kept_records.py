@@ -85,8 +85,9 @@ async def check(world, path, context):
 async def test_a_kept_record_is_the_one_of_any_other_log(path, contexts, ranks, inline):
     how = {} if inline else {"inline_s_max": 0.0}
     async with logged(path, ranks=ranks, **how) as world:
-        await world.pull(world.ticket(traceparent=TRACEPARENT), local_request_id="ours")
+        await world.pull(world.ticket(traceparent=TRACEPARENT), local_request_id="ours" + "x" * 1000)
         await check(world, path, *contexts)
+    assert b"x" * 257 not in path.read_bytes()
 
 
 async def test_a_record_of_several_groups(path, contexts):

@@ -60,6 +60,15 @@ def unmeetable(monkeypatch, error):
     monkeypatch.setattr(PeerPool, "connect", connect)
 
 
+async def test_a_long_name_of_a_request_is_cut_in_its_records(world):
+    name = "x" * 100_000
+    await world.pull(local_request_id=name)
+    assert (await world.record()).local_request_id == name[:256]
+    world.events.clear()
+    await failure(world.consumer.start_pull({"a": 1}, [[1]], local_request_id=name))
+    assert (await world.record()).local_request_id == name[:256]
+
+
 async def test_every_kind_of_error_is_one_record(world, monkeypatch):
     ticket = world.ticket()
     for kind in KINDS:
