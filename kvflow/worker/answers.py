@@ -1,7 +1,7 @@
 """What a worker answers to the questions of members, at once or when there is something to say.
 
-A question waits under places: a request id (until that lease advances, is sealed or ends), a slot and an epoch (until
-that lease is admitted), or a digest (until a lease has it). One that finds no room to wait is refused.
+A question waits under places: a request id (until that lease advances, is sealed or ends), a slot (until a grant of it
+is admitted or void), or a digest (until a lease has it). One that finds no room to wait is refused.
 """
 
 import asyncio
@@ -210,7 +210,7 @@ class Answers:
             # A lease that has more than enough has the first of these, too.
             return tuple(dict.fromkeys((*question.digests[:1], *question.digests[-1:])))
         lease = self._leases.held(question.slot, question.epoch)
-        return ((question.slot, question.epoch) if lease is None else lease.grant.request_id,)
+        return (question.slot if lease is None else lease.grant.request_id,)
 
     def _prove(self, question: AskHeld | AskSettled) -> None:
         """Sign the grant that a question names before the lock is taken, if nobody has: engines wait for the lock."""

@@ -184,7 +184,7 @@ class LeaseManager:
     def _void(self, grant: Grant) -> None:
         with self._lock:
             ended = self._leases.void(grant, self._clock())
-            self.answers.note([(grant.slot, grant.epoch_value)])
+            self.answers.note([grant.slot])
             waiters = self._note(ended)
         self._announce(ended, waiters)
 
@@ -433,7 +433,7 @@ class LeaseManager:
             self._expires_at = min(expires_at, self._expires_at)
             self._on_loop(self._changed.set)
         if self.answers.at:
-            self.answers.note([(grant.slot, int(grant.epoch)), *digests])
+            self.answers.note([grant.slot, *digests])
         return ended, [waiter for each in ended for waiter in self._note([each])]
 
     def _note(self, ended: Sequence[LeaseEnded]) -> _Waiters:

@@ -192,6 +192,16 @@ def test_voiding_ends_no_other_lease_but_a_kept_one_of_the_slot(leases, epochs):
     assert epochs[second.slot] == second.epoch_value
 
 
+def test_voiding_a_later_grant_leaves_the_lease_that_has_its_slot(leases, epochs):
+    holder = grant_of(request_id="holder")
+    leases.admit(holder, 0.0)
+    later = grant_of(mint_of(address(base=BASE + 100)))
+    assert (later.slot, later.epoch_value > holder.epoch_value) == (holder.slot, True)
+    assert leases.void(later, 1.0) == []
+    assert epochs[holder.slot] == holder.epoch_value
+    assert leases.held(holder.slot, holder.epoch_value)
+
+
 def test_a_reused_slot_is_not_ended_by_the_word_about_its_past(leases, epochs):
     mint = mint_of()
     old = grant_of(mint)
