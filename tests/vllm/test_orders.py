@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from .engines import PYTHON
 from .tables import TABLES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's, when it is imported
@@ -104,3 +105,9 @@ def test_a_step_that_clears_blocks_on_offer_is_seen_and_does_not_happen(world, m
     changed, settled = orders.crowded(runner)
     assert bool(changed) is (runner == "second" and not guarded)
     assert bool(settled) is not (runner == "second" and guarded)
+
+
+def test_loads_wait_exactly_where_steps_overlap_and_the_scheduler_does_not_defer():
+    from .deferral import require_waits
+
+    require_waits(PYTHON)

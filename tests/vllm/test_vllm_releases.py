@@ -230,6 +230,13 @@ def test_every_release_makes_the_same_digests_of_a_request():
     assert all(lines == made["0.32"] for lines in made.values()), made
 
 
+@pytest.mark.parametrize("release", PYTHONS)
+def test_loads_wait_where_the_scheduler_of_a_release_does_not_defer(release):
+    from .deferral import require_waits
+
+    require_waits(PYTHONS[release])
+
+
 @pytest.mark.parametrize("pair_of", GROUPED_AND_NOT, ids=str, indirect=True)
 def test_an_engine_of_one_group_and_one_of_several_refuse_each_other(pair):
     prompt = prompt_of(333)
