@@ -42,7 +42,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-_SHOWN = reprlib.Repr()
+
+class _Shown(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Show a number with thousands of digits, which Python refuses to write in decimal, by its size."""
+        return super().repr_int(x, level) if x.bit_length() < 4096 else f"<a number of {x.bit_length():,} bits>"
+
+
+_SHOWN = _Shown()
 _SHOWN.maxstring = _SHOWN.maxother = 80
 _SHOWN.maxlong = 40
 

@@ -8,7 +8,7 @@ import pytest
 
 import kvflow
 from kvflow import errors
-from kvflow.errors import FailureCode, KvflowError
+from kvflow.errors import FailureCode, KvflowError, shown
 
 ALL = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, KvflowError)]
 CODES = {
@@ -154,3 +154,10 @@ def test_typed_attributes():
 )
 def test_an_argument_is_shown_only_if_it_cannot_be_secret(found, text):
     assert errors.ArgumentInvalid("name", "another", found).message == f"name must be another, not {text}"
+
+
+def test_a_number_of_any_size_is_shown_in_short():
+    assert shown(-12) == "-12"
+    assert len(shown(10**1000)) <= 40
+    assert shown(10**5000) == "<a number of 16,610 bits>"
+    assert "[<a number of 16,610 bits>" in shown([10**5000])
