@@ -64,7 +64,7 @@ USED = (
     (SimulatedBackend, "reset"),
     (ReadCore, "post_inline"),
     (Process, "hang"),
-    (Answers, "_answer_at"),
+    (Answers, "_answer_one"),
 )
 """What scenarios must come to: kept tickets, staged reads, threads, waiting offers, drains, hosts that hang, posts on
 the caller's thread, and questions that wait."""
