@@ -5,6 +5,7 @@ if it consumes, and else what it finds. Its cache is small, so blocks serve one 
 """
 
 import itertools
+import threading
 import time
 from collections import Counter
 from functools import partial
@@ -293,6 +294,9 @@ def crowded(runner):
         while engine.free_blocks > spare:
             engine.step()
         engine.ask("offered", [7] * 16 * spare, OFFER)
+        is_open = threading.Event()
+        side.offering.submit(is_open.set)  # behind what opens the offer
+        assert is_open.wait(PATIENCE_S)
         while not preempted:
             assert time.monotonic() < deadline
             engine.step()
