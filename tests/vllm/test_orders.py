@@ -103,17 +103,14 @@ def test_a_load_that_waits_for_no_step_is_seen(world, monkeypatch, runner):
     pytest.fail("every cell was right")
 
 
-@pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_step_that_clears_blocks_on_offer_is_seen_and_does_not_happen(world, monkeypatch, runner, guarded):
+def test_a_step_clears_no_block_of_a_prompt_that_it_preempts(world, monkeypatch, runner):
     from . import orders, second_runner
 
     second_runner.zero_new_blocks(monkeypatch)
-    if not guarded:
-        monkeypatch.setattr("kvflow.integrations.vllm.scheduler.clears_first", lambda *_: False)
     changed, settled = orders.crowded(runner)
-    assert bool(changed) is (runner == "second" and not guarded)
-    assert bool(settled) is not (runner == "second" and guarded)
+    assert changed == []
+    assert bool(settled) is not (runner == "second")
 
 
 def test_loads_wait_exactly_where_steps_overlap_and_the_scheduler_does_not_defer():
