@@ -10,7 +10,7 @@ from kvflow.leases.tickets import Grant
 from kvflow.worker.environment import PRODUCTION
 from tests.helpers.settings import flat_config
 
-from .shapes import write
+from .shapes import whole, write
 
 SECRET = "the secret of the test cluster"
 
@@ -31,7 +31,8 @@ class Producer:
 
     async def offer_as_is(self, request, block_ids, num_tokens):
         """Offer whatever the blocks hold: tags for a large cache take longer than moving it."""
-        return json.loads(json.dumps(self.worker.offer(request, block_ids, num_tokens).to_params()))
+        lists = whole(self.cache, block_ids, num_tokens)
+        return json.loads(json.dumps(self.worker.offer(request, lists, num_tokens).to_params()))
 
     async def address(self):
         """What a mint in another process needs to know."""

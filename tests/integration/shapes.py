@@ -19,6 +19,12 @@ UNTOUCHED = 0xEE
 """What a consumer's cache is filled with before anything is pulled."""
 
 
+def whole(cache, block_ids, num_tokens):
+    """Name the absent blocks of groups of which a request lists none: an offer lists all that the next token needs."""
+    absent = [[-1] * kvflow.window_blocks(group, num_tokens) for group in cache.groups]
+    return [ids or blank for ids, blank in zip(block_ids, absent, strict=True)]
+
+
 class Shape(Struct, frozen=True, kw_only=True):
     """A model and how one rank keeps its cache: half of the layers attend to everything, half to a window."""
 

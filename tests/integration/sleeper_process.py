@@ -17,7 +17,7 @@ import kvflow
 from kvflow.leases.tickets import Grant
 
 from .producing import configured
-from .shapes import Shape, write
+from .shapes import Shape, whole, write
 
 SLEEPING = 0x5A
 """What lies in the memory of an engine that sleeps, where it is still there."""
@@ -39,7 +39,8 @@ class Sleeper:
         return self.offer_as_is(request, block_ids, num_tokens)
 
     def offer_as_is(self, request, block_ids, num_tokens):
-        return self._worker.offer(request, block_ids, num_tokens).to_params()
+        lists = whole(self._caches[-1], block_ids, num_tokens)
+        return self._worker.offer(request, lists, num_tokens).to_params()
 
     def fill(self, byte):
         self._caches[-1].backing.fill_(byte)

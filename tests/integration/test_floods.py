@@ -337,7 +337,7 @@ OPENING_MS_MAX = 30
 
 @pytest.mark.processes
 @pytest.mark.parametrize("encryption", ENCRYPTIONS)
-async def test_a_member_that_opens_connections_over_and_over_costs_milliseconds_each(encryption, monkeypatch):
+async def test_a_member_that_opens_connections_over_and_over_costs_milliseconds(encryption, monkeypatch):
     settings, spent, go_on = {"transport": "tcp", "tcp_encryption": encryption}, [], Access._go_on
 
     def counted(access, place):

@@ -77,7 +77,7 @@ async def test_without_the_fence_wrong_bytes_are_fetched(capsys):
     assert tally.wrong >= FEW
 
 
-async def test_a_member_learns_who_has_a_prompt_that_it_guesses_unless_it_lacks_the_salt(capsys):
+async def test_a_member_learns_who_has_a_prompt_that_it_guesses_with_its_salt(capsys):
     async with (
         hosted("keeping", "tcp") as host,
         kvflow.open_worker(configured("guesser", transport="tcp"), TARGET.build()) as worker,

@@ -135,7 +135,7 @@ def brief(pairs):
         yield pair
 
 
-def test_tickets_that_a_client_asks_for_and_never_reads_hold_every_block_until_their_leases_end(brief, capsys):
+def test_tickets_that_a_client_never_reads_hold_blocks_until_their_end(brief, capsys):
     free = brief.prefill.state()["free_blocks"]
     brief.ticket(prompt_of(LENGTH, "never read"))
     taken, each = 1, free - brief.prefill.state()["free_blocks"]

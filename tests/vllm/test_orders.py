@@ -113,7 +113,7 @@ def test_a_step_clears_no_block_of_a_prompt_that_it_preempts(world, monkeypatch,
     assert bool(settled) is not (runner == "second")
 
 
-def test_loads_wait_exactly_where_steps_overlap_and_the_scheduler_does_not_defer():
+def test_loads_wait_exactly_where_steps_overlap_and_vllm_does_not_defer():
     from .deferral import require_waits
 
     require_waits(PYTHON)
