@@ -137,6 +137,7 @@ class Worker:
         self._tokens = {}
         self._starts = {}
         self._computed = {}
+        self._num_known = {}
         self._sampled = set()
         self._step = None
 
@@ -231,18 +232,20 @@ class Worker:
 
     def _learn(self, scheduled):
         for name in scheduled.finished_req_ids:
-            for known in (self._blocks, self._tokens, self._computed):
+            for known in (self._blocks, self._tokens, self._computed, self._num_known):
                 known.pop(name, None)
             self._sampled.discard(name)
         for new in scheduled.scheduled_new_reqs:
             self._blocks[new.req_id] = list(new.block_ids[0])
             self._tokens[new.req_id] = list(new.prompt_token_ids)
             self._computed[new.req_id] = new.num_computed_tokens
+            self._num_known[new.req_id] = len(new.prefill_token_ids or new.prompt_token_ids)
             self._sampled.discard(new.req_id)
         cached = scheduled.scheduled_cached_reqs
         for name, blocks, start in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
             if name in cached.resumed_req_ids:  # of the first runner; the second one learns of such requests anew
                 self._blocks[name], self._computed[name] = [], start
+                self._num_known[name] = len(cached.all_token_ids[name])
                 self._sampled.discard(name)
             self._blocks[name] += blocks[0] if blocks else []
 
@@ -252,7 +255,8 @@ class Worker:
         stop, known = start + number, start + number - num_guesses
         guesses_right = 0.5 if name in self._sampled else 0.0  # before that, vLLM has put guesses there that are none
         tokens = [*prompt, *map(token_at, range(len(prompt), stop))][:stop]
-        sampled = [token_at(known)] if known >= len(prompt) else []
+        # vLLM samples nothing of a chunk that ends within known tokens: after a preemption, they include the answer.
+        sampled = [token_at(known)] if known >= self._num_known[name] else []
         for position in range(known, stop):
             if self._guess.random() >= guesses_right:
                 tokens[position:] = [NOT_SAMPLED] * (stop - position)

@@ -186,6 +186,24 @@ def test_an_idle_step_starts_its_load_and_waits_briefly(engines):
     settle(prefill, decode)
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("runner", ["first", "second"])
+def test_the_chunks_of_a_preempted_answer_sample_nothing_before_its_end(engines, runner, drafts):
+    from . import orders, second_runner
+
+    limits = {"max_num_batched_tokens": 20, "max_num_seqs": 2, "executor": orders.EXECUTORS[runner]}
+    engine = engines("kv_both", num_blocks=12, drafts=drafts, **limits)
+    names = ("one", "other")
+    for name in names:  # of 8 blocks each when they end; 11 are there
+        engine.ask(name, prompt_of(20, name), max_tokens=100)
+    requests = [engine.scheduler.requests[name] for name in names]
+    step_until(lambda: all(finished(engine, name) for name in names), engine)
+    assert sum(request.num_preemptions for request in requests) > 0
+    for name in names:
+        assert engine.outputs[name].tokens == [second_runner.token_at(at) for at in range(20, 120)]
+    settle(engine)
+
+
 def test_a_buffer_on_another_device_is_refused_at_the_start(engines):
     with pytest.raises(ConfigInvalid, match="kv_buffer_device is cuda, but the cache is on cpu"):
         engines("kv_producer", transfer={"kv_buffer_device": "cuda"})
