@@ -23,6 +23,7 @@ WORDS = 60  # of what a user says
 TOKENS_MAX = 3072
 """Tokens of the longest prompt with its answer, for which the cache of a prefill engine has just enough blocks."""
 COMPUTED = "vllm:request_prefill_kv_computed_tokens_sum"
+SEARCHES = "vllm:kvflow_prefixes_total"
 
 Messages = list[dict[str, str]]
 
@@ -132,6 +133,10 @@ class Chats(Deployment):
     def computed(self) -> float:
         """Return how many tokens of prompts the prefill engines have computed."""
         return self.prefill.metric(COMPUTED) + self.second.metric(COMPUTED)
+
+    def late(self) -> float:
+        """Return for how many prompts the decode engine has not answered the prefill engines in time."""
+        return sum(each.metric(SEARCHES, outcome="not_answered") for each in (self.prefill, self.second))
 
     def fetched(self) -> list[dict[str, Any]]:
         """Return the records of all prefixes that were fetched, in the order of time."""

@@ -11,6 +11,9 @@ from .howto import SHARING_PAGE, command
 from .pairs import FULL, model_folder
 from .routers import STARTS
 
+CHATS_MAX = 5
+"""Chats, until one has had an answer in time in each turn."""
+
 FRONTS = ("kvflow proxy", "vllm-router")
 KINDS = [Kind("llama-chat", 32, 32), Kind("gptoss-chat", 32, 32)]
 if FULL:
@@ -43,24 +46,37 @@ def grown(chats, computed, prompt, held):
     assert chats.computed() == computed + len(prompt) - held
 
 
-@pytest.mark.proves("next turn read from decode (`bidirectional_kv_xfer`)", engine="real")
-@pytest.mark.parametrize("name", FRONTS)
-def test_a_chat_computes_only_what_no_engine_holds(chats, fronts, name):
-    front, messages, turns = fronts[name], [], []
+def has_found(chats, front, name):
+    """Talk, and require of each turn what the engines compute, read and answer; return False once a source was late.
+
+    A request waits for some 40 ms, which the only two cores of five servers may need for something else.
+    """
+    messages, turns = [], []
     for number in range(TURNS):
         messages.append({"role": "user", "content": text_of(WORDS, f"{name} {number}")})
         alone = chats.say(chats.alone, messages)
         chats.crowd_out(f"{name} {number}")
-        computed, fetched = chats.computed(), len(chats.fetched())
+        computed, fetched, late = chats.computed(), len(chats.fetched()), chats.late()
         turn = chats.say(front, messages)
-        held = chats.held(turns, alone.prompt)
-        assert bool(held) == bool(turns)
-        grown(chats, computed, alone.prompt, held)
-        assert [each["tokens"] for each in chats.fetched()[fetched:]] == [held] * chats.kind.asking_ranks * bool(held)
         assert turn.answer == alone.answer
         assert len(turn.answer) == ANSWER
+        held = chats.held(turns, alone.prompt)
+        assert bool(held) == bool(turns)
+        chats.settle()
+        if held and chats.late() > late:
+            grown(chats, computed, alone.prompt, 0)
+            return False
+        grown(chats, computed, alone.prompt, held)
+        assert [each["tokens"] for each in chats.fetched()[fetched:]] == [held] * chats.kind.asking_ranks * bool(held)
         messages.append({"role": "assistant", "content": alone.text.strip()})
         turns.append(alone)
+    return True
+
+
+@pytest.mark.proves("next turn read from decode (`bidirectional_kv_xfer`)", engine="real")
+@pytest.mark.parametrize("name", FRONTS)
+def test_a_chat_computes_only_what_no_engine_holds(chats, fronts, name):
+    assert any(has_found(chats, fronts[name], f"{name} {chat}") for chat in range(CHATS_MAX))
 
 
 def test_the_records_are_those_that_the_page_looks_for(chats):
