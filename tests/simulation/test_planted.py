@@ -18,7 +18,7 @@ BUGS = {
     planted.release_ends_a_kept_lease: (0, "kind='kept'.*nobody has revoked it"),
     planted.newest_that_is_kept_leaves_its_slot: (2, "kind='kept'.*nobody has revoked it"),
     planted.what_is_told_counts_as_settled: (0, r"was delivered wrong: block \d+"),
-    planted.quarantine_skipped: (3, r"writes into block \d+, which is"),
+    planted.quarantine_skipped: (3, r"into block \d+, which is"),
     planted.release_counted_twice: (0, "no reader has given it back on every rank"),
     planted.lease_renewed_after_its_end: (0, "would not grow|TaskGroup|is not free|that is not held|leases are held"),
     planted.completion_of_a_dead_incarnation_accepted: (117, r"was delivered wrong: block \d+"),
