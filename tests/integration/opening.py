@@ -39,15 +39,17 @@ CHECK_S = 0.05
 class Prompt:
     """One prompt that is computed, and its blocks so far."""
 
-    def __init__(self, number, num_blocks, offer):
+    def __init__(self, number, num_blocks, offer, absent):
         self.number, self.num_blocks, self.offer = number, num_blocks, offer
+        self.absent = absent  # blocks of the window before the last ones
         self.full, self.window = [], []
 
 
 class Computer:
     """Computes prompts by turns, on a thread of its own; takes blocks back in the moment in which it may."""
 
-    def __init__(self, worker, words, ended, *, early, seed):
+    def __init__(self, worker, words, ended, group, *, early, seed):
+        self._group = group  # that of the window
         self._worker, self._words, self._ended = worker, words, ended
         self._early = early
         self._rng = random.Random(f"opens {seed}")
@@ -77,15 +79,18 @@ class Computer:
     def _begin(self, number, num_blocks):
         digests = digests_of(number, num_blocks)
         name, tokens = str(number), num_blocks * TARGET.block_size - self._rng.randrange(TARGET.block_size)
-        offer = self._worker.offer_progressive(name, [[], []], tokens, digests=[digests, digests[-WINDOW_BLOCKS:]])
-        self._computed.append(Prompt(number, num_blocks, offer))
+        absent = max(0, kvflow.window_blocks(self._group, tokens) - WINDOW_BLOCKS)
+        ends = [b""] * absent + digests[-WINDOW_BLOCKS:]
+        offer = self._worker.offer_progressive(name, [[], []], tokens, digests=[digests, ends])
+        self._computed.append(Prompt(number, num_blocks, offer, absent))
 
     def _step(self, prompt):
         """Compute some more blocks, and say so."""
         count = min(self._rng.randint(1, 4), prompt.num_blocks - len(prompt.full))
         last = len(prompt.full) + count == prompt.num_blocks
         blocks = [self._claim(count), self._claim(WINDOW_BLOCKS if last else 0)]
-        settle = lambda: prompt.offer.seal(blocks) if last else prompt.offer.advance(tokens, blocks)  # noqa: E731
+        ends = [blocks[0], [-1] * prompt.absent + blocks[1]]
+        settle = lambda: prompt.offer.seal(ends) if last else prompt.offer.advance(tokens, blocks)  # noqa: E731
         tokens = (len(prompt.full) + count) * TARGET.block_size
         try:
             if self._early:
@@ -146,7 +151,7 @@ async def main(transport, seed, how):
         words = Words(cache)
         words.write(OTHER, [list(range(NUM_BLOCKS)), []])
         words.write(OTHER, [[], list(range(NUM_BLOCKS))])
-        computer = Computer(worker, words, ended, early=how == "early", seed=seed)
+        computer = Computer(worker, words, ended, cache.groups[1], early=how == "early", seed=seed)
         running = asyncio.create_task(asyncio.to_thread(computer.run))
         checking = asyncio.create_task(check_often(worker))
         say(worker.endpoint)
