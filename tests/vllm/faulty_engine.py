@@ -42,7 +42,7 @@ class Gate:
         self._tell: Callable[[], None] | None = None
         self._data_seen = False
         self._descriptors: dict[Any, int] = {}
-        self._open = threading.Event()
+        self._open: queue.SimpleQueue[None] = queue.SimpleQueue()  # a signal may interrupt its own handler in ``put``
 
     def watch(self) -> None:
         """See every read from now on; NIXL may not be loaded yet."""
@@ -61,11 +61,11 @@ class Gate:
             return post(self_, handle, *rest, **named)
 
         agent.makeXferReq, agent.postXferReq = made, posted
-        signal.signal(signal.SIGUSR1, lambda *_: self._open.set())
+        signal.signal(signal.SIGUSR1, lambda *_: self._open.put(None))
 
     def hold(self, at: str, tell: Callable[[], None]) -> None:
         """Hold the next post of this kind, and call ``tell`` when there it is."""
-        self._open.clear()
+        self._open = queue.SimpleQueue()
         self._at, self._data_seen, self._tell = at, False, tell
 
     def _pass(self, descriptors: int) -> None:
@@ -76,7 +76,7 @@ class Gate:
             return
         tell, self._tell = self._tell, None
         tell()
-        self._open.wait()
+        self._open.get()
 
 
 class Served(engine_process.Served):
