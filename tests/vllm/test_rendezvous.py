@@ -29,6 +29,7 @@ LENGTHS = (500, 1500, 4000) if FULL else (500, 4000)
 PREFILLED = max(LENGTHS) + 16
 """The longest prompt that the prefill server computes."""
 AT_ONCE = 6
+PROMPTS_MAX = 5  # until one is read while it is computed
 
 
 class Both(Deployment):
@@ -85,20 +86,27 @@ def settled(both):
     both.settle()
 
 
-def follows(both, front, prompt, **asked):
-    """Check that a prompt is read while it is computed, and that its answer is that of one server."""
-    begun, alone = len(both.reads(0)), said(both, both.alone, prompt, **asked)
-    assert said(both, front, prompt, **asked) == alone
-    [read] = await_all(lambda: both.reads(begun))
-    assert read["event"] == "transfer.completed"
-    assert read["ranges"] > 1, read
+def follows(both, front, length, name, **asked):
+    """Check that a prompt is read while it is computed, and that its answer is that of one server.
+
+    On a busy machine a prompt may be computed before the decode server has asked for it; then the next one is read.
+    """
+    ranges = []
+    while not ranges or (max(ranges) == 1 and len(ranges) < PROMPTS_MAX):
+        prompt = prompt_of(length, f"{name} {len(ranges)}")
+        begun, alone = len(both.reads(0)), said(both, both.alone, prompt, **asked)
+        assert said(both, front, prompt, **asked) == alone
+        [read] = await_all(lambda begun=begun: both.reads(begun))
+        assert read["event"] == "transfer.completed"
+        ranges.append(read["ranges"])
+    assert max(ranges) > 1, read
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("name", FRONTS)
 def test_a_prompt_is_read_while_it_is_computed(settled, fronts, name, stream):
     for length in LENGTHS:
-        follows(settled, fronts[name], prompt_of(length, f"{name} {stream}"), stream=stream)
+        follows(settled, fronts[name], length, f"{name} {stream}", stream=stream)
 
 
 @pytest.mark.parametrize("name", FRONTS)
@@ -140,7 +148,7 @@ def test_a_prompt_that_the_prefill_server_refuses_ends_on_both(settled, fronts):
             asked.result()
     settled.decode.wait_metric(0, WAITING)
     assert "has not offered this prompt" not in settled.decode.log.read_text(), "the request was not ended"
-    follows(settled, fronts["kvflow proxy"], prompt_of(LENGTHS[0], "after a refusal"))
+    follows(settled, fronts["kvflow proxy"], LENGTHS[0], "after a refusal")
 
 
 @pytest.mark.skipif(not FULL, reason="one more server starts")
@@ -157,4 +165,4 @@ def test_a_prefill_server_that_is_killed_in_mid_prompt_costs_nothing(settled, fr
     settled.restart_prefill()
     first = prompt_of(100, "after the kill")  # of which the proxy learns that both can be asked at once again
     assert said(settled, front, first) == said(settled, settled.alone, first)
-    follows(settled, front, prompt_of(LENGTHS[0], "after the kill"))
+    follows(settled, front, LENGTHS[0], "after the kill")
