@@ -119,7 +119,7 @@ def test_a_prefill_that_is_aborted_fails_its_decode_leg_at_once(meeting):
     alone = pair.monolithic(prompt, max_tokens=TOKENS)
     pair.prefill.obey("gather", number=2)  # the step that would compute it waits for another
     prefill, decode = both(meeting, prompt, decode_first=True)
-    wait_until(lambda: all(rank["held"] for rank in pair.prefill.obey("opened")["ranks"]))
+    wait_until(lambda: pair.decode.obey("waiting")["number"])  # it has the ticket
     prefill.abort()
     expect_policy(pair, decode.wait(), alone, {"stale_lease"})
 
