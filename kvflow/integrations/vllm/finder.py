@@ -21,14 +21,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import Struct, structs
+from msgspec import structs
 
 from kvflow import Manifest, Ticket
 from kvflow.addresses import host_and_port
 from kvflow.errors import CapacityExceeded, DeadlineExceeded, KvflowError, StaleLease, TicketInvalid
 from kvflow.integrations.vllm.blocks import NO_CHAIN, Chain, Contents, Request
 from kvflow.integrations.vllm.engine import LOAD_WAIT
-from kvflow.integrations.vllm.messages import Tally
+from kvflow.integrations.vllm.messages import Found, Tally
 from kvflow.integrations.vllm.settings import Settings, logger
 from kvflow.rendezvous.dialer import Asker
 from kvflow.worker.askers import Askers
@@ -48,15 +48,6 @@ PIECE_TOKENS = 1 << 14  # whose digests are computed at a time: 3 ms with blocks
 ANSWER_S = 5.0  # longest time to wait for an answer that waits for nothing
 SETTLED_S = 30.0  # longest time that a question waits at a prefill engine until it has computed something
 CLOSE_S = 2.0  # longest time to wait for the end of the thread, which may be looking up a name
-
-
-class Found(Struct, frozen=True):
-    """What a source holds of a prompt."""
-
-    source: str  # its control endpoint
-    ticket: Ticket
-    num_tokens: int  # first tokens of the prompt that it holds
-    asked_s: float  # seconds until its answer
 
 
 @dataclass(slots=True, eq=False)

@@ -9,19 +9,15 @@ one prompt do (``n``), the first one loads it. The others *follow*: they wait, a
 the prefix cache. vLLM sends samples one after the other. A sample that arrives after the load has ended is computed.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvflow import Ticket, events
 from kvflow.errors import BlockRangeMismatch, KvflowError
 from kvflow.integrations.vllm.blocks import TransferGroup, loaded_blocks
-from kvflow.integrations.vllm.finder import Found
-from kvflow.integrations.vllm.messages import Cancel, Command, Fail, GiveBack, Load, RenewLeases
+from kvflow.integrations.vllm.messages import Cancel, Command, Fail, Found, GiveBack, Load, RenewLeases
+from kvflow.integrations.vllm.params import SAMPLE
 from kvflow.integrations.vllm.settings import TEXT_MAX, warn
-
-SAMPLE = re.compile(r"\d+_(?P<prompt>.+)", re.DOTALL)
-"""vLLM's name of a sample: its number, then the name of the request. Other requests have no number in front."""
 
 SAMPLED_MAX = 1024  # number of prompts with samples to remember; the samples of a prompt arrive within a step or two
 

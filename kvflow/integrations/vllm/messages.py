@@ -126,6 +126,15 @@ def unpack(packed: bytes | Sequence[Command]) -> Sequence[Command]:
     return _decoder.decode(packed) if isinstance(packed, bytes) else packed
 
 
+class Found(Struct, frozen=True):
+    """What a source holds of a prompt. The thread that asks hands it to the scheduler's."""
+
+    source: str  # its control endpoint
+    ticket: Ticket
+    num_tokens: int  # first tokens of the prompt that it holds
+    asked_s: float  # seconds until its answer
+
+
 # Counters: plain numbers that can be sent and added up.
 
 PHASES = ("total_s", "queue_s", "post_s", "wire_s", "fence_s")

@@ -26,9 +26,8 @@ from msgspec import Struct
 from kvflow import Grant, RankAddress, Ticket, TicketMint
 from kvflow.errors import KvflowError
 from kvflow.integrations.vllm.blocks import NULL_BLOCK, Digests, TransferGroup, offered_blocks
-from kvflow.integrations.vllm.loading import SAMPLE
 from kvflow.integrations.vllm.messages import Admit, Advance, BlockIds, Command, Ordered, Revoke, Seal
-from kvflow.integrations.vllm.params import no_ticket_params, ticket_params
+from kvflow.integrations.vllm.params import SAMPLE, no_ticket_params, ticket_params
 from kvflow.integrations.vllm.settings import logger, warn
 
 MintTickets = Callable[[Sequence[RankAddress]], TicketMint]

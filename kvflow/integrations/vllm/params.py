@@ -28,6 +28,9 @@ CHARS_PER_BLOCK = 32  # kvf2: a block id and a digest take 23 bytes of msgpack, 
 FINEST_BLOCK = 16
 """Tokens of the smallest block that a producer may have, unless this engine has smaller ones: vLLM's default."""
 
+SAMPLE = re.compile(r"\d+_(?P<prompt>.+)", re.DOTALL)
+"""vLLM's name of a sample: its number, then the name of the request. Other requests have no number in front."""
+
 
 class OfferWanted(Struct, frozen=True):
     """Offer the blocks of the prompt when it is computed."""

@@ -16,10 +16,11 @@ from kvflow.integrations.vllm.caches import read_groups, retained_tokens
 from kvflow.integrations.vllm.engine import can_keep, clears_first, load_wait
 from kvflow.integrations.vllm.finder import Finder
 from kvflow.integrations.vllm.keeping import Keeping
-from kvflow.integrations.vllm.loading import SAMPLE, Loading
+from kvflow.integrations.vllm.loading import Loading
 from kvflow.integrations.vllm.messages import Command, Counters, Reset, Tally
 from kvflow.integrations.vllm.offering import Offering, is_further_prompt
 from kvflow.integrations.vllm.params import (
+    SAMPLE,
     LoadWanted,
     OfferWanted,
     RendezvousWanted,

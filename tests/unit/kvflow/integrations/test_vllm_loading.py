@@ -8,9 +8,8 @@ import pytest
 from kvflow.errors import BlockIdsInvalid, TicketInvalid
 from kvflow.integrations.vllm import loading as loading_module
 from kvflow.integrations.vllm.blocks import loaded_blocks, offered_blocks
-from kvflow.integrations.vllm.finder import Found
 from kvflow.integrations.vllm.loading import Loading
-from kvflow.integrations.vllm.messages import Admit, Cancel, Fail, GiveBack, Load, RenewLeases, pack, unpack
+from kvflow.integrations.vllm.messages import Admit, Cancel, Fail, Found, GiveBack, Load, RenewLeases, pack, unpack
 
 from .vllm_like import TOKENS_MAX, FullAttentionSpec, MambaSpec, SlidingWindowSpec, groups_of, new_ticket
 
