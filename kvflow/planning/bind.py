@@ -181,7 +181,7 @@ class StagedBinding:
         staged = group.staged
         assert staged is not None
         fetch = staged.fetch
-        buffer = [Region(0, staged.buffer_bytes, target.regions[int(staged.scatter.target[0, 0])].memory)]
+        buffer = [Region(0, staged.buffer_bytes)]
         if target.num_blocks * group.target_units > DESCRIPTORS_MAX:
             raise CapacityExceeded("units in one pool", DESCRIPTORS_MAX, remedy="Use fewer blocks.")
         self.group = group

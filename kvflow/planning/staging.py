@@ -48,7 +48,6 @@ READ_BYTE_S = 0.6e-9
 COPIED_BYTE_S = 0.4e-9
 LAUNCH_S = 5e-6  # of one strided copy, without its bytes
 
-STAGED_MEMORY = "DRAM"  # kind of memory of both caches that the constants hold for
 AXES_MAX = 6  # axes of one copy around its contiguous bytes: tokens, heads, keys and values, layers, and two spare ones
 
 RUNS_MAX = 1 << 16
@@ -395,8 +394,8 @@ def choose(group: PlannedGroup, sides: tuple[Manifest, Manifest], staging_bytes:
         return Choice(None, f"{words}; direct, because staging is not cheaper")
     for side, manifest, numbers in zip(("source", "target"), sides, (runs.source[0], runs.target[0]), strict=True):
         found = {manifest.regions[region].memory for region in set(numbers.tolist())}
-        if found != {STAGED_MEMORY}:
-            return Choice(None, f"{words}; not staged, because the {side} is {min(found - {STAGED_MEMORY})}")
+        if found != {"DRAM"}:
+            return Choice(None, f"{words}; not staged, because the {side} is {min(found - {'DRAM'})}")
     try:
         staged = stage(group, staging_bytes)
     except CannotStage as error:

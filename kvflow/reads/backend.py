@@ -21,8 +21,8 @@ from kvflow.ids import PeerId
 from kvflow.layout.component import METADATA_BYTES_MAX, Region
 from kvflow.reads.bounds import CheckedRows, CheckedScatter
 from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, PreparedList, Serving
-from kvflow.reads.device import Scatters
 from kvflow.reads.reach import HostFacts
+from kvflow.reads.staging import Scatterer
 
 NO_BUFFER = -1  # the buffer number of a chunk that is read directly into the target
 
@@ -96,7 +96,7 @@ class Staged(Struct, frozen=True, eq=False):
     """The checked copies of a staged list, and what runs them."""
 
     checked: CheckedScatter
-    scatterer: Scatters
+    scatterer: Scatterer
 
 
 class CheckedList(Struct, frozen=True, eq=False, gc=False):

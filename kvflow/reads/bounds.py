@@ -238,7 +238,6 @@ def check_scatter(
     *,
     buffer_bytes: int,
     regions: Sequence[Region],
-    memory: str = "DRAM",
 ) -> CheckedScatter:
     """Check that what a staged list fetches fits a buffer, and that its copies stay in the buffer and in one region.
 
@@ -269,16 +268,16 @@ def check_scatter(
         raise OutOfBounds(f"copy {_first(left < 0)} leaves its staging buffer")
     reach = np.full(len(table), -1, np.int64)
     numbers = np.broadcast_to(np.array(units, np.int64), (len(table), 3))
-    if memory != prepared_list.target_memory:
-        raise OutOfBounds(f"staging memory is {memory}, and the target is {prepared_list.target_memory}")
+    if prepared_list.target_memory != "DRAM":
+        raise OutOfBounds(f"staging memory is DRAM, and the target is {prepared_list.target_memory}")
     for region in regions:
         behind = region.nbytes - np.maximum(table[:, 3] - region.address, 0)
         room = np.where((table[:, 3] < region.address) | (table[:, 0] > behind), -1, behind - table[:, 0])
         left = room_left(room, np.concatenate([numbers, counts], axis=1), np.concatenate([table[:, 4:FIXED], there], 1))
-        if region.memory == memory:
+        if region.memory == "DRAM":
             reach = np.where(left >= 0, table[:, 0] + room - left, reach)
     if (reach < 0).any():
-        raise OutOfBounds(f"copy {_first(reach < 0)} lies outside the registered {memory} regions")
+        raise OutOfBounds(f"copy {_first(reach < 0)} lies outside the registered DRAM regions")
     return CheckedScatter(
         table=np.ascontiguousarray(table),
         places=places,

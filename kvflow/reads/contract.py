@@ -282,7 +282,7 @@ class PreparedList(Struct, frozen=True, eq=False):
             the start of a staging buffer.
         source_memory: memory kind of all source rows, ``DRAM`` or ``VRAM``.
         target_memory: memory kind of all target rows.
-        scatter: the copies from a buffer to our own memory, which is of one kind with the buffers; None: not staged.
+        scatter: the copies from a buffer to our own memory, both of the host; None: not staged.
         group: the group of the peer's manifest that the source rows belong to.
         binding: turns pairs of units into descriptor numbers of the two lists; for a staged list, into unit numbers.
     """

@@ -44,7 +44,6 @@ from kvflow.reads.contract import (
     Sink,
     TransportEvent,
 )
-from kvflow.reads.device import Scattering
 from kvflow.reads.lanes import Check, Lanes, TakenChunk, Work
 from kvflow.reads.pacing import REST_S_MAX, Gauge, Pace
 from kvflow.reads.planes import PlaneBackends
@@ -115,13 +114,6 @@ class _InFlight:
     posted: PostedWork
     orphaned: bool = False  # its end cannot be observed; it then ends when the agents are destroyed
     pace: Pace | None = None  # counts it, unless it is a check or the backend's descriptor shows its end
-    scattering: Scattering | None = None  # the copies out of its buffer, for a chunk that has arrived there
-    scattered_at: float = 0.0
-
-    @property
-    def polled(self) -> bool:
-        """Whether only polling shows that it has ended."""
-        return self.scattering is not None or self.posted.polled
 
 
 class ReadCore:
@@ -158,7 +150,7 @@ class ReadCore:
     @property
     def must_poll(self) -> bool:
         """Return whether only polling shows when something in flight has ended."""
-        return any(entry.polled for entry in self._in_flight)
+        return any(entry.posted.polled for entry in self._in_flight)
 
     def rest_s(self) -> float:
         """Return the seconds until something that must be polled is expected to end; 0 if unknown."""
@@ -169,7 +161,7 @@ class ReadCore:
             if pace is not None and pace not in oldest:
                 oldest.add(pace)
                 rest_s = min(rest_s, self._expected_at(entry, pace) - now)
-            elif pace is None and entry.polled:
+            elif pace is None and entry.posted.polled:
                 return 0.0
         return max(rest_s, 0.0)
 
@@ -366,7 +358,6 @@ class ReadCore:
     def end_close(self) -> None:
         """Destroy the agents, then report what was still in flight. Nothing writes after this."""
         self._backend.close()
-        self._staging.settle()
         for entry in self._in_flight:
             self._lanes.failed(entry.work, CLOSING)
         self._in_flight.clear()
@@ -397,7 +388,6 @@ class ReadCore:
         """Destroy the reader, end everything in flight, and add the remaining peers to the next reader."""
         with suppress(BackendError):  # then no peer can be added below, and each add reports why
             self._backend.reset()
-        self._staging.settle()
         ended, self._in_flight = self._in_flight, []
         for each in ended:
             self._fail(each.work, RESET)
@@ -575,9 +565,7 @@ class ReadCore:
             pace = entry.pace
             if entry.orphaned or pace in flying:
                 continue
-            if entry.scattering is not None:
-                self._poll_scattering(entry, entry.scattering)
-            elif pace is None or not pace.asynchronous:
+            if pace is None or not pace.asynchronous:
                 self._poll(entry)
             elif self._expected_at(entry, pace) > self._now():
                 flying.add(pace)
@@ -622,30 +610,12 @@ class ReadCore:
             self._measure(work, peer, peer.gauge)
         if work.chunk.buffer != NO_BUFFER and work.wanted:
             started = self._now()
-            scattering = self._scatter(work)
-            if scattering is not None:
-                entry = _InFlight(work, posted or PostedWork(), scattering=scattering, scattered_at=started)
-                self._in_flight.append(entry)
-                return
+            self._scatter(work)
             work.scatter_s = self._now() - started
         if posted is not None:
             self._lanes.arrived(work, posted.unheld, posted.refused)
         else:
             self._lanes.arrived(work)
-
-    def _poll_scattering(self, entry: _InFlight, scattering: Scattering) -> None:
-        """Poll the copies of a chunk, and take it as arrived if they have ended."""
-        try:
-            if not scattering.poll():
-                return
-        except Exception:
-            entry.orphaned = True  # they may still write
-            raise
-        self._in_flight.remove(entry)
-        work = entry.work
-        assert isinstance(work, TakenChunk)
-        work.scatter_s = self._now() - entry.scattered_at
-        self._lanes.arrived(work, entry.posted.unheld, entry.posted.refused)
 
     def _measure(self, carried: TakenChunk, peer: _Peer, gauge: Gauge) -> None:
         """Count a chunk that has arrived, and report the peer's rate once enough were counted."""
@@ -655,13 +625,13 @@ class ReadCore:
             peer.gauge = None
             self._tell(RateLearned(carried.lane.peer, gauge.nbytes, gauge.busy_s, *memories))
 
-    def _scatter(self, carried: TakenChunk) -> Scattering | None:
-        """Start to copy a chunk that has arrived from its buffer to the target. None: that has ended."""
+    def _scatter(self, carried: TakenChunk) -> None:
+        """Copy a chunk that has arrived from its buffer to the target."""
         chunk, staged = carried.chunk, carried.prepared_list.staged
         assert staged is not None
         try:
             content = self._staging.content(chunk.buffer)
-            return staged.scatterer.start(content, chunk.portion.target_index[chunk.first : chunk.stop])
+            staged.scatterer.start(content, chunk.portion.target_index[chunk.first : chunk.stop])
         except Exception as error:
             # Half of it may have arrived, but nothing writes now: the read ends before the defect is reported.
             self._lanes.failed(carried, Cause(FailureCode.TRANSPORT_ERROR, repr(error)))

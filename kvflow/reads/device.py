@@ -6,10 +6,7 @@ memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from kvflow.errors import TransportUnavailable
 from kvflow.layout.component import Region
@@ -21,30 +18,6 @@ if TYPE_CHECKING:
 PORTION_BYTES = 1 << 20
 """Most bytes of a portion. Each portion takes one synchronization with the device; a connection of 3 GB/s takes 0.35 ms
 for 1 MiB. Not measured on a GPU yet."""
-
-
-class Scattering(Protocol):
-    """Copies out of a buffer that have not ended. Thread: the read thread."""
-
-    def poll(self) -> bool:
-        """Return whether all of them have ended."""
-        ...
-
-
-class Scatters(Protocol):
-    """What runs the copies of one prepared list. Thread: the read thread."""
-
-    def start(self, content: Any, numbers: npt.NDArray[np.int32]) -> Scattering | None:
-        """Start to copy the places of one buffer, from the first on, to these units of the target.
-
-        Args:
-            content: bytes of the buffer: an array, or a tensor.
-            numbers: int32, shape (n,), at most as many as the buffer has places.
-
-        Returns:
-            What shows when the copies have ended; None: they have.
-        """
-        ...
 
 
 def device_order_of(regions: Sequence[Region]) -> "TorchDeviceOrder":

@@ -79,7 +79,6 @@ class OpenRead(Struct, eq=False, gc=False):
     bind_s: float = 0.0
     post_s: float = 0.0
     scatter_s: float = 0.0
-    scattered_at: float = -math.inf  # when the last copies have ended
 
     @property
     def needs_buffer(self) -> bool:
@@ -467,9 +466,7 @@ class Lanes:
         """Record that a chunk of a read has ended. After the last one, the fence is due or the read ends."""
         opened.bind_s += carried.bind_s
         opened.post_s += carried.post_s
-        if carried.scatter_s:  # copies of several chunks overlap, and count once
-            opened.scatter_s += min(carried.scatter_s, now - opened.scattered_at)
-            opened.scattered_at = now
+        opened.scatter_s += carried.scatter_s
         opened.in_flight -= 1
         if opened.in_flight or opened.waits:
             return

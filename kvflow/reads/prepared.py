@@ -69,9 +69,7 @@ def check_list(prepared_list: PreparedList, regions: Sequence[Region], staging: 
         check_inside(target, regions, prepared_list.target_memory)
     else:
         buffer_bytes = staging.use.buffer_bytes
-        checked = check_scatter(
-            prepared_list, source, target, buffer_bytes=buffer_bytes, regions=regions, memory=staging.memory
-        )
+        checked = check_scatter(prepared_list, source, target, buffer_bytes=buffer_bytes, regions=regions)
         target = staging.rows(target)
         staged = Staged(checked, staging.scatterer(checked))
         units = (checked.source_units, math.prod(checked.units))

@@ -240,10 +240,9 @@ def timings_s(sums: Sums, times: Times) -> tuple[float, ...]:
     if len(sums) == 4:
         return submitted_at - called_at, ended_at - called_at
     _, _, _, _, started_at, arrived_at, fenced_at, bind_s, post_s, scatter_s = sums
-    rest_s = max(0.0, arrived_at - started_at - bind_s - post_s)
-    scatter_s = min(rest_s, scatter_s)  # a device copies while others are posted
+    wire_s = max(0.0, arrived_at - started_at - bind_s - post_s - scatter_s)
     before = submitted_at - called_at, ended_at - called_at, started_at - submitted_at
-    return *before, bind_s, post_s, rest_s - scatter_s, scatter_s, fenced_at - arrived_at, ended_at - fenced_at
+    return *before, bind_s, post_s, wire_s, scatter_s, fenced_at - arrived_at, ended_at - fenced_at
 
 
 def trace_of(pull: Pull) -> TransferTraced:

@@ -5,8 +5,7 @@ reader registers the memory, and it is not published.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -18,22 +17,18 @@ from kvflow.layout.component import Region
 from kvflow.planning.staging import FIXED, STAGING_BUFFERS, buffer_bytes_of
 from kvflow.reads.bounds import CheckedRows, CheckedScatter, check_rows
 from kvflow.reads.contract import StagingUse
-from kvflow.reads.device import Scatters
-
-if TYPE_CHECKING:
-    from kvflow.memory.device import TorchStage
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class StagingMemory:
-    """The staging buffers of one transport, in host memory until ``place`` finds that the cache is on a device.
+    """The staging buffers of one transport, in host memory.
 
     ``staging_bytes`` are those of all buffers together; 0 for none. Raises ConfigInvalid if there is not enough memory.
 
     Attributes:
         buffers: one region for each buffer; empty if nothing may be staged.
-        regions: what the reader registers: one region, or none; ``memory``: its kind.
+        regions: what the reader registers: one region, or none.
         use: how many are taken, after the core's last step. Thread: the core writes, any reads.
     """
 
@@ -48,34 +43,11 @@ class StagingMemory:
                 f"staging_bytes is {staging_bytes:,}, and this process cannot get so much memory",
                 remedy="Lower staging_bytes; the default is 64 MiB, and 0 never stages.",
             ) from error
-        self._stage: TorchStage | None = None
-        self.buffers: tuple[Region, ...] = ()
-        self.regions: tuple[Region, ...] = ()
-        self.memory = "DRAM"
-        if nbytes:
-            self._lie_in(Region(self._memory.ctypes.data, self._memory.nbytes))
+        first = self._memory.ctypes.data
+        self.regions: tuple[Region, ...] = (Region(first, self._memory.nbytes),) if nbytes else ()
+        starts = range(first, first + self._memory.nbytes, nbytes or 1)
+        self.buffers = tuple([Region(start, nbytes) for start in starts])
         self.use = StagingUse(buffers=len(self.buffers), buffer_bytes=nbytes)
-
-    def place(self, regions: Sequence[Region]) -> None:
-        """Move the buffers to the device of a cache, unless some of it is host memory. Called once, by the read thread.
-
-        Raises:
-            TransportUnavailable: the device does not have so much memory.
-        """
-        if self.buffers and all(region.memory == "VRAM" for region in regions):
-            from kvflow.memory.device import torch_stage_of  # noqa: PLC0415 - loads torch
-
-            self._move(torch_stage_of(regions, self._memory.nbytes))
-
-    def _move(self, stage: "TorchStage") -> None:
-        self._stage, self._memory = stage, np.empty(0, np.uint8)
-        self._lie_in(stage.region)
-
-    def _lie_in(self, region: Region) -> None:
-        self.regions, self.memory = (region,), region.memory
-        nbytes = region.nbytes // STAGING_BUFFERS
-        starts = range(region.address, region.address + STAGING_BUFFERS * nbytes, nbytes)
-        self.buffers = tuple([Region(start, nbytes, region.memory, region.device) for start in starts])
 
     def note(self, in_use: int, quarantined: int, waiting: frozenset[PeerId]) -> None:
         """Publish how many buffers are taken, and how many peers wait for one."""
@@ -83,24 +55,14 @@ class StagingMemory:
         if (in_use, quarantined, waiting) != (use.in_use, use.quarantined, use.waiting):
             self.use = replace(use, in_use=in_use, quarantined=quarantined, waiting=waiting)
 
-    def content(self, buffer: int) -> Any:
-        """Return the bytes of one buffer: an array, or a tensor of the device."""
+    def content(self, buffer: int) -> Bytes:
+        """Return the bytes of one buffer."""
         nbytes = self.use.buffer_bytes
-        if self._stage is not None:
-            return self._stage.content(buffer * nbytes, nbytes)
         return self._memory[buffer * nbytes : (buffer + 1) * nbytes]
 
-    def scatterer(self, scatter: CheckedScatter) -> Scatters:
+    def scatterer(self, scatter: CheckedScatter) -> "Scatterer":
         """Return what runs the copies of one prepared list."""
-        if self._stage is None:
-            return Scatterer(scatter)
-        copies = [(tuple(row[:FIXED]), tuple(_axes(row))) for row in scatter.table.tolist()]
-        return self._stage.scatterer(copies, scatter.units)
-
-    def settle(self) -> None:
-        """Return when every copy that was started has ended."""
-        if self._stage is not None:
-            self._stage.settle()
+        return Scatterer(scatter)
 
     def rows(self, relative: CheckedRows) -> CheckedRows:
         """Return the rows of one buffer for all buffers, one buffer after the other."""
@@ -108,7 +70,6 @@ class StagingMemory:
         for buffer in self.buffers:
             table = relative.table.copy()
             table[:, 0] += buffer.address
-            table[:, 2] = buffer.device
             tables.append(table)
         return check_rows(np.concatenate(tables))
 
@@ -153,7 +114,7 @@ class Buffers:
         )
 
 
-class Scatterer(Scatters):
+class Scatterer:
     """Run the checked copies of one prepared list in host memory; ``target`` returns the bytes at an address of it.
 
     NumPy moves each contiguous piece by one memmove, on this thread alone. torch's indexed copies take 3 to 12 times as
@@ -167,7 +128,12 @@ class Scatterer(Scatters):
         self._boxes = [_Box(*box, target) for box in zip(scatter.table.tolist(), scatter.reach.tolist(), strict=True)]
 
     def start(self, content: Bytes, numbers: npt.NDArray[np.int32]) -> None:
-        """Copy at once; see ``Scatters``."""
+        """Copy the places of one buffer, from the first on, to these units of the target.
+
+        Args:
+            content: bytes of the buffer.
+            numbers: int32, shape (n,), at most as many as the buffer has places.
+        """
         block, rest = np.divmod(numbers.astype(np.int64), self._per_block)
         kernel_block, unit = np.divmod(rest, self._per_kernel_block)
         segments: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
@@ -189,7 +155,7 @@ class _Box:
 
     def __init__(self, row: list[int], reach: int, target: Callable[[int, int], Bytes]) -> None:
         nbytes, self.offset, self.slot_stride, address, *strides = row[:FIXED]
-        axes = _axes(row)
+        axes = [(row[at], row[at + 1], row[at + 2]) for at in range(FIXED, len(row), 3) if row[at] > 1]
         self.strides = tuple(strides)
         self.shape = tuple(count for count, _, _ in axes)
         self.source_strides = tuple(step for _, step, _ in axes)
@@ -197,11 +163,6 @@ class _Box:
         # One array element per contiguous piece, so that NumPy moves it with one memmove.
         self.dtype = np.dtype(f"V{nbytes}")
         self.memory = target(address, reach)
-
-
-def _axes(row: list[int]) -> list[tuple[int, int, int]]:
-    """Return count, stride here and stride there of each axis of a copy that has more than one element."""
-    return [(row[at], row[at + 1], row[at + 2]) for at in range(FIXED, len(row), 3) if row[at] > 1]
 
 
 def memory_at(address: int, nbytes: int) -> Bytes:

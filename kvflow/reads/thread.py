@@ -224,7 +224,6 @@ class ThreadedTransport:
     def _run(self, regions: Sequence[Region], epochs: Region, serving: Serving) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})  # OpenSSL writes without MSG_NOSIGNAL
         try:
-            self._staging.place(regions)
             backend = self._open_planes(regions=regions, epochs=epochs, serving=serving)
         except BaseException as error:  # noqa: BLE001 - start raises it, in the caller's thread
             self._published.set_exception(error)

@@ -26,10 +26,7 @@ from kvflow.rendezvous.endpoint import ZEROMQ, LocalEndpoint, Network
 
 
 def staging_of(config: WorkerConfig, manifest: Manifest) -> int:
-    """Return the bytes of staging memory that the settings give, if some of our cache is in host memory.
-
-    Reads into memory of devices are direct until a measured deployment gains from staging there.
-    """
+    """Return the bytes of staging memory that the settings give, if some of our cache is in host memory."""
     in_host_memory = any(region.memory == "DRAM" for region in manifest.regions)
     return config.tuning.staging_bytes if in_host_memory else 0
 

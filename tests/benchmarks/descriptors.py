@@ -11,13 +11,12 @@ import numpy as np
 from msgspec import Struct
 
 from kvflow.config import WorkerConfig
-from kvflow.errors import ConfigInvalid
 from kvflow.layout.manifest import Manifest
 from kvflow.planning.plan import plan_transfer
 from kvflow.planning.runs import Int64s
 from kvflow.report import TransferReport
 from kvflow.tools.bench import Table, median_ratio, summarize
-from kvflow.tools.bench.source import HOST, Devices, SourceProcess, open_source
+from kvflow.tools.bench.source import SourceProcess, open_source
 from kvflow.tools.doctor.probe import BLOCK_SIZE, Geometry
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
@@ -47,8 +46,6 @@ async def run(
     seed: int,
     progress: Callable[[str], None],
     source_address: str | None = None,
-    *,
-    devices: Devices = HOST,
 ) -> tuple[Table, ...]:
     """Measure.
 
@@ -57,20 +54,13 @@ async def run(
         seed: of block ids.
         progress: is told what is measured.
         source_address: ``host:port`` of a source process that runs already; None starts one.
-        devices: that the caches lie on. Nothing is staged between host memory and a device.
 
     Raises:
-        ConfigInvalid: one cache is in host memory, and the other is not.
         PeerLost: the source process has ended.
     """
-    if (devices.here == "cpu") != (devices.there == "cpu"):
-        raise ConfigInvalid(
-            f"the caches are on {devices.there} and {devices.here}, and reads between both kinds are never staged",
-            remedy="Measure with both caches on devices, or with none.",
-        )
     rng = np.random.default_rng(seed)
     rows: list[tuple[object, ...]] = []
-    async with open_source(source_address, devices) as source:
+    async with open_source(source_address) as source:
         for heads in LAYERS:
             rows += await _compare(source, heads, rng, _Rounds(rounds, progress))
     return (_comparison(rows, rounds),)
@@ -92,12 +82,11 @@ async def _compare(
     )
     name = f"heads-{heads}"
     opened = await source.open(name, there)
-    devices = source.devices
-    here = msgspec.structs.replace(there, tp_size=2, device=devices.here)
+    here = msgspec.structs.replace(there, tp_size=2)
     rows: list[tuple[object, ...]] = []
     async with (
-        _reader(here, devices, staged=False) as (direct, manifest),
-        _reader(here, devices, staged=True) as (staged, _),
+        _reader(here, staged=False) as (direct, manifest),
+        _reader(here, staged=True) as (staged, _),
     ):
         chosen = _chosen(msgspec.msgpack.decode(opened.manifest, type=Manifest), manifest)
         for blocks in BLOCKS:
@@ -120,13 +109,12 @@ async def _compare(
 
 
 @asynccontextmanager
-async def _reader(geometry: Geometry, devices: Devices, *, staged: bool) -> AsyncIterator[tuple[Worker, Manifest]]:
+async def _reader(geometry: Geometry, *, staged: bool) -> AsyncIterator[tuple[Worker, Manifest]]:
     """Open a worker that stages all that it can, or nothing."""
     cache = geometry.build()
-    costs = msgspec.structs.replace(STAGE_ALL, staged_memory="DRAM" if devices.in_host_memory else "VRAM")
     environment = msgspec.structs.replace(
         PRODUCTION,
-        make_plans=lambda: PlansAt(costs),
+        make_plans=lambda: PlansAt(STAGE_ALL),
         staging=lambda _config, _manifest: STAGING_BYTES if staged else 0,
     )
     config = WorkerConfig(engine_id=f"target-{'staged' if staged else 'direct'}")
@@ -204,6 +192,6 @@ def _comparison(rows: list[tuple[object, ...]], rounds: int) -> Table:
         rows=tuple(rows),
         notes=(
             "x faster: direct time over staged time, round by round, median.",
-            "chosen: by a worker in host memory; a staged read reads twice the MiB that it delivers.",
+            "chosen: by a worker; a staged read reads twice the MiB that it delivers.",
         ),
     )

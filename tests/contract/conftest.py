@@ -445,8 +445,8 @@ ON_GPU = ("nixl device apart", "tcp device")
 a device, and the other kinds reach memory of the host only."""
 
 NAMES = ON_GPU if REAL else ON_HOST
-STAGING_NAMES = tuple(name for name in NAMES if name != "tcp device")
-"""Over TCP, what is staged lies in memory of the host."""
+STAGING_NAMES = tuple(name for name in NAMES if "device" not in name)
+"""What is staged lies in memory of the host."""
 
 KINDS_HERE = kinds(*NAMES)
 WITH_APART = kinds(*NAMES, *(() if REAL else ("nixl apart", "tcp device apart")))

@@ -8,7 +8,6 @@ from kvflow.config import TcpSettings
 from kvflow.ids import Credentials, pass_of
 from kvflow.layout.tracks import Track
 from kvflow.reads.contract import Serving
-from kvflow.reads.loopback import LoopbackBackend
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.tcp.backend import TcpBackend
 from kvflow.reads.thread import ThreadedTransport
@@ -41,25 +40,8 @@ def tcp_transport(name, sink, staging_bytes=0, *, bind=HERE, inline_s_max=0.0, e
     return ThreadedTransport("tcp", {"tcp": open_tcp}, sink, staging, inline_s_max=inline_s_max)
 
 
-class _TensorBackend(LoopbackBackend):
-    def add(self, address):
-        return super().add(msgspec.structs.replace(address, planes={"loopback": address.planes["tensors"]}))
-
-
-def tensor_transport(name, sink, staging_bytes=0, inline_s_max=0.0):
-    """The loopback, whose staging memory is a tensor that torch copies from, some polls later."""
-
-    def opened(regions, epochs, _serving):
-        return _TensorBackend(name, regions, epochs)
-
-    from tests.helpers.late_tensors import LateTensors  # loads torch, which would take each exporter process 2 s
-
-    staging = LateTensors(staging_bytes)
-    return ThreadedTransport("tensors", {"tensors": opened}, sink, staging, inline_s_max=inline_s_max)
-
-
 KINDS = {"loopback": loopback_transport, "nixl": nixl_transport, "tcp": tcp_transport, "async": AsyncTransport}
-KINDS |= {"tensors": tensor_transport, "tcp tls": partial(tcp_transport, encryption="tls")}
+KINDS["tcp tls"] = partial(tcp_transport, encryption="tls")
 
 
 def serving(cache, epochs):

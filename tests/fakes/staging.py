@@ -12,7 +12,6 @@ from kvflow.layout.manifest import Manifest
 from kvflow.planning import staging
 from kvflow.planning.plan import PlanCache, TransferPlan, plan_transfer
 from kvflow.reads.bounds import CheckedScatter
-from kvflow.reads.device import Scatters
 from kvflow.reads.staging import Scatterer, StagingMemory
 from tests.fakes.memory import SimulatedCache
 
@@ -30,7 +29,6 @@ class Costs(Struct, frozen=True, kw_only=True):
     read_byte_s: float = staging.READ_BYTE_S
     copied_byte_s: float = staging.COPIED_BYTE_S
     launch_s: float = staging.LAUNCH_S
-    staged_memory: str = staging.STAGED_MEMORY
 
 
 STAGE_ALL = Costs(post_s=0.0, descriptor_s=1e-3, read_byte_s=0.0, copied_byte_s=0.0, launch_s=1e-9)
@@ -82,7 +80,7 @@ class SimulatedStaging(StagingMemory):
         self._cache = cache
         self._check = check
 
-    def scatterer(self, scatter: CheckedScatter) -> Scatters:
+    def scatterer(self, scatter: CheckedScatter) -> Scatterer:
         """See ``StagingMemory.scatterer``."""
         return _WatchedScatterer(scatter, self._target, self._check)
 

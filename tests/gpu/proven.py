@@ -78,17 +78,4 @@ PARTS = (
             "unit/kvflow/reads/test_pacing.py::test_a_waiting_process_uses_nine_tenths_of_the_link",
         ),
     ),
-    Part(
-        "staged reads in memory of a GPU",
-        (
-            "gpu/test_staging.py::test_torch_scatters_many_buffers_without_a_wait_between_them",
-            "gpu/test_staging.py::test_half_of_the_heads_is_read_through_staging_memory",
-            "gpu/test_staging.py::test_staging_memory_moves_to_the_device_of_the_cache",
-        ),
-        (
-            "unit/kvflow/memory/test_scatter.py::test_torch_copies_what_numpy_copies",
-            "unit/kvflow/memory/test_scatter.py::test_unit_numbers_reach_a_device_through_a_pinned_row_of_their_buffer",
-            "unit/kvflow/worker/test_staged_device.py::test_caches_on_devices_are_staged_by_copies_that_end_later",
-        ),
-    ),
 )

@@ -30,9 +30,9 @@ def test_a_part_names_tests_that_are_there(repository, part):
 
 def test_every_test_on_a_gpu_has_a_stand_in(repository):
     named = {test for part in PARTS for test in part.on_gpu if part.stand_ins}
-    for path in ("gpu/test_pulls.py", "gpu/test_staging.py"):
-        found = {name for name, node in functions(repository, path).items() if needs_a_gpu(node)}
-        assert {f"{path}::{name}" for name in found if name.startswith("test_")} <= named
+    path = "gpu/test_pulls.py"
+    found = {name for name, node in functions(repository, path).items() if needs_a_gpu(node)}
+    assert {f"{path}::{name}" for name in found if name.startswith("test_")} <= named
 
 
 def test_the_guide_has_the_same_parts(repository):

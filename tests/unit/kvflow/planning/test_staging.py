@@ -117,20 +117,6 @@ def test_a_plan_says_both_costs_and_why_one_was_chosen(how, words):
     assert words in planned(**how).explain()
 
 
-IN_VRAM = (Region(0, 1 << 30, "VRAM"),)
-
-
-def test_costs_of_devices_count_for_caches_on_devices_only():
-    costs = replace(DEAR, staged_memory="VRAM")
-    source, target = replace(SOURCE, regions=IN_VRAM), replace(HALF, regions=IN_VRAM)
-    plan = planned(source, target, costs)
-    (group,) = plan.groups
-    assert group.staged is not None
-    assert "not staged, because the source is DRAM" in planned(SOURCE, target, costs).explain()
-    assert "not staged, because the target is DRAM" in planned(source, HALF, costs).explain()
-    assert StagedBinding(group, source, target).target.memory == "VRAM"
-
-
 def test_among_equals_direct_is_chosen():
     free = Costs(post_s=0.0, descriptor_s=0.0, read_byte_s=0.0, copied_byte_s=0.0, launch_s=0.0)
     assert planned(costs=free).groups[0].staged is None

@@ -105,13 +105,6 @@ def test_a_copy_that_takes_all_the_time_leaves_none_for_the_wire():
     assert report_of(ended).timings_s["wire"] == 0.0
 
 
-def test_copies_of_several_ranks_at_a_time_take_no_more_than_all_of_it():
-    ended = [ReadEnded(rank, "held", started_at=2.0, arrived_at=4.0, post_s=0.25, scatter_s=1.5) for rank in (0, 1)]
-    timings_s = report_of(*ended).timings_s
-    assert (timings_s["post"], timings_s["scatter"], timings_s["wire"]) == (0.5, 1.5, 0.0)
-    assert sum(seconds for name, seconds in timings_s.items() if name != "total") == timings_s["total"]
-
-
 def test_a_pull_that_moved_nothing_has_neither_descriptors_nor_phases():
     report = report_of()
     assert (report.descriptors, report.merged, report.reads) == (0, 0.0, 0)

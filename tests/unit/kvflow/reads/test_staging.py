@@ -14,7 +14,6 @@ from kvflow.reads.bounds import check_rows, check_scatter
 from kvflow.reads.contract import CancelReads, LeaseName, Part, PeerAddress, PreparedList, RankRead, ReadEnded
 from kvflow.reads.core import PostReads, ReadCore, RemovePeer, ResetReader
 from kvflow.reads.staging import Scatterer, StagingMemory, evenly_spaced
-from tests.helpers.late_tensors import POLLS, LateTensors
 from tests.unit.kvflow.reads.test_core import EPOCHS, ScriptedBackend
 
 from .lane_reads import Units
@@ -76,11 +75,10 @@ def test_more_staging_memory_than_there_is_names_its_setting():
 class Bench:
     """An owner with staging buffers over a backend that does what the test says."""
 
-    def __init__(self, target, memory=StagingMemory):
+    def __init__(self, target):
         self.backend, self.events = ScriptedBackend(), []
-        self.memory = memory(8 * BUFFER)
+        self.memory = StagingMemory(8 * BUFFER)
         region = Region(target.ctypes.data, target.nbytes)
-        self.memory.place([region])
         self.core = ReadCore(self.backend, [region], self.events.append, lambda: 0.0, self.memory)
         self.core.handle(PeerAddress("p", {}, EPOCHS))
         self.core.handle(staged_list(target))
@@ -136,12 +134,6 @@ class Bench:
 @pytest.fixture
 def bench(target):
     return Bench(target)
-
-
-@pytest.fixture
-def late(target):
-    """The same with copies that end some polls after they were started."""
-    return Bench(target, LateTensors)
 
 
 def test_a_chunk_has_a_buffer_from_its_post_until_it_is_scattered(bench, target):
@@ -239,80 +231,3 @@ def test_closing_gives_every_buffer_back(bench, target):
     assert bench.seen()[-1] == "1 cancelled"
     assert bench.memory.use.in_use == 0
     assert not target.any()
-
-
-def test_a_buffer_is_taken_and_no_fence_posted_until_the_copies_end(late, target):
-    late.post(1, range(SLOTS))
-    late.step()
-    late.land()  # in its buffer: the copies are started
-    for _ in range(POLLS - 1):
-        assert not target.any()
-        assert late.memory.use.in_use == 1
-        assert late.core.must_poll
-        assert late.core.rest_s() == 0.0
-        assert late.backend.calls[-1] == ("post", 1)
-        late.step()
-    late.step()
-    assert target[: SLOTS * 2 * PIECE].all()
-    assert late.memory.use.in_use == 0
-    late.fence()
-    assert late.backend.calls[-1][0] == "fence"
-    assert late.seen() == ["1 held"]
-
-
-def test_other_chunks_arrive_while_one_is_copied(late, target):
-    late.post(1, range(2 * SLOTS))
-    late.step()
-    late.step()
-    late.land()
-    late.land()
-    assert len(late.memory._stage.pending) == 2
-    for _ in range(POLLS):
-        late.step()
-    late.fence()
-    assert late.seen() == ["1 held"]
-    assert target[: 2 * SLOTS * 2 * PIECE].all()
-
-
-def test_a_read_that_is_cancelled_while_it_is_copied_ends_after_the_copies(late, target):
-    late.post(1, range(SLOTS))
-    late.step()
-    late.land()
-    late.core.handle(CancelReads((1,)))
-    assert late.seen() == []
-    for _ in range(POLLS):
-        assert not target.any()
-        late.step()
-    assert late.seen() == ["1 cancelled"]
-    assert target.any(), "they were made: the blocks stay in quarantine until then"
-
-
-def test_closing_waits_for_the_copies(late, target):
-    late.post(1, range(SLOTS))
-    late.step()
-    late.land()
-    late.core.begin_close()
-    assert late.seen() == []
-    late.core.end_close()
-    assert late.memory._stage.settled == 1
-    assert target.any()
-    assert late.seen() == ["1 cancelled"]
-
-
-def test_copies_that_fail_may_write_until_a_reset_has_settled_the_device(late, target, caplog):
-    late.post(1, range(SLOTS))
-    late.step()
-    late.land()
-    late.memory._stage.failing = RuntimeError("CUDA error")
-    with caplog.at_level(logging.CRITICAL, "kvflow.reads.core"):
-        late.step()
-    assert late.seen() == ["PeerFailed"]
-    assert late.memory.use.quarantined == 1
-    for _ in range(POLLS):
-        late.step()
-    assert late.seen() == []
-    late.core.handle(ResetReader())
-    assert late.memory._stage.settled == 1
-    assert target.any()
-    assert late.seen() == ["1 transport_error", "ResetDone"]
-    assert late.memory.use.in_use == 0

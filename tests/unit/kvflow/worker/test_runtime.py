@@ -28,7 +28,7 @@ from kvflow.reads.thread import ThreadedTransport
 from kvflow.rendezvous import dialer
 from kvflow.rendezvous.endpoint import FILES_WANTED
 from kvflow.worker import prepared, runtime
-from kvflow.worker.environment import PRODUCTION
+from kvflow.worker.environment import PRODUCTION, staging_of
 from kvflow.worker.producer import order_stores
 from kvflow.worker.runtime import open_worker
 from tests.helpers.settings import flat_config
@@ -146,6 +146,17 @@ async def test_hooks_hear_everything_and_a_failing_one_stops_nobody(caplog):
 async def test_a_cache_in_host_memory_has_staging_memory(settings, buffers):
     async with open_worker(config(**settings), cache_of()) as worker:
         assert worker.snapshot().staging.buffers == buffers
+
+
+@pytest.mark.parametrize(
+    ("held", "nbytes"),
+    [(["VRAM"], 0), (["VRAM", "VRAM"], 0), (["VRAM", "DRAM"], 4096), (["DRAM"], 4096)],
+    ids=str,
+)
+def test_staging_memory_is_for_caches_in_host_memory(held, nbytes):
+    regions = tuple(Region(1 << 20, 4096, memory) for memory in held)
+    manifest = msgspec.structs.replace(cache_of().manifest(), regions=regions)
+    assert staging_of(config(staging_bytes=4096), manifest) == nbytes
 
 
 def missing(*_given):
