@@ -303,6 +303,8 @@ class RankWorker:
         """Execute commands when a device has written, also if no step follows, until the rank stops."""
         while self._awaited.wait() and not self._stopped.wait(WRITTEN_PAUSE_S):
             with self._lock:
+                if self._stopped.is_set():
+                    return
                 self._awaited.clear()
                 try:
                     self._execute_unwritten()

@@ -412,6 +412,24 @@ def test_a_look_that_waits_for_its_rank_does_not_keep_it_from_ending(late, devic
     assert not rank._watch.is_alive()
 
 
+def test_a_rank_that_ends_while_a_look_begins_waits_for_no_other_look(late, monkeypatch):
+    rank, wait, ended = late.runtime.rank, late.runtime.rank._stopped.wait, threading.Event()
+    ending = threading.Thread(target=lambda: (late.runtime.close(), ended.set()), daemon=True)
+
+    def ends_meanwhile(_pause_s):
+        if ending.ident is not None:
+            return rank._stopped.is_set()
+        ending.start()
+        wait(PATIENCE_S)
+        return False  # the pause was over just before
+
+    monkeypatch.setattr(rank._stopped, "wait", ends_meanwhile)
+    end_steps(late, STEP)
+    late.early()
+    assert ended.wait(PATIENCE_S)
+    assert not rank._watch.is_alive()
+
+
 def test_a_newer_grant_does_not_let_an_older_one_be_held_twice(late, device):
     end_steps(late, STEP)
     late.command()
