@@ -275,7 +275,8 @@ def crowded(runner):
         runner: ``first`` or ``second``.
     """
     spare, answers = 18, 16  # blocks that are free when the prompt comes, and requests that take them
-    limits = {"max_num_batched_tokens": 40, "max_num_seqs": 20, "executor": EXECUTORS[runner]}
+    limits = {"max_num_seqs": 20, "executor": EXECUTORS[runner]}
+    limits |= {"max_num_batched_tokens": 20 * answers, "long_prefill_token_threshold": 16}  # all want blocks at once
     num_blocks = 1 + 2 * answers + spare
     own = {"dispatch": "concurrent"}
     engine = second_runner.Engine(
@@ -292,6 +293,7 @@ def crowded(runner):
             engine.ask(f"answer {number}", [number] * 20, max_tokens=200)
         deadline = time.monotonic() + PATIENCE_S
         while engine.free_blocks > spare:
+            assert time.monotonic() < deadline
             engine.step()
         engine.ask("offered", [7] * 16 * spare, OFFER)
         is_open = threading.Event()

@@ -113,6 +113,16 @@ def test_a_step_clears_no_block_of_a_prompt_that_it_preempts(world, monkeypatch,
     assert bool(settled) is not (runner == "second")
 
 
+def test_a_block_that_is_cleared_before_its_lease_ends_is_seen(world, monkeypatch):
+    from . import orders, second_runner
+
+    second_runner.zero_new_blocks(monkeypatch)
+    monkeypatch.setattr("kvflow.integrations.vllm.scheduler.clears_first", lambda *_: False)
+    changed, settled = orders.crowded("second")
+    assert settled
+    assert changed == ["offered"]
+
+
 def test_loads_wait_exactly_where_steps_overlap_and_vllm_does_not_defer():
     from .deferral import require_waits
 
