@@ -1,6 +1,6 @@
-"""Lists of what others rely on, as text: the public names with their signatures, and the wire formats.
+"""Lists of what others rely on, as text: public names with their signatures, wire formats, and examples of them.
 
-python -m tests.architecture.golden_lists    # write both lists, in tests/golden
+python -m tests.architecture.golden_lists    # write all of them, in tests/golden
 """
 
 import ast
@@ -30,6 +30,8 @@ from kvflow.reads.tcp import opening, wire
 from kvflow.rendezvous import questions
 from kvflow.rendezvous.endpoint import Advertisement
 from kvflow.worker.snapshot import Inspection
+from tests.architecture import golden_bytes
+from tests.architecture.golden_bytes import OFFER
 from tests.docs.api_page import MADE_BY_KVFLOW, fields, is_record, members, public_names, signature
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -91,19 +93,9 @@ def _alias(name: str) -> str:
 
 # --- wire formats ---
 
-FINGERPRINT = bytes(tickets.FINGERPRINT_BYTES)
-EXAMPLE = tickets.Grant(
-    engine_id="engine",
-    request_id="request",
-    ranks=(tickets.RankAddress(0, 32 * "0", "tcp://host:5555"),),
-    slot=3,
-    epoch="7",
-    block_ids=((1, 2),),
-    num_tokens=(8,),
-    lease_ms=30_000,
-    admitted=True,
+TICKET = tickets.Ticket(
+    grants=(OFFER,), sealed=(OFFER.seal(lambda _: bytes(tickets.MAC_BYTES), bytes(tickets.FINGERPRINT_BYTES)),)
 )
-TICKET = tickets.Ticket(grants=(EXAMPLE,), sealed=(EXAMPLE.seal(lambda _: bytes(tickets.MAC_BYTES), FINGERPRINT),))
 
 WORDS = {
     "handshake: versions": handshake.messages.SUPPORTED,
@@ -191,7 +183,12 @@ def _fields(info: StructType) -> Iterator[str]:
         yield f"    {field.encode_name}{'' if field.required else '?'}: {json.dumps(kind)}"
 
 
-LISTS = {"public_names.txt": names, "wire_formats.txt": formats}
+LISTS = {
+    "public_names.txt": names,
+    "wire_formats.txt": formats,
+    "tickets.json": golden_bytes.tickets,
+    "tcp.json": golden_bytes.tcp,
+}
 
 if __name__ == "__main__":
     for file, lines in LISTS.items():

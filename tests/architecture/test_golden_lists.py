@@ -1,7 +1,15 @@
 """Public names, their signatures, and wire formats do not change by accident: the lists in tests/golden have them."""
 
+import json
+
+import msgspec
 import pytest
 
+from kvflow.leases.tickets import Ticket
+from kvflow.reads.backend import seal, unseal
+from kvflow.reads.tcp import wire
+
+from .golden_bytes import GRANTS, sign
 from .golden_lists import GOLDEN, LISTS
 
 DESIGNED = """
@@ -28,6 +36,36 @@ def test_what_others_rely_on_is_as_the_list_has_it(file):
         "Others rely on these: keep the old name or format, or mark the change as breaking in CHANGELOG.md. "
         "Then write the list: python -m tests.architecture.golden_lists"
     )
+
+
+@pytest.mark.parametrize("kind", GRANTS)
+def test_a_recorded_ticket_is_read_and_written_again_byte_by_byte(kind):
+    params = json.loads((GOLDEN / "tickets.json").read_text())[kind]
+    ticket = Ticket.from_params(params, verify=lambda payload, mac: sign(payload) == mac)
+    assert (ticket.grants, ticket.to_params()) == ((GRANTS[kind],), params)
+    (grant,), (fingerprint,) = ticket.grants, ticket.fingerprints
+    assert (grant.seal(sign, fingerprint),) == ticket.sealed
+
+
+def test_recorded_frames_over_tcp_are_read_and_written_again_byte_by_byte():
+    """What both ends make of them is in ``tests/unit/kvflow/reads/tcp/test_golden.py``."""
+    said = json.loads((GOLDEN / "tcp.json").read_text())
+    (publication,) = [bytes.fromhex(content) for who, _, content in said if who == "producer"]
+    envelope = unseal(publication, transport="tcp", agent="producer")
+    assert msgspec.msgpack.encode(wire.decode_layout(envelope.blob)) == envelope.blob
+    assert seal(envelope) == publication
+    requests = [bytes.fromhex(content) for who, what, content in said if who == "reader" and what != "hello"]
+    assert {write_again(each) for each in requests} == {*requests}
+
+
+def write_again(frame):
+    kind, group, runs, slot, epoch, _ = wire.decode_request(frame)
+    body = frame[wire.REQUEST.size :]
+    if kind == wire.READ:
+        found = [*wire.RUN.iter_unpack(body)]
+        assert len(found) == runs
+        return wire.encode_read(group, slot, epoch, found)
+    return wire.encode_epoch(slot) if kind == wire.EPOCH else wire.encode_lease(slot, epoch, body)
 
 
 def test_the_list_has_every_name_that_programs_are_written_against():
