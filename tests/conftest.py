@@ -126,7 +126,6 @@ SLOW: dict[str, list[str]] = {
     "integration/test_releases.py::test_an_earlier_release_reads_from_itself": [],
     "integration/test_releases.py::test_an_earlier_release_refuses_the_tickets_of_this_one": [],
     "integration/test_releases.py::test_the_last_release_refuses_the_tickets_of_this_one": [],
-    "integration/test_releases.py::test_the_release_before_is_refused_over_tcp_and_nothing_hangs": [],
     "integration/test_releases.py::test_this_release_reads_the_tickets_of_the_last_one": [],
     "integration/test_releases.py::test_this_release_refuses_the_tickets_of_an_earlier_one": [],
     "integration/test_rollout.py::test_none_of_two_hundred_requests_fails": ["one id-old-new-tcp"],

@@ -471,6 +471,7 @@ ERRORS: dict[str, type[TransferFailed]] = {
     FailureCode.CANCELLED: TransferCancelled,
     FailureCode.CLOSING: TransferCancelled,
     FailureCode.KEY_REMOVED: PeerLost,
+    ProtocolViolation.code: ProtocolViolation,
     FailureCode.METADATA_INVALID: ProtocolViolation,
     # Our own descriptors are checked when they are bound, so it is the peer's memory that is not there.
     FailureCode.BOUNDS: ProtocolViolation,

@@ -54,8 +54,6 @@ WIRE = {
 UNPACKED = {
     "kvflow/reads/nixl/metadata.py": {"kvflow.reads.backend:Envelope.blob"},
     "kvflow/reads/tcp/opening.py": {"kvflow.reads.tcp.opening:ReaderHello"},
-    "kvflow/reads/tcp01/opening.py": {"kvflow.reads.tcp01.opening:OldTlsStream"},
-    "kvflow/reads/tcp01/wire.py": {"kvflow.reads.tcp01.wire:answers_of"},
     "kvflow/reads/tcp/wire.py": {"kvflow.reads.tcp.wire:Request"},
     "kvflow/reads/tcp/runs.py": {"runs of a read over TCP"},
     "kvflow/reads/tcp/connection.py": {"frames of an answer over TCP", "epochs at the end of an answer over TCP"},

@@ -38,9 +38,6 @@ EARLIER = {
 }
 """Commits whose workers are tried beside those of this release. docs/reference/compatibility.md has them all."""
 
-RELEASE_BEFORE = "d5db334"
-"""It is still read over TCP, so that hosts without RDMA are upgraded one by one, those that decode first."""
-
 
 def unpack(commit, folder):
     """Put an earlier commit into a folder. The test is skipped in a copy of the repository without that commit."""

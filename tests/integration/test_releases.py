@@ -13,10 +13,9 @@ from kvflow.events import ConsumerRejected
 from kvflow.layout.manifest import MANIFEST_SCHEMA, STAGE_SCHEMA
 from kvflow.leases.tickets import FORMAT, FORMAT_BEFORE
 
-from .conftest import OVER_TCP
 from .consuming import PATIENCE_S, consuming, works
-from .earlier import EARLIER, RELEASE_BEFORE, child_of, unpack
-from .producing import Producer, configured, producing
+from .earlier import EARLIER, child_of, unpack
+from .producing import Producer, configured
 from .shapes import Shape
 from .strangers import IDENTITY, SECURITY, ticket_to
 from .test_records import Heard
@@ -25,19 +24,14 @@ pytestmark = [pytest.mark.nixl, pytest.mark.processes]
 
 BLOCKS = [[0, 1], [2, 3]]
 NUM_TOKENS = 8
-NIXL, TCP = {"transport": "nixl"}, {"transport": "tcp"}
+NIXL = {"transport": "nixl"}
 THE_LAST = "cd0c377"
-SOURCE = Shape(layout="LBNHC", kv="split", num_blocks=96, block_size=16, heads=8, head_size=64)
-TARGET = msgspec.structs.replace(SOURCE, layout="BLHNC", kv="content")
-LARGE_BLOCKS = [list(range(39, -1, -1)), list(range(41, 81))]
-LARGE_TOKENS = 40 * 16
-"""Blocks down and up, and pages that lie apart at the source: many descriptors."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Folder of each earlier commit."""
-    return {commit: unpack(commit, tmp_path_factory.mktemp(commit)) for commit in (*EARLIER, RELEASE_BEFORE)}
+    return {commit: unpack(commit, tmp_path_factory.mktemp(commit)) for commit in EARLIER}
 
 
 @pytest.fixture(params=[commit for commit, earlier in EARLIER.items() if not earlier.is_read])
@@ -81,16 +75,15 @@ async def consuming_there(child, shape=Shape(), **settings):  # noqa: B008 - fro
     return pull
 
 
-@pytest.mark.parametrize("plane", [NIXL, TCP], ids=["nixl", "tcp"])
-async def test_this_release_reads_the_tickets_of_the_last_one(start, plane):
-    async with start("producer_process").producing(Shape(), **plane) as producer, consuming(**plane) as consumer:
+async def test_this_release_reads_the_tickets_of_the_last_one(start):
+    async with start("producer_process").producing(Shape(), **NIXL) as producer, consuming(**NIXL) as consumer:
         for request in ("first", "again"):
             with pytest.raises(ReleaseMismatch, match="wire version 1"):  # it knows no questions
                 await consumer.worker.find(producer.endpoint, [b"x"])
             params = await producer.offer(request, BLOCKS, NUM_TOKENS)
             assert params["kvflow"].startswith("kvf2.")
             report = await consumer.pull(params, BLOCKS)
-            assert report.plane == plane["transport"], report
+            assert report.plane == "nixl", report
             consumer.has(request, BLOCKS, NUM_TOKENS)
             assert await producer.outcome(request) == "released"
         await producer.offer("revoked", BLOCKS, NUM_TOKENS)
@@ -102,16 +95,15 @@ async def test_this_release_reads_the_tickets_of_the_last_one(start, plane):
         consumer.at_rest()
 
 
-@pytest.mark.parametrize("plane", [NIXL, TCP], ids=["nixl", "tcp"])
-async def test_the_last_release_refuses_the_tickets_of_this_one(start, plane):
+async def test_the_last_release_refuses_the_tickets_of_this_one(start):
     """So decode is upgraded first: until all of it is, nothing but prefill of the last release works with both."""
     heard = Heard()
     child, itself = start("consumer_process"), start("producer_process")
-    pull = await consuming_there(child, **plane)
+    pull = await consuming_there(child, **NIXL)
     async with (
-        producing_here(heard, **plane) as producer,
-        consuming(**plane) as consumer,
-        itself.producing(Shape(), **plane) as theirs,
+        producing_here(heard, **NIXL) as producer,
+        consuming(**NIXL) as consumer,
+        itself.producing(Shape(), **NIXL) as theirs,
     ):
         assert await pull(await producer.offer("r", BLOCKS, NUM_TOKENS)) == EARLIER[THE_LAST].refuses
         assert not heard.of(ConsumerRejected), "it cannot read the ticket, and so has no peer to ask"
@@ -180,32 +172,3 @@ async def test_an_earlier_release_refuses_the_tickets_of_this_one(start, commit)
         assert await producer.held() == ("r",)
         assert await producer.revoke("r")
         await works(producer, consumer)
-
-
-@pytest.mark.parametrize("encryption", ["off", "tls"])
-async def test_this_release_reads_the_one_before_over_tcp(start, encryption):
-    settings = OVER_TCP | {"tcp_encryption": encryption}
-    producer_there = start("producer_process", RELEASE_BEFORE).producing(SOURCE, **settings)
-    async with producer_there as producer, consuming(TARGET, **settings) as consumer:
-        for turn in range(3):
-            await works(producer, consumer, f"r{turn}", LARGE_BLOCKS, LARGE_TOKENS, sources=LARGE_BLOCKS[::-1])
-        consumer.untouched(but=LARGE_BLOCKS)
-        ended = await producer.offer("ended", BLOCKS, 32)
-        assert await producer.revoke("ended")
-        with pytest.raises(StaleLease):
-            await consumer.pull(ended, BLOCKS)
-        await works(producer, consumer, "small", num_tokens=32)
-        consumer.at_rest()
-
-
-@pytest.mark.parametrize("encryption", ["off", "tls"])
-async def test_the_release_before_is_refused_over_tcp_and_nothing_hangs(start, encryption):
-    settings = OVER_TCP | {"tcp_encryption": encryption}
-    child = start("consumer_process", RELEASE_BEFORE)
-    pull = await consuming_there(child, TARGET, **settings)
-    async with producing(SOURCE, **settings) as producer, consuming(TARGET, engine_id="decode-1", **settings) as ours:
-        for turn in range(2):
-            params = await producer.offer(f"r{turn}", BLOCKS, 32)
-            assert await pull(params, f"r{turn}", BLOCKS, 32) == "release_mismatch"
-        assert await producer.held() == ("r0", "r1")
-        await works(producer, ours, num_tokens=32, sources=[[4, 5], [6, 7]])

@@ -6,8 +6,6 @@ byte of the answer has arrived. To cancel a read is to close the connections tha
 
 Each read of a chunk has a request of its own, so the exporter refuses each alone. At the end of each answer, the
 exporter sends what the lease's epoch slot held after the bytes were read. So a fence needs no request.
-
-A peer of the release before publishes no stretches. What is said to it, and what it answers, is ``kvflow.reads.tcp01``.
 """
 
 import select
@@ -44,15 +42,15 @@ from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, Serving
 from kvflow.reads.device import landing
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.certificates import draw_identity
-from kvflow.reads.tcp.connection import Question, Request, SourceConnection, Told, answers_of
+from kvflow.reads.tcp.connection import Question, Request, SourceConnection, Told
 from kvflow.reads.tcp.exporter import TcpExporter
 from kvflow.reads.tcp.opening import Opening, introduction
 from kvflow.reads.tcp.runs import SourceList
 from kvflow.reads.tcp.stream import ByteRows, ChannelClosed, rows_of
-from kvflow.reads.tcp01 import opening as old_opening
-from kvflow.reads.tcp01 import wire as old_wire
 
 NAME = "tcp"
+
+_CANCELLED = Cause(FailureCode.CANCELLED, "cancelled by the caller")
 
 
 @dataclass(eq=False)
@@ -83,7 +81,7 @@ class _DialedPeer:
 
     address: PeerAddress
     place: tuple[str, int]
-    layout: wire.Layout | None  # None: it speaks as the release before
+    layout: wire.Layout
     connections: list[SourceConnection] = field(default_factory=list)
     prepared_lists: dict[int, _PreparedList] = field(default_factory=dict)
 
@@ -129,7 +127,7 @@ class TcpBackend(Backend):
         try:
             envelope = unseal(address.planes[NAME], transport=NAME, agent=address.agent)
             place = place_of(address.data_endpoint)
-            layout = wire.decode_layout(envelope.blob) if envelope.blob else None
+            layout = wire.decode_layout(envelope.blob)
         except (ValueError, msgspec.DecodeError) as error:
             raise BackendError(FailureCode.METADATA_INVALID, str(error)) from error
         if not address.credentials.pass_:
@@ -146,7 +144,8 @@ class TcpBackend(Backend):
         """Close the connections: a closed socket writes nothing. After a reset the peer may be unknown."""
         peer = self._peers.get(peer_id)
         if peer is not None:
-            self._end(dict.fromkeys(peer.connections, "the peer was removed"), again=False)
+            removed = Cause(FailureCode.PEER_LOST, "the peer was removed")
+            self._end(dict.fromkeys(peer.connections, removed), again=False)
 
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:
         """Forget a peer."""
@@ -158,7 +157,7 @@ class TcpBackend(Backend):
         return True  # a post sends a request only
 
     def prepare(self, prepared: CheckedList) -> None:
-        """Find the rows of a list in the stretches of its peer, if it publishes them."""
+        """Find the rows of a list in the stretches of its peer."""
         prepared_list = prepared.prepared_list
         peer = self._peers[prepared_list.peer]
         device = None
@@ -166,7 +165,7 @@ class TcpBackend(Backend):
             device = int(prepared.target.table[0, 2])
             if self._device_memory is None or (prepared.target.table[:, 2] != device).any():
                 raise BackendError(FailureCode.BOUNDS, "the TCP data plane does not reach the memory of these devices")
-        request = old_wire.requests_of(prepared) if peer.layout is None else _requests_of(prepared, peer.layout)
+        request = _requests_of(prepared, peer.layout)
         peer.prepared_lists[prepared_list.list_id] = _PreparedList(request, Places(prepared.target), device)
 
     def post(self, chunk: Chunk) -> PostedWork | int:
@@ -195,8 +194,8 @@ class TcpBackend(Backend):
             return self._told.verdicts(first, last, reads)
         peer, slots = self._peers[peer_id], sorted({lease.slot for _, lease in reads})
         asked = _Asked(missing=len(slots), values=[0] * (last - first + 1))
-        encode = old_wire.encode_epoch if peer.layout is None else wire.encode_epoch
-        self._ask(peer, [Question(encode(slot), partial(self._on_value, asked, slot - first)) for slot in slots])
+        answers = {slot: partial(self._on_value, asked, slot - first) for slot in slots}
+        self._ask(peer, [Question(wire.encode_epoch(slot), answered) for slot, answered in answers.items()])
         return asked
 
     def progress(self) -> None:
@@ -205,7 +204,7 @@ class TcpBackend(Backend):
         found = [self._connections.get(descriptor) for descriptor, _ in self._epoll.poll(0)]
         ready = [each[0] for each in found if each is not None]
         ready += [each for each in self._opening if each.due <= now and each not in ready]
-        ended = {each: detail for each in ready if (detail := self._go_on(each)) is not None}
+        ended = {each: cause for each in ready if (cause := self._go_on(each)) is not None}
         if ended:
             self._end(ended)
 
@@ -222,7 +221,7 @@ class TcpBackend(Backend):
         """Close the connections that owe bytes of these reads, and request the other reads' again."""
         unwanted = frozenset(read_ids)
         found = [each for each, _ in self._connections.values() if any(owed.read_id in unwanted for owed in each.owed)]
-        self._end(dict.fromkeys(found, "cancelled by the caller"), unwanted=unwanted)
+        self._end(dict.fromkeys(found, _CANCELLED), unwanted=unwanted)
 
     def reset(self) -> None:
         """Close every connection."""
@@ -295,35 +294,30 @@ class TcpBackend(Backend):
         try:
             connection.ask(questions)
         except ChannelClosed as error:  # no answer has arrived
-            self._end({connection: str(error)})
+            self._end({connection: Cause(FailureCode.PEER_LOST, str(error))})
             self._ask(peer, questions)
         else:
             self._watch(connection, peer)
 
     def _open(self, peer: _DialedPeer) -> SourceConnection:
         until = time.monotonic() + self._settings.handshake_s
-        who = peer.address.credentials
-        if peer.layout is None:
-            introduce = old_opening.introduction(who, encrypted=self._identity is not None)
-            answers, known_max = old_wire.answers_of, old_wire.LISTS_MAX
-        else:
-            introduce, answers, known_max = introduction(who, self._identity), answers_of, wire.LEASES_MAX
-        connection = SourceConnection(Opening(peer.place, introduce, until), answers, known_max)
+        introduce = introduction(peer.address.credentials, self._identity)
+        connection = SourceConnection(Opening(peer.place, introduce, until))
         peer.connections.append(connection)
         self._opening.add(connection)
         self._watch(connection, peer)
         return connection
 
-    def _go_on(self, connection: SourceConnection) -> str | None:
+    def _go_on(self, connection: SourceConnection) -> Cause | None:
         """Advance a connection that is ready. Return why it has ended, if it has."""
         descriptor = connection.descriptor
         _, peer = self._connections[descriptor]
         try:
             connection.on_ready()
         except ChannelClosed as error:
-            return str(error)
+            return Cause(FailureCode.DEADLINE_EXCEEDED if connection.late else FailureCode.PEER_LOST, str(error))
         except wire.BadFrame as error:
-            return f"its TCP data plane breaks the protocol: {error}"
+            return Cause(FailureCode.PROTOCOL_VIOLATION, f"its TCP data plane breaks the protocol: {error}")
         finally:
             if connection.descriptor != descriptor:  # it has opened
                 self._unwatch(descriptor)
@@ -348,7 +342,7 @@ class TcpBackend(Backend):
 
     def _end(
         self,
-        ended: Mapping[SourceConnection, str],
+        ended: Mapping[SourceConnection, Cause],
         *,
         again: bool = True,
         unwanted: Collection[int] = frozenset(),
@@ -358,7 +352,7 @@ class TcpBackend(Backend):
         ``unwanted``: reads that are cancelled. What else their connections owe is requested again.
         """
         repeated: list[tuple[_DialedPeer, Question]] = []
-        for connection, detail in ended.items():
+        for connection, cause in ended.items():
             _, peer = self._connections[connection.descriptor]
             self._unwatch(connection.descriptor)
             self._opening.discard(connection)
@@ -366,15 +360,12 @@ class TcpBackend(Backend):
             # A peer that has accepted no connection is lost.
             safe = again and (connection.open or any(each.open for each in peer.connections))
             repeatable = connection.close()
-            code = FailureCode.DEADLINE_EXCEEDED if connection.late else FailureCode.PEER_LOST
             for question in connection.owed:
-                if question.read_id in unwanted:
-                    question.answered(0, BackendError(FailureCode.CANCELLED, detail))
-                elif unwanted or (safe and question in repeatable):
+                if question.read_id not in unwanted and (unwanted or (safe and question in repeatable)):
                     question.repeated = question.repeated or not unwanted
                     repeated.append((peer, question))
                 else:
-                    question.answered(0, BackendError(code, detail))
+                    question.answered(0, BackendError(cause.code, cause.detail))
         for peer, question in repeated:
             self._ask(peer, [question])
 

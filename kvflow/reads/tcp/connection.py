@@ -93,8 +93,6 @@ class SourceConnection:
 
     Args:
         opening: opens it.
-        answers: yields what the next bytes fill, answer by answer; None: ``frame``.
-        known_max: after so many frames of ``Question.before``, both sides forget them all.
 
     Attributes:
         descriptor: what to watch; another one after it has opened.
@@ -103,7 +101,7 @@ class SourceConnection:
         begun: whether the first of these answers has begun.
     """
 
-    def __init__(self, opening: Opening, answers: "Answers", known_max: int) -> None:
+    def __init__(self, opening: Opening) -> None:
         self.owed: deque[Question] = deque()
         self.owed_bytes = 0
         self.descriptor = opening.fileno()
@@ -115,10 +113,9 @@ class SourceConnection:
         self._unsent: deque[Question] = deque()
         self._said = bytearray()
         self._known: dict[Hashable, bytes] = {}
-        self._known_max = known_max
         self._view = memoryview(self.frame)
         self._framed = 0  # bytes of the frame that have arrived
-        self._answers = answers(self)
+        self._answers = answers_of(self)
         self._filling = next(self._answers)
 
     @property
@@ -205,7 +202,7 @@ class SourceConnection:
         if question.before is not None:
             about, frame = question.before
             if self._known.get(about) != frame:
-                if len(self._known) >= self._known_max:
+                if len(self._known) >= wire.LEASES_MAX:
                     self._known.clear()
                 self._known[about] = frame
                 self._said += frame
@@ -231,9 +228,6 @@ class SourceConnection:
                 self._filling = next(self._answers)
                 if not self.owed and not stream.pending:
                     return
-
-
-Answers = Callable[[SourceConnection], Generator[ByteRows | None, None, None]]
 
 
 def answers_of(connection: SourceConnection) -> Generator[ByteRows | None, None, None]:

@@ -34,6 +34,7 @@ import msgspec
 from kvflow.ids import Credentials, ReaderId
 from kvflow.reads.tcp.certificates import TlsIdentity, is_of
 from kvflow.reads.tcp.stream import ChannelClosed, PlainStream, Stream, TlsStream, close_socket, prepare_socket
+from kvflow.reads.tcp.wire import BadFrame
 
 MAGIC = b"kvftcp02"
 NONCE_BYTES = 32
@@ -137,7 +138,7 @@ def _introduce(
     greeting = yield from filled(sock, GREETING_BYTES)
     magic, theirs = greeting[: len(MAGIC)], greeting[len(MAGIC) :]
     if magic != MAGIC:
-        raise Rejected(f"its greeting is {magic!r}, not that of kvflow's TCP data plane")
+        raise BadFrame(f"its greeting is {magic!r}, and that of this release is {MAGIC!r}")
     yield True
     ours = secrets.token_bytes(NONCE_BYTES)
     proof, expected = (proof_of(who.pass_, role, (theirs, ours), who.certificate) for role in ("reader", "exporter"))
@@ -207,6 +208,7 @@ class Opening:
 
         Raises:
             Rejected: dialing again would not help.
+            BadFrame: its greeting is that of another release, or of another program.
             ChannelClosed: nobody listens there, or ``until`` has passed.
         """
         self._epoll.poll(0)  # otherwise it would stay readable

@@ -145,7 +145,10 @@ def encode_layout(tracks: Sequence[Sequence[Track]]) -> bytes:
 
 def decode_layout(blob: bytes) -> Layout:
     """Return a peer's layout. Raises ``ValueError``: it is malformed, or a number of it is out of bounds."""
-    layout = _decoder.decode(blob)
+    try:
+        layout = _decoder.decode(blob)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"what it publishes for its TCP data plane is not of this release: {error}") from error
     for rows in layout.groups:
         if sum(row.times for row in rows) > TRACKS_MAX:
             raise ValueError(f"a group of more than {TRACKS_MAX} stretches")

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvflow.errors import FailureCode
+from kvflow.errors import FailureCode, ProtocolViolation
 from kvflow.ids import Credentials
 from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendError, Envelope, seal
@@ -22,6 +22,7 @@ from kvflow.reads.contract import PeerAddress
 from kvflow.reads.tcp import backend, opening, wire
 from kvflow.reads.tcp import connection as module
 from kvflow.reads.tcp.connection import Told
+from kvflow.worker.connections import connection_error
 from tests.unit.kvflow.reads.tcp.peers import (
     EPOCH,
     Consumer,
@@ -116,6 +117,7 @@ def test_an_endpoint_that_is_no_address_is_refused(consumer, endpoint):
     "blob",
     [
         b"\x00",
+        b"",  # as releases before this one
         msgspec.msgpack.encode((0, ())),
         msgspec.msgpack.encode((1, (((0, 0, 0, 1, 1, -1),),))),
         msgspec.msgpack.encode((1, (((0, 0, 1, 0, 1, -1),),))),
@@ -123,12 +125,47 @@ def test_an_endpoint_that_is_no_address_is_refused(consumer, endpoint):
         msgspec.msgpack.encode((1, (((1, 1, 2**15, 1, 1, -1), (1, 1, 1, 1, 1, -1)),))),
         msgspec.msgpack.encode((1, ((),) * (wire.GROUPS_MAX + 1))),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_stretches_that_make_no_sense_are_refused(consumer, blob):
     with pytest.raises(BackendError) as refused:
         consumer.add("tcp://127.0.0.1:1", Leases(), blob=blob)
     assert refused.value.reason.code == FailureCode.METADATA_INVALID
+
+
+def test_a_producer_that_publishes_as_another_release_is_named(consumer):
+    with pytest.raises(
+        BackendError, match="what it publishes for its TCP data plane is not of this release"
+    ) as refused:
+        consumer.add("tcp://127.0.0.1:1", Leases(), blob=b"")
+    error = connection_error("prefill-0", refused.value.reason.code, refused.value.reason.detail)
+    assert (error.code, error.remedy.partition(".")[0]) == (
+        "protocol_violation",
+        "Run the same kvflow release on both sides",
+    )
+
+
+@pytest.mark.parametrize("magic", [b"kvftcp01", b"HTTP/1.1"])
+def test_a_producer_that_greets_as_another_release_is_named(consumer, magic):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peer = consumer.add(
+            f"tcp://127.0.0.1:{listener.getsockname()[1]}", Leases(), certificate=certificate_of(consumer.identity)
+        )
+        posted = consumer.check(peer, 0)
+        consumer.backend.progress()
+        visitor, _ = listener.accept()
+        with visitor:
+            visitor.sendall(magic + bytes(opening.NONCE_BYTES))
+            reason = consumer.failure(posted)
+            with pytest.raises(ConnectionResetError):  # and has said nothing
+                visitor.recv(1)
+    error = connection_error("prefill-0", reason.code, reason.detail)
+    assert type(error) is ProtocolViolation
+    assert str(error) == (
+        "prefill-0 cannot be read from: its TCP data plane breaks the protocol: "
+        f"its greeting is {magic!r}, and that of this release is b'kvftcp02' [protocol_violation] "
+        "Run the same kvflow release on both sides. If they already do, treat the peer as hostile."
+    )
 
 
 def test_without_a_pass_nobody_is_dialed(consumer, producer):
@@ -402,7 +439,7 @@ def test_an_answer_that_breaks_the_protocol_ends_the_connection(pair, said):
     pair.far.request(reader)
     reader.say(said)
     reason = pair.consumer.failure(posted)
-    assert reason.code == FailureCode.PEER_LOST
+    assert reason.code == FailureCode.PROTOCOL_VIOLATION
     assert "breaks the protocol" in reason.detail
     assert not pair.consumer.target[[*range(3), *range(4, 64)]].any()
 
