@@ -34,7 +34,7 @@ from handshake.messages import (
     ConnectionClosed,
     ConnectionFailed,
     Ending,
-    Event,
+    HandshakeEvent,
     Identity,
     PeerReady,
     PingAnswered,
@@ -47,7 +47,7 @@ from handshake.security import ClusterSecurity, PublicKey, host_and_port
 from handshake.sockets import ZEROMQ, DialedChannel, LinkEvent, Network, running
 from handshake.states import Progress, Role
 
-OnEvent = Callable[[Event], None]
+OnEvent = Callable[[HandshakeEvent], None]
 WhyNot = Callable[[Identity], str]
 
 BACKOFF_S_MIN = 0.02  # a listener that is being replaced needs about as long
@@ -201,7 +201,7 @@ class _Attempt:
             # The server said goodbye, and waits for our answer until it closes.
             await self._gone.wait()
 
-    def _report(self, event: Event) -> None:
+    def _report(self, event: HandshakeEvent) -> None:
         if isinstance(event, PeerReady):
             self.is_wanted = not self._dialing.why_not(event.identity)
         if isinstance(event, PingAnswered) and not self._answered.done():
@@ -344,7 +344,7 @@ async def _connect(dialing: _Dialing, stack: AsyncExitStack) -> HandshakeClient:
 
 _Outcome = PeerReady | LinkEvent | Ending | HandshakeError | None
 
-_Found = asyncio.Future[HandshakeClient | HandshakeError]
+_Dialed = asyncio.Future[HandshakeClient | HandshakeError]
 
 
 class _Ways:
@@ -366,17 +366,17 @@ class _Ways:
         ways = dict.fromkeys((first, *addresses) if first else addresses)
         waiting = deque([each for each in ways if each not in tried][: ADDRESSES_MAX - len(tried)])
         waiting += [each for each in ways if each in tried and _may_pass(tried[each], CUTS_MAX)]
-        found: _Found = asyncio.get_running_loop().create_future()
+        found: _Dialed = asyncio.get_running_loop().create_future()
         await trial.enter_async_context(running(self._try_all(waiting, addresses, found)))
         return await found
 
-    async def _try_all(self, waiting: deque[str], addresses: tuple[str, ...], found: _Found) -> None:
+    async def _try_all(self, waiting: deque[str], addresses: tuple[str, ...], found: _Dialed) -> None:
         async with asyncio.TaskGroup() as group:
             for _ in range(min(ADDRESSES_AT_ONCE, len(waiting))):
                 group.create_task(self._try_next(waiting, found))
         found.set_result(self._explain(addresses))
 
-    async def _try_next(self, waiting: deque[str], found: _Found) -> None:
+    async def _try_next(self, waiting: deque[str], found: _Dialed) -> None:
         """Try one address after the other until the server is met. Each has an equal share of the time that is left."""
         now, tried = self._dialing.network.now, self._outcomes
         while waiting and not self._has_met:

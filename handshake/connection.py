@@ -26,7 +26,7 @@ from handshake.messages import (
     ConnectionClosed,
     ConnectionFailed,
     Ending,
-    Event,
+    HandshakeEvent,
     Hello,
     Identity,
     PeerReady,
@@ -153,7 +153,7 @@ class Conversation:
         self._heard_s = now
         self._asked_s = now  # when the last thing that wants an answer was said
         self._outgoing: list[list[bytes]] = []
-        self._events: list[Event] = []
+        self._events: list[HandshakeEvent] = []
         self._ending: Ending | None = None
 
     @property
@@ -171,7 +171,7 @@ class Conversation:
         outgoing, self._outgoing = self._outgoing, []
         return outgoing
 
-    def take_events(self) -> list[Event]:
+    def take_events(self) -> list[HandshakeEvent]:
         """Return what happened since the last call, and forget it."""
         events, self._events = self._events, []
         return events

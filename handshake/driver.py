@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from handshake.connection import Conversation
 from handshake.errors import CloseCode
-from handshake.messages import Answer, Ask, Event, Release, Released, Renew, Renewed
+from handshake.messages import Answer, Ask, HandshakeEvent, Release, Released, Renew, Renewed
 from handshake.sockets import ZEROMQ, Delivery
 
 logger = logging.getLogger("handshake")
@@ -28,7 +28,7 @@ class Driver:
         self,
         connection: Conversation,
         transmit: Callable[[list[bytes]], Delivery],
-        on_event: Callable[[Event], None],
+        on_event: Callable[[HandshakeEvent], None],
         on_settled: Callable[[], None],
         now: Callable[[], float] = ZEROMQ.now,
     ) -> None:
@@ -113,7 +113,7 @@ class Driver:
                     self.connection.lost("the peer has gone")
                     return
 
-    def _report(self, event: Event) -> None:
+    def _report(self, event: HandshakeEvent) -> None:
         try:
             self._on_event(event)
         except Exception:

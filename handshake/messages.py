@@ -15,8 +15,8 @@ The conversation. Only the client may ask, renew and release; both may ping, ref
     Bye, Refuse   <->  Bye                        close the connection
 
 A new field needs a default; unknown fields are skipped. A field keeps its name, type and meaning forever. A new message
-type, or a new word in a closed set (``Role``, ``Outcome``), needs a new wire version. ``Hello`` and ``Refuse`` are read
-before a version is agreed, and may only grow.
+type, or a new word in a closed set (``EngineRole``, ``LeaseOutcome``), needs a new wire version. ``Hello`` and
+``Refuse`` are read before a version is agreed, and may only grow.
 """
 
 import hashlib
@@ -55,21 +55,21 @@ QUESTION_BYTES_MAX = 48 << 10  # two thousand digests of 16 bytes are 36 KiB
 ANSWER_BYTES_MAX = 1 << 20
 CERTIFICATE_BYTES_MAX = 1024  # one of an elliptic curve has some 300
 
-Role = Literal["prefill", "decode", "both"]
+EngineRole = Literal["prefill", "decode", "both"]
 # What became of a lease: still held; this release was counted and others are awaited; ended; unknown.
-Outcome = Literal["held", "counted", "ended", "unknown"]
+LeaseOutcome = Literal["held", "counted", "ended", "unknown"]
 
 Version = Annotated[int, Meta(ge=1, le=65535)]
-Rank = Annotated[int, Meta(ge=0, le=65535)]
+RankNumber = Annotated[int, Meta(ge=0, le=65535)]
 Text = Annotated[str, Meta(max_length=1024)]  # for people; logged with ``repr``, because a peer chose its characters
 Epoch = Annotated[int, Meta(ge=0)]  # 64 bits without a sign: MessagePack has no larger number
 Nonce = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 # One of a set that may grow: a peer that does not know the word still reads the rest of the message.
 Word = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,31}\Z")]
-Seconds = Annotated[float, Meta(ge=0, le=2**40)]
+SecondsAgo = Annotated[float, Meta(ge=0, le=2**40)]
 Pass = Annotated[bytes, Meta(max_length=PASS_BYTES_MAX)]  # admits one client elsewhere; opaque here
-Report = Annotated[bytes, Meta(max_length=REPORT_BYTES_MAX)]
-Certificate = Annotated[bytes, Meta(max_length=CERTIFICATE_BYTES_MAX)]  # of connections elsewhere; opaque here
+ReportBytes = Annotated[bytes, Meta(max_length=REPORT_BYTES_MAX)]
+CertificateBytes = Annotated[bytes, Meta(max_length=CERTIFICATE_BYTES_MAX)]  # of connections elsewhere; opaque here
 # Seconds since 1970 on the sender's wall clock; absent if a peer does not send it.
 ClockTime = Annotated[float, Meta(ge=0, le=2**40)] | UnsetType
 
@@ -86,12 +86,12 @@ class Identity(Struct, frozen=True, kw_only=True):
     """
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=256)]
-    rank: Rank
+    rank: RankNumber
     num_ranks: Annotated[int, Meta(ge=1, le=65536)]
     incarnation: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
-    role: Role
+    role: EngineRole
     software: Annotated[str, Meta(max_length=64)] = ""
-    certificate: Certificate | UnsetType = UNSET
+    certificate: CertificateBytes | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         if self.rank >= self.num_ranks:
@@ -130,9 +130,9 @@ class LeaseRef(Struct, frozen=True, kw_only=True):
 class LeaseAnswer(LeaseRef, frozen=True, kw_only=True):
     """What became of one lease."""
 
-    outcome: Outcome
+    outcome: LeaseOutcome
     ended_by: Word | UnsetType = UNSET  # how it ended, as the application names it; absent if that is not remembered
-    ended_s: Seconds | UnsetType = UNSET  # how long ago
+    ended_s: SecondsAgo | UnsetType = UNSET  # how long ago
 
 
 class Message(Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -187,14 +187,14 @@ class Publish(Message, frozen=True, kw_only=True, tag="publish"):
         return [("publication", self.publication), ("clock_s", self.clock_s)]
 
 
-Leases = Annotated[tuple[LeaseRef, ...], Meta(min_length=1, max_length=LEASES_MAX)]
+LeaseRefs = Annotated[tuple[LeaseRef, ...], Meta(min_length=1, max_length=LEASES_MAX)]
 LeaseAnswers = Annotated[tuple[LeaseAnswer, ...], Meta(min_length=1, max_length=LEASES_MAX)]
 
 
 class Release(Message, frozen=True, kw_only=True, tag="release"):
     """The client's rank needs these leases no more. Repeating it is harmless."""
 
-    leases: Leases
+    leases: LeaseRefs
     read: bool | UnsetType = UNSET  # whether the client has read the blocks; absent if a peer does not say
 
 
@@ -207,7 +207,7 @@ class Released(Message, frozen=True, kw_only=True, tag="released"):
 class Renew(Message, frozen=True, kw_only=True, tag="renew"):
     """The client still needs these leases."""
 
-    leases: Leases
+    leases: LeaseRefs
 
 
 class Renewed(Message, frozen=True, kw_only=True, tag="renewed"):
@@ -229,7 +229,7 @@ class Pong(Message, frozen=True, kw_only=True, tag="pong"):
 
     nonce: Nonce
     clock_s: ClockTime = UNSET
-    report: Report | UnsetType = UNSET
+    report: ReportBytes | UnsetType = UNSET
 
 
 class Ask(Message, frozen=True, kw_only=True, tag="ask"):
@@ -338,7 +338,7 @@ class ConnectionFailed(Struct, frozen=True, kw_only=True):
 
 
 Ending = ConnectionClosed | ConnectionFailed
-Event = (
+HandshakeEvent = (
     PeerReady
     | ReleaseReceived
     | RenewReceived

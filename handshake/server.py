@@ -23,7 +23,7 @@ from handshake.messages import (
     REPORT_BYTES_MAX,
     Answer,
     ConnectionFailed,
-    Event,
+    HandshakeEvent,
     Identity,
     PeerReady,
     Publication,
@@ -59,7 +59,7 @@ MakePass = Callable[[PublicKey, Identity], bytes]
 MakeReport = Callable[[], bytes]
 """Makes what the program above reports about itself, at most 64 KiB."""
 
-OnPeerEvent = Callable[[PeerKey, Event], None]
+OnPeerEvent = Callable[[PeerKey, HandshakeEvent], None]
 
 
 class Peer(Struct, frozen=True, kw_only=True):
@@ -335,7 +335,7 @@ class HandshakeServer:
             self._allowances[public_key] = allowance
         return allowance
 
-    def _report(self, key: PeerKey, event: Event) -> None:
+    def _report(self, key: PeerKey, event: HandshakeEvent) -> None:
         if isinstance(event, PeerReady):
             self._ready[key] = event
         if isinstance(event, ConnectionFailed):

@@ -48,7 +48,7 @@ the pull has ended. Error handling depends on what reaches a peer."""
 
 TransportName = Literal["auto", "nixl", "tcp", "loopback"]
 Encryption = Literal["off", "tls"]
-Role = Literal["both", "producer", "consumer"]
+WorkerRole = Literal["both", "producer", "consumer"]
 
 
 class TcpSettings(Struct, frozen=True, kw_only=True):
@@ -201,7 +201,7 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
     transport: TransportName = "auto"
     lease_s: Seconds = 30.0  # as vLLM's NixlConnector; a router's queue is shorter
     http: HostAndPort | None = None
-    role: Role = "both"
+    role: WorkerRole = "both"
     cluster_secret_accepted: str | None = None
     private_key: Key | None = None  # the cluster secret's own keys cannot tell two workers apart
     allowed_keys: Annotated[tuple[Key, ...], Meta(max_length=65536)] | None = None

@@ -336,10 +336,6 @@ Event = (
 )
 """Every event of a worker."""
 
-# Their names in 0.1.0.
-TransferFailed = PullFailed
-WorkerClosed = WorkerStopped
-
 # Of events whose types would have the name of an error.
 _NAMES: dict[type[Event], str] = {PullFailed: "transfer.failed", WorkerStopped: "worker.closed"}
 

@@ -13,9 +13,14 @@ from msgspec import Meta, Struct
 FEW = 64  # up to this many block ids or units, Python is faster than NumPy, whose calls take a microsecond each
 ABSENT = -1  # the block id of an absent block
 
+Int64s = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+Intps = npt.NDArray[np.intp]
+Flags = npt.NDArray[np.bool_]
+
 # Checked block ids of one group: a tuple if they are few. It needs no copy, and the garbage collector does not follow
 # one of integers.
-Ids = tuple[int, ...] | npt.NDArray[np.int64]
+Ids = tuple[int, ...] | Int64s
 
 LeaseKey = tuple[int, int]  # names a lease to its readers: epoch slot and epoch
 

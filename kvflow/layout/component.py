@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from kvflow.layout.shards import Held, Shard
-from kvflow.layout.specs import DIMS_MAX, ITEM_BYTES, ComponentSpec, DType, Role
+from kvflow.layout.specs import DIMS_MAX, ITEM_BYTES, ComponentRole, ComponentSpec, DType
 
 ADDRESS_MAX = (1 << 63) - 1
 """Addresses and lengths are int64 in descriptor lists; no user address of a 64-bit machine reaches this."""
@@ -33,7 +33,7 @@ class Region(Struct, frozen=True):
 
 
 Extent = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Count = Annotated[int, Meta(ge=1, le=1 << 40)]
+Length = Annotated[int, Meta(ge=1, le=1 << 40)]
 Axis = Annotated[int, Meta(ge=-1, le=DIMS_MAX - 1)]
 
 
@@ -59,17 +59,17 @@ class Component(Struct, frozen=True, array_like=True):
         token_axis: axis of tokens; -1 for a state.
     """
 
-    role: Role
+    role: ComponentRole
     dtype: DType
     region: Annotated[int, Meta(ge=0, le=1 << 16)]
     offset: Extent
     block_stride: Extent
     kernel_stride: Extent
-    extents: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=DIMS_MAX)]
+    extents: Annotated[tuple[Length, ...], Meta(min_length=1, max_length=DIMS_MAX)]
     strides: Annotated[tuple[Extent, ...], Meta(min_length=1, max_length=DIMS_MAX)]
     shard_axis: Axis = 0
     first: Extent = 0
-    total: Count = 1
+    total: Length = 1
     token_axis: Axis = 1
 
     @property

@@ -143,10 +143,6 @@ class Provenance(Struct, frozen=True, omit_defaults=True):
         yield "model_dtype", self.dtype
 
 
-Identity = Provenance
-"""The name of ``Provenance`` in 0.1.0."""
-
-
 class Manifest(Struct, frozen=True, dict=True, omit_defaults=True):
     """The description of one rank's cache.
 

@@ -88,7 +88,7 @@ class Stripe(Struct, frozen=True, array_like=True):
 ALL_TOKENS = Stripe()  # a rank that holds every token
 
 
-Rank = Annotated[int, Meta(ge=0, le=1 << 16)]
+ShardRank = Annotated[int, Meta(ge=0, le=1 << 16)]
 
 
 def whole_number(name: str, value: Any) -> int:
@@ -119,7 +119,7 @@ class Shard(Struct, frozen=True, kw_only=True):
         dcp_interleave: consecutive tokens on one rank, a divisor of the block size.
     """
 
-    tp_rank: Rank = 0
+    tp_rank: ShardRank = 0
     tp_size: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
     dcp_rank: Annotated[int, Meta(ge=0, le=RANKS_MAX - 1)] = 0
     dcp_size: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1

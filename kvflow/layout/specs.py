@@ -21,7 +21,7 @@ ARRANGEMENT_MAX = 48  # a role appends the kernel block to the arrangement
 
 Positive = Annotated[int, Meta(ge=1, le=1 << 24)]
 Natural = Annotated[int, Meta(ge=0, le=1 << 24)]
-Role = Annotated[str, Meta(min_length=1, max_length=64)]
+ComponentRole = Annotated[str, Meta(min_length=1, max_length=64)]
 DType = Literal[
     "float32", "float16", "bfloat16",
     "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
@@ -236,7 +236,7 @@ class State(Struct, frozen=True, forbid_unknown_fields=True):
         shard_axis: axis that tensor parallelism divides; None if every rank holds the whole state.
     """
 
-    name: Role
+    name: ComponentRole
     shape: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=DIMS_MAX)]
     dtype: DType
     shard_axis: Annotated[int, Meta(ge=0, le=DIMS_MAX - 1)] | None = 0
@@ -276,7 +276,7 @@ class Opaque(_Spec, frozen=True, kw_only=True, tag="opaque", tag_field="kind"):
     """
 
     nbytes: Annotated[int, Meta(ge=1, le=1 << 40)]
-    arrangement: Role | Literal[""] = ""
+    arrangement: ComponentRole | Literal[""] = ""
     ranks: Annotated[int, Meta(ge=1, le=65535)] = 1
     # Overrides the property of every other kind.
     window: Natural = 0

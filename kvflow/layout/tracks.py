@@ -11,14 +11,10 @@ from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvflow.ids import Flags, Int64s, Intps
 from kvflow.layout.component import Component
 from kvflow.layout.manifest import Manifest
-
-Int64s = npt.NDArray[np.int64]
-Intps = npt.NDArray[np.intp]
-Flags = npt.NDArray[np.bool_]
 
 TRACKS_MAX = 1 << 15
 """Of one group, before neighbors merge: 128 layers with keys and values of 128 heads outside of blocks. A group with

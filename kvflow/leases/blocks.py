@@ -12,12 +12,10 @@ from itertools import chain
 from typing import SupportsIndex
 
 import numpy as np
-import numpy.typing as npt
 
 from kvflow.errors import BlockIdsInvalid, counted, shown
-from kvflow.ids import ABSENT, FEW, Ids
+from kvflow.ids import ABSENT, FEW, Ids, Int64s
 
-Int64s = npt.NDArray[np.int64]
 RECEIVING = -1
 QUIESCED = "Wait for quiesced() of that pull"
 NUM_BLOCKS_MAX = 1 << 31  # a ticket's block ids are less

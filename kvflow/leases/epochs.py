@@ -14,10 +14,10 @@ from kvflow.memory.mapping import map_bytes
 
 EPOCH_BITS = 62  # epochs fit a signed 64-bit number. No worker lives for 2**62 leases.
 
-Verdict = Literal["held", "stale", "early"]
+EpochVerdict = Literal["held", "stale", "early"]
 
 
-def judge(expected: int, observed: int) -> Verdict:
+def judge(expected: int, observed: int) -> EpochVerdict:
     """Compare the epoch that a check has read with that of the ticket.
 
     ``held``: the bytes that were read before are right. ``stale``: the lease has ended. ``early``: it is not admitted.

@@ -27,7 +27,7 @@ from kvflow.validation import Count, Name, Number
 
 PAST_MAX = 16384  # four per slot of a worker
 
-Answer = Literal["held", "counted", "ended", "unknown"]
+ReaderAnswer = Literal["held", "counted", "ended", "unknown"]
 
 
 class PastLease(Struct, frozen=True, gc=False):
@@ -231,7 +231,7 @@ class LeaseTable:
 
     def release(
         self, leases: Sequence[LeaseKey], reader: Reader, now: float, *, read: bool = False
-    ) -> tuple[list[Answer], list[LeaseEnded]]:
+    ) -> tuple[list[ReaderAnswer], list[LeaseEnded]]:
         """Count one reader's releases. A lease ends when the last rank of an engine releases it.
 
         A release may arrive before its lease is admitted, because a reader of some ranks of a ticket releases all of
@@ -240,7 +240,7 @@ class LeaseTable:
         Returns:
             One answer per lease, in order; and the leases that ended now.
         """
-        answers: list[Answer] = []
+        answers: list[ReaderAnswer] = []
         done: dict[int, Lease] = {}
         alone = reader.num_ranks == 1
         for slot, epoch in leases:
@@ -260,9 +260,9 @@ class LeaseTable:
             answers.append("ended" if slot in done else "held" if complete else "counted")
         return answers, self._end(done.values(), "released", now) if done else []
 
-    def renew(self, leases: Sequence[LeaseKey], now: float, reader: Reader | None = None) -> list[Answer]:
+    def renew(self, leases: Sequence[LeaseKey], now: float, reader: Reader | None = None) -> list[ReaderAnswer]:
         """Extend leases by their full duration from now; list the reader. Return one answer per lease."""
-        answers: list[Answer] = []
+        answers: list[ReaderAnswer] = []
         for slot, epoch in leases:
             lease = self._by_slot.get(slot)
             if lease is None or lease.epoch != epoch:
@@ -438,7 +438,7 @@ class LeaseTable:
         self._offers.give_back(lease)
         return True
 
-    def _release_early(self, slot: int, epoch: int, reader: Reader, read: bool) -> Answer:
+    def _release_early(self, slot: int, epoch: int, reader: Reader, read: bool) -> ReaderAnswer:
         """Remember the release of a lease that may be admitted later."""
         if not self.may_come(slot, epoch):
             return "ended" if self._is_past(slot, epoch) else "unknown"

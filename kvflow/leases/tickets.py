@@ -51,17 +51,17 @@ HEAD_BYTES = len(MARK) + FINGERPRINT_BYTES
 DIGEST_BYTES_MAX = 64
 
 Kind = Literal["offer", "kept", "open"]
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
+ShortName = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
-Endpoint = Annotated[str, Meta(min_length=1, max_length=512, pattern="^[a-z]+://")]
-Epoch = Annotated[str, Meta(pattern="^[0-9]{1,19}\\Z")]
+AnyEndpoint = Annotated[str, Meta(min_length=1, max_length=512, pattern="^[a-z]+://")]
+EpochText = Annotated[str, Meta(pattern="^[0-9]{1,19}\\Z")]
 BlockId = Annotated[int, Meta(ge=ABSENT, lt=NUM_BLOCKS_MAX)]
 BlockIds = Annotated[tuple[BlockId, ...], Meta(max_length=RUN_MAX)]
 Runs = Annotated[tuple[Annotated[int, Meta(ge=-RUN_MAX, lt=NUM_BLOCKS_MAX)], ...], Meta(max_length=RUN_MAX)]
 NumTokens = Annotated[int, Meta(ge=1, le=1 << 40)]
 BlockSize = Annotated[int, Meta(ge=0, le=1 << 30)]
 Digest = Annotated[bytes, Meta(max_length=DIGEST_BYTES_MAX)]
-Digests = Annotated[tuple[Digest, ...], Meta(max_length=1 << 20)]
+GroupDigests = Annotated[tuple[Digest, ...], Meta(max_length=1 << 20)]
 
 TRACEPARENT = "^00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\\Z"
 """W3C trace context, version 00: trace id, span id, flags."""
@@ -69,7 +69,7 @@ TRACEPARENT = "^00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\\Z"
 Traceparent = Annotated[str, Meta(pattern=TRACEPARENT, description="a traceparent of W3C trace context, version 00")]
 Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
 WallTimeMs = Annotated[int, Meta(ge=0, le=1 << 52)]
-PublicKey = Annotated[str, Meta(pattern="^[0-9a-f]{64}\\Z")]
+RankKey = Annotated[str, Meta(pattern="^[0-9a-f]{64}\\Z")]
 
 OVERDUE_S = 1.0  # a lease that seems over for longer is checked before the read. Earlier, reading is cheaper.
 
@@ -103,10 +103,10 @@ class RankAddress(Struct, frozen=True, cache_hash=True, gc=False, array_like=Tru
 
     rank: Annotated[int, Meta(ge=0, le=1 << 16)]
     incarnation: Incarnation
-    endpoint: Endpoint
-    epoch_base: Epoch = "0"
+    endpoint: AnyEndpoint
+    epoch_base: EpochText = "0"
     slots: Annotated[int, Meta(ge=1, le=1 << 24)] = 1
-    public_key: PublicKey | None = None
+    public_key: RankKey | None = None
 
 
 Ranks = Annotated[tuple[RankAddress, ...], Meta(min_length=1, max_length=1024)]
@@ -141,7 +141,7 @@ class Content(Struct, frozen=True, gc=False, array_like=True):
     """
 
     block_size: BlockSize
-    digests: Digests
+    digests: GroupDigests
 
     def ends(self, num_tokens: int) -> list[int]:
         """Return the end of each block that has a digest (one past its last token), for so many tokens."""
@@ -169,11 +169,11 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """
 
     kind: Kind = "offer"
-    engine_id: Name
-    request_id: Name
+    engine_id: ShortName
+    request_id: ShortName
     ranks: Ranks
     slot: Annotated[int, Meta(ge=0, le=1 << 24)]
-    epoch: Epoch
+    epoch: EpochText
     block_ids: Annotated[tuple[BlockIds, ...], Meta(min_length=1, max_length=256)]
     num_tokens: Annotated[tuple[NumTokens, ...], Meta(min_length=1, max_length=256)]
     lease_ms: Milliseconds

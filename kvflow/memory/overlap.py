@@ -15,12 +15,10 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from kvflow.errors import SpecInvalid
-
-Int64s = npt.NDArray[np.int64]
+from kvflow.ids import Int64s
 
 PIECES_MAX = 1 << 12  # of one tensor: layers, keys and values, and heads outside of blocks
 RUNS_MAX = 1 << 16  # of one piece: 16 per token and head of a large block; if there are more, gaps count as occupied

@@ -10,20 +10,18 @@ at most as many pairs of units as a buffer has places, and gets its buffer when 
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from kvflow.errors import CapacityExceeded, LayoutMismatch, PlanUnsound
-from kvflow.ids import Ids
+from kvflow.ids import Ids, Int32s, Int64s
 from kvflow.layout.component import Region
 from kvflow.layout.manifest import Manifest
 from kvflow.planning.chunks import Cutter, neighbors, num_neighbors, one_chunk
 from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.plan import GroupPlan, TransferPlan
-from kvflow.planning.runs import Int64s, Units
+from kvflow.planning.runs import Units
 from kvflow.planning.staging import FIXED, Scatter, room_left
 
-Int32s = npt.NDArray[np.int32]
 DESCRIPTORS_MAX = (1 << 31) - 1  # their indices are int32
 ROWS_MAX = 1 << 20  # 40 MiB: only blocks that are far larger than those of any engine, and not dense, need more
 

@@ -11,10 +11,11 @@ import numpy as np
 from msgspec import Struct
 
 from kvflow.errors import PlanUnsound
+from kvflow.ids import Int64s
 from kvflow.layout.component import Component
 from kvflow.layout.manifest import Manifest
 from kvflow.planning.match import ComponentPair, GroupPair
-from kvflow.planning.runs import Bools, Int64s, RunTable, Units, group_by_shape
+from kvflow.planning.runs import Bools, RunTable, Units, group_by_shape
 
 PROVEN_AT_ONCE = 1 << 18  # pieces that are checked together: about 30 MiB of numbers
 

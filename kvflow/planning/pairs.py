@@ -16,9 +16,9 @@ import numpy as np
 from msgspec import Struct
 
 from kvflow.errors import BlockRangeMismatch, CapacityExceeded, counted
-from kvflow.ids import ABSENT, FEW, Ids
+from kvflow.ids import ABSENT, FEW, Ids, Int64s
 from kvflow.planning.plan import GroupPlan
-from kvflow.planning.runs import UNITS_MAX, Bools, Int64s, Units
+from kvflow.planning.runs import UNITS_MAX, Bools, Units
 
 
 class UnitPairs(Struct, frozen=True, eq=False, gc=False):

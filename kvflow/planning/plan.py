@@ -13,21 +13,12 @@ from msgspec import Struct
 from msgspec.structs import force_setattr
 
 from kvflow.errors import CapacityExceeded, LayoutMismatch, PlanUnsound, counted
+from kvflow.ids import Int64s
 from kvflow.layout.manifest import Manifest
 from kvflow.layout.shards import Stripe
 from kvflow.planning.certificate import Certificate, Missing, PlannedGroup, certify
 from kvflow.planning.match import ComponentPair, GroupPair, HeadRanges, match_groups
-from kvflow.planning.runs import (
-    UNITS_MAX,
-    Bools,
-    Int64s,
-    Run,
-    RunTable,
-    Units,
-    cut_fragments,
-    group_by_shape,
-    merge_runs,
-)
+from kvflow.planning.runs import UNITS_MAX, Bools, Run, RunTable, Units, cut_fragments, group_by_shape, merge_runs
 from kvflow.planning.staging import DIRECT, Choice, StagedRuns, choose
 
 

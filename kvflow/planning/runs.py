@@ -14,11 +14,11 @@ from msgspec import Struct
 from msgspec.structs import force_setattr
 
 from kvflow.errors import counted
+from kvflow.ids import Int64s
 from kvflow.layout.shards import ALL_TOKENS, Stripe
 from kvflow.planning.match import ComponentPair
 
 Bools = npt.NDArray[np.bool_]
-Int64s = npt.NDArray[np.int64]
 
 UNITS_MAX = 1 << 22  # of one list. 4 M units of 16 tokens are 64 M tokens, and take 100 MiB while they are paired
 

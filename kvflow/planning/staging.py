@@ -25,12 +25,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvflow.errors import PlanUnsound, counted
+from kvflow.ids import Int64s
 from kvflow.layout.component import Component, Region
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 from kvflow.layout.shards import ALL_TOKENS
 from kvflow.planning.certificate import PlannedGroup, certify
 from kvflow.planning.match import ComponentPair, GroupPair
-from kvflow.planning.runs import Int64s, RunTable, Units, cut_fragments, group_by_shape, merge_runs
+from kvflow.planning.runs import RunTable, Units, cut_fragments, group_by_shape, merge_runs
 
 STAGING_BUFFERS = 8
 """Two chunks in flight for each of four peers. More buffers would be too small for a unit of a large model."""

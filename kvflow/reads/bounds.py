@@ -9,13 +9,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
+from kvflow.ids import Flags, Int32s, Int64s, Intps
 from kvflow.layout.component import ADDRESS_MAX, Region
-from kvflow.planning.bind import Bound, Int32s
+from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs
-from kvflow.planning.runs import Int64s
 from kvflow.planning.staging import COLUMNS, FIXED, room_left
 from kvflow.reads.contract import PreparedList
 
@@ -28,9 +27,6 @@ FEW = 128  # up to this many descriptors, a loop is faster than arrays
 _INTEGERS = {int}
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _DTYPES = (_INT32, _INT32, _INT64)
-
-Intps = npt.NDArray[np.intp]
-Flags = npt.NDArray[np.bool_]
 
 
 class OutOfBounds(Exception):

@@ -42,10 +42,10 @@ from msgspec import Meta, Struct
 
 from kvflow.errors import FailureCode
 from kvflow.events import PlaneOmitted
-from kvflow.ids import Credentials, Ids, PeerId
+from kvflow.ids import Credentials, Ids, Int32s, PeerId
 from kvflow.layout.component import Region
 from kvflow.layout.tracks import Track
-from kvflow.planning.bind import AnyBinding, Bound, Int32s
+from kvflow.planning.bind import AnyBinding, Bound
 from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.staging import Scatter
 from kvflow.validation import Count
@@ -60,7 +60,7 @@ RESET_DRAIN_S = 2.0  # how long a reader reset waits for healthy peers: two chun
 PRIORITY_MAX = 1 << 31
 """Largest priority in either direction. A float still adds it to a time with enough precision."""
 
-Phase = Literal["compute", "queue", "wire", "fence"]
+ReadPhase = Literal["compute", "queue", "wire", "fence"]
 Verdict = Literal["held", "early", "stale", "failed"]
 
 
@@ -140,7 +140,7 @@ class RankRead(Struct, eq=False, gc=False):
     parts: tuple[Part, ...]
     check_first: bool = False
     priority: int = 0
-    phase: Phase = "queue"
+    phase: ReadPhase = "queue"
     since: float = math.inf
     outstanding: Outstanding | None = None
     started_at: float = 0.0
@@ -181,7 +181,7 @@ class ReadEnded(Struct, frozen=True, gc=False):
     verdict: Verdict
     code: str = ""
     detail: str = ""
-    phase: Phase = "fence"
+    phase: ReadPhase = "fence"
     observed: int = 0
     unserved: bool = False
     nbytes: int = 0
@@ -317,9 +317,6 @@ class DeviceMemory(Protocol):
         ...
 
 
-Blocks = Sequence[Sequence[int]]  # block ids of each group
-
-
 class Serving(Struct, frozen=True, eq=False):
     """What a data plane that serves reads must know about its worker. Its functions are called on any thread.
 
@@ -336,7 +333,7 @@ class Serving(Struct, frozen=True, eq=False):
     """
 
     tracks: tuple[tuple[Track, ...], ...]
-    blocks_of: Callable[[int, int], Blocks | None]
+    blocks_of: Callable[[int, int], Sequence[Sequence[int]] | None]
     admits: Callable[[str], bool]
     pass_key: bytes
     vouches: Callable[[int, int, bytes], bool] | None = None

@@ -85,7 +85,7 @@ class ResetReader(Struct, frozen=True):
     """End what is in flight from hung peers."""
 
 
-Command = PeerAddress | RemovePeer | PreparedList | PostReads | CancelReads | ResetReader
+ReadCommand = PeerAddress | RemovePeer | PreparedList | PostReads | CancelReads | ResetReader
 """The commands of a core. A ``PeerAddress`` adds its peer, and a ``PreparedList`` is prepared."""
 
 
@@ -165,7 +165,7 @@ class ReadCore:
                 return 0.0
         return max(rest_s, 0.0)
 
-    def handle(self, command: Command) -> None:
+    def handle(self, command: ReadCommand) -> None:
         """Process one command. Its effects are reported as events."""
         try:
             match command:
@@ -642,7 +642,7 @@ class ReadCore:
         if reason.code != FailureCode.BOUNDS:
             self._lose(work.lane.peer, reason)
 
-    def _fail_all(self, command: Command | None, error: Exception) -> None:
+    def _fail_all(self, command: ReadCommand | None, error: Exception) -> None:
         """Fail all reads and peers after a defect of kvflow, so that no caller waits forever."""
         _logger.error("kvflow.reads: unexpected error; all reads fail", exc_info=error)
         reason = Cause(FailureCode.TRANSPORT_ERROR, repr(error))

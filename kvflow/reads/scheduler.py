@@ -23,7 +23,7 @@ from kvflow.config import Tuning
 from kvflow.errors import CapacityExceeded, FailureCode
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.ids import PeerId
-from kvflow.reads.contract import SPAN_MAX, CancelReads, LeaseName, Phase, RankRead, ReadEnded
+from kvflow.reads.contract import SPAN_MAX, CancelReads, LeaseName, RankRead, ReadEnded, ReadPhase
 from kvflow.reads.pulls import AWAITED, PROBE_S_MAX, PROBE_S_MIN, Pull, SourceRank
 
 PULLS_MAX = 65536  # most pulls that may be open at once
@@ -48,7 +48,7 @@ class _Cause(NamedTuple):
     """Why a pull fails: the fields of ``PullFailed``."""
 
     code: str
-    phase: Phase
+    phase: ReadPhase
     detail: str
     peer: PeerId | None = None
 
@@ -177,7 +177,7 @@ class Scheduler:
 
     def on_peer_failed(self, peer: PeerId, *, code: str, detail: str, now: float) -> list[Effect]:
         """End every pull that needs this peer."""
-        concerned: dict[int, tuple[Pull, Phase]] = {
+        concerned: dict[int, tuple[Pull, ReadPhase]] = {
             pull.pull_id: (pull, "compute")
             for pull in self._pulls.values()
             if peer in pull.followed and not pull.failed
@@ -199,7 +199,7 @@ class Scheduler:
         pull = self._pulls.get(pull_id)
         if pull is None or pull.failed or not (pull.missing or pull.followed):
             return []
-        phase: Phase = pull.phase if pull.phase in ("queue", "wire", "compute") else "fence"  # type: ignore[assignment]
+        phase: ReadPhase = pull.phase if pull.phase in ("queue", "wire", "compute") else "fence"  # type: ignore[assignment]
         return self._fail(pull, _Cause(code, phase, detail, peer), now)
 
     def tick(self, now: float) -> list[Effect]:
@@ -247,7 +247,7 @@ class Scheduler:
                 since = max(since, read.outstanding.since)
         return self._fail_late(rank, phase, now) if now - since > budget_s else []
 
-    def _fail_late(self, rank: SourceRank, phase: Phase, now: float) -> list[Effect]:
+    def _fail_late(self, rank: SourceRank, phase: ReadPhase, now: float) -> list[Effect]:
         detail = f"{phase} took longer than its budget"
         cause = _Cause(FailureCode.DEADLINE_EXCEEDED, phase, detail, rank.read.peer)
         return self._fail(self._pulls[rank.pull_id], cause, now)

@@ -10,13 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from kvflow.ids import Flags, Int64s
 from kvflow.reads.bounds import OutOfBounds
-from kvflow.reads.contract import Blocks, Serving
-
-Int64s = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
+from kvflow.reads.contract import Serving
 
 LEASES_MAX = 256
 """How many leases have cached blocks."""
@@ -97,7 +94,7 @@ class LeasedBlocks:
 class _CachedLease:
     """One lease. ``blocks`` are those that the lease table returned, and ``mac`` the last one that was checked."""
 
-    blocks: Blocks
+    blocks: Sequence[Sequence[int]]
     count: int
     arrays: dict[int, Int64s] = field(default_factory=dict)
     sets: dict[int, frozenset[int]] = field(default_factory=dict)

@@ -35,7 +35,7 @@ from kvflow.reads.contract import (
     StagingUse,
     Transport,
 )
-from kvflow.reads.core import Command, PostReads, ReadCore, RemovePeer, ResetReader
+from kvflow.reads.core import PostReads, ReadCommand, ReadCore, RemovePeer, ResetReader
 from kvflow.reads.loopback import LoopbackBackend
 from kvflow.reads.nixl.backend import Uses, nixl_factory
 from kvflow.reads.planes import open_planes
@@ -137,7 +137,7 @@ class ThreadedTransport:
         self._staging = staging
         self._open_planes = partial(open_planes, dict(factories), required)
         self._sink = sink
-        self._commands: deque[Command | None] = deque()
+        self._commands: deque[ReadCommand | None] = deque()
         self._bell = Bell()
         self._published: Future[Published] = Future()
         self._lock = threading.Lock()
@@ -211,13 +211,13 @@ class ThreadedTransport:
                 _logger.error("kvflow.reads: closing waits for a call into %s that does not return", self._name)
                 thread.join(HANGS_S)
 
-    def _command(self, command: Command) -> None:
+    def _command(self, command: ReadCommand) -> None:
         # The lock orders commands and the end of commands, so everything that is queued is processed.
         with self._lock:
             if not self._closed:
                 self._put(command)
 
-    def _put(self, command: Command | None) -> None:
+    def _put(self, command: ReadCommand | None) -> None:
         self._commands.append(command)
         self._bell.ring()
 
@@ -265,7 +265,7 @@ class ThreadedTransport:
             if not core.step():
                 time.sleep(PAUSE_S_MAX)
 
-    def _take(self) -> list[Command | None]:
+    def _take(self) -> list[ReadCommand | None]:
         """Take all waiting commands."""
         return [self._commands.popleft() for _ in range(len(self._commands))]
 

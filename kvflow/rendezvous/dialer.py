@@ -22,7 +22,7 @@ from handshake.messages import (
     Ask,
     ConnectionClosed,
     ConnectionFailed,
-    Event,
+    HandshakeEvent,
     LeaseAnswer,
     LeaseRef,
     Release,
@@ -114,7 +114,7 @@ class Awaited:
             raise Closed(f"the connection has ended: {self._lost}")
         return answer
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: HandshakeEvent) -> None:
         """Give an answer to all who wait for it, and the end of the connection to everyone."""
         match event:
             case RenewAnswered(leases=answers):

@@ -14,7 +14,7 @@ from handshake.messages import (
     ANSWER_BYTES_MAX,
     Asked,
     ConnectionFailed,
-    Event,
+    HandshakeEvent,
     LeaseAnswer,
     LeaseRef,
     PeerReady,
@@ -26,10 +26,10 @@ from handshake.messages import (
 from kvflow.errors import ProtocolViolation, ReleaseMismatch
 from kvflow.events import ConsumerRejected
 from kvflow.ids import LeaseKey, worker_name
-from kvflow.leases.table import Answer, Reader
+from kvflow.leases.table import Reader, ReaderAnswer
 from kvflow.rendezvous import questions
 from kvflow.rendezvous.endpoint import READER, LocalEndpoint, as_kvflow_error
-from kvflow.rendezvous.questions import AnswerHeld, Question
+from kvflow.rendezvous.questions import AnswerHeld, PeerQuestion
 
 
 class Answering(Protocol):
@@ -38,9 +38,9 @@ class Answering(Protocol):
     def ask(
         self,
         connection: PeerKey,
-        question: Question,
+        question: PeerQuestion,
         reader: Reader,
-        answer: Callable[[questions.Answer], bool],
+        answer: Callable[[questions.PeerAnswer], bool],
         nonce: int,
     ) -> None:
         """Answer a member's question, once, now or later. ``nonce``: its number on the connection.
@@ -62,11 +62,11 @@ class Leases(Protocol):
         """The answers to members."""
         ...
 
-    def on_release(self, leases: Sequence[LeaseKey], reader: Reader, *, read: bool = False) -> list[Answer]:
+    def on_release(self, leases: Sequence[LeaseKey], reader: Reader, *, read: bool = False) -> list[ReaderAnswer]:
         """Count a reader's releases, and answer each; ``read``: whether it has read the blocks."""
         ...
 
-    def on_renew(self, leases: Sequence[LeaseKey], reader: Reader) -> tuple[list[Answer], float]:
+    def on_renew(self, leases: Sequence[LeaseKey], reader: Reader) -> tuple[list[ReaderAnswer], float]:
         """Renew leases for a reader. Return an answer for each, and how many seconds they last from now."""
         ...
 
@@ -104,7 +104,7 @@ class Listener:
         """Refuse every connected reader whose key was removed from the list of allowed keys."""
         self._server.recheck_keys()
 
-    def on_event(self, key: PeerKey, event: Event) -> None:
+    def on_event(self, key: PeerKey, event: HandshakeEvent) -> None:
         """Handle an event of one reader, which its Hello identifies."""
         match event:
             case PeerReady(identity=identity, publication=publication):
@@ -139,7 +139,7 @@ class Listener:
         else:
             self._leases.answers.ask(key, question, self._readers[key], partial(self.answer, key, nonce), nonce)
 
-    def answer(self, key: PeerKey, nonce: int, answer: questions.Answer | None) -> bool:
+    def answer(self, key: PeerKey, nonce: int, answer: questions.PeerAnswer | None) -> bool:
         """Answer an open question; None says that we do not know it. Return whether the connection has not ended."""
         encoded = b"" if answer is None else questions.encode(answer)
         if len(encoded) > ANSWER_BYTES_MAX:
@@ -209,5 +209,5 @@ def _keys(refs: Sequence[LeaseRef]) -> list[LeaseKey]:
     return [(ref.slot, ref.epoch) for ref in refs]
 
 
-def _answered(answers: Iterable[tuple[LeaseRef, Answer]]) -> tuple[LeaseAnswer, ...]:
+def _answered(answers: Iterable[tuple[LeaseRef, ReaderAnswer]]) -> tuple[LeaseAnswer, ...]:
     return tuple([LeaseAnswer(slot=ref.slot, epoch=ref.epoch, outcome=answer) for ref, answer in answers])

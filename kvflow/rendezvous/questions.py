@@ -10,10 +10,12 @@ from handshake.messages import ANSWER_BYTES_MAX, Nonce
 from kvflow.errors import CapacityExceeded, ProtocolViolation
 from kvflow.leases.tickets import DIGEST_BYTES_MAX, MAC_BYTES, BlockIds
 
-Digest = Annotated[bytes, Meta(min_length=1, max_length=DIGEST_BYTES_MAX)]
-Digests = Annotated[tuple[Digest, ...], Meta(max_length=4096)]  # looked up in half a millisecond at most
+ASKED_MAX = 4096  # digests of one question: looked up in half a millisecond at most
+AskedDigests = Annotated[
+    tuple[Annotated[bytes, Meta(min_length=1, max_length=DIGEST_BYTES_MAX)], ...], Meta(max_length=ASKED_MAX)
+]
 COUNT_MAX = 1 << 20
-Count = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
+BlockCount = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
 IDS_MAX = ANSWER_BYTES_MAX // 10  # block ids of one answer. Each takes at most 5 bytes.
 Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
 ASK_LATER = "Ask again in a moment. A question that needs at_least so many digests waits with those from there on only."
@@ -30,9 +32,9 @@ class AskHeld(Struct, frozen=True, tag_field="type", tag="ask_held"):
         at_least: an answer with fewer digests is of no use.
     """
 
-    digests: Digests
+    digests: AskedDigests
     wait_ms: WaitMs = 0
-    at_least: Count = 0
+    at_least: BlockCount = 0
 
 
 class AnswerHeld(Struct, frozen=True, tag_field="type", tag="held"):
@@ -44,7 +46,7 @@ class AnswerHeld(Struct, frozen=True, tag_field="type", tag="held"):
     """
 
     ticket: Annotated[str, Meta(max_length=ANSWER_BYTES_MAX)] = ""
-    count: Count = 0
+    count: BlockCount = 0
 
 
 class AskSettled(Struct, frozen=True, tag_field="type", tag="ask_settled"):
@@ -61,7 +63,7 @@ class AskSettled(Struct, frozen=True, tag_field="type", tag="ask_settled"):
     slot: Annotated[int, Meta(ge=0, le=1 << 24)]
     epoch: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     mac: Annotated[bytes, Meta(min_length=MAC_BYTES, max_length=MAC_BYTES)]
-    known: Annotated[tuple[Count, ...], Meta(max_length=256)]
+    known: Annotated[tuple[BlockCount, ...], Meta(max_length=256)]
     above: Tokens = 0
     wait_ms: WaitMs = 0
 
@@ -98,25 +100,25 @@ class _Typed(Struct):
     type: Annotated[str, Meta(max_length=32)]
 
 
-Question = AskHeld | AskSettled | Withdraw
-Answer = AnswerHeld | AnswerSettled | NoRoom
+PeerQuestion = AskHeld | AskSettled | Withdraw
+PeerAnswer = AnswerHeld | AnswerSettled | NoRoom
 AnswerT = TypeVar("AnswerT")
 
 _encoder = msgspec.msgpack.Encoder()
-_questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+_questions: msgspec.msgpack.Decoder[PeerQuestion] = msgspec.msgpack.Decoder(PeerQuestion)
 _answers: msgspec.msgpack.Decoder[AnswerHeld | NoRoom] = msgspec.msgpack.Decoder(AnswerHeld | NoRoom)
 _settled: msgspec.msgpack.Decoder[AnswerSettled | NoRoom] = msgspec.msgpack.Decoder(AnswerSettled | NoRoom)
 _types = msgspec.msgpack.Decoder(_Typed)
-_KNOWN = {each.__struct_config__.tag for each in get_args(Question)}
+_KNOWN = {each.__struct_config__.tag for each in get_args(PeerQuestion)}
 _DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-def encode(message: Question | Answer) -> bytes:
+def encode(message: PeerQuestion | PeerAnswer) -> bytes:
     """Return a question or an answer as it travels."""
     return _encoder.encode(message)
 
 
-def decode_question(encoded: bytes, *, peer: str) -> Question | None:
+def decode_question(encoded: bytes, *, peer: str) -> PeerQuestion | None:
     """Return a member's question; None if it is of a type that only newer releases know.
 
     Raises:

@@ -18,13 +18,13 @@ from kvflow.leases.table import LeaseTable, Reader
 from kvflow.leases.tickets import Grant, Ticket
 from kvflow.rendezvous.questions import (
     IDS_MAX,
-    Answer,
     AnswerHeld,
     AnswerSettled,
     AskHeld,
     AskSettled,
     NoRoom,
-    Question,
+    PeerAnswer,
+    PeerQuestion,
     Withdraw,
     decode_question,
     encode,
@@ -43,7 +43,7 @@ BATCH_S = 0.001  # of the event loop, in which answers are made; then others hav
 Vouches = Callable[[int, int, bytes], bool]
 """Slot, epoch and MAC -> whether the lease is held and the MAC is that of its ticket."""
 
-_Found = Answer | tuple[Lease, int] | None
+_Reply = PeerAnswer | tuple[Lease, int] | None
 """An answer, or the lease that was found and how many digests of the question lead to it; None: nothing yet."""
 
 
@@ -53,7 +53,7 @@ class _OpenQuestion:
 
     connection: Hashable
     nonce: int
-    answer: Callable[[Answer], bool]
+    answer: Callable[[PeerAnswer], bool]
     account: Hashable
     encoded: bytes = b""  # while it waits: much smaller than its digests
     places: tuple[Hashable, ...] = ()
@@ -99,7 +99,12 @@ class Answers:
         self.found = self.not_held = 0
 
     def ask(
-        self, connection: Hashable, question: Question, reader: Reader, answer: Callable[[Answer], bool], nonce: int
+        self,
+        connection: Hashable,
+        question: PeerQuestion,
+        reader: Reader,
+        answer: Callable[[PeerAnswer], bool],
+        nonce: int,
     ) -> None:
         """Answer a question once, now or later. ``nonce``: its number on the connection."""
         if isinstance(question, Withdraw):
@@ -217,7 +222,7 @@ class Answers:
         if isinstance(question, AskSettled):
             self._vouches(question.slot, question.epoch, question.mac)
 
-    def _try(self, asked: _OpenQuestion, question: AskHeld | AskSettled, *, last: bool) -> _Found:
+    def _try(self, asked: _OpenQuestion, question: AskHeld | AskSettled, *, last: bool) -> _Reply:
         """Return what there is to say. ``last``: it waits no more."""
         if isinstance(question, AskHeld):
             return self._leases.find(question.digests, (asked.connection, asked.nonce) if question.wait_ms else None)
@@ -233,7 +238,7 @@ class Answers:
             return None
         return self._settled(held, question.known)
 
-    def _say(self, asked: _OpenQuestion, question: AskHeld | AskSettled, found: _Found) -> None:
+    def _say(self, asked: _OpenQuestion, question: AskHeld | AskSettled, found: _Reply) -> None:
         """Send the answer. If the connection takes none, make no more of them, and let others find what it found."""
         if isinstance(found, tuple):
             lease, count = found

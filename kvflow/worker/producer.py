@@ -25,7 +25,7 @@ from kvflow.ids import Ids, LeaseKey, worker_name
 from kvflow.leases.blocks import as_ids, blocks_for, check_block_ids, join_loans
 from kvflow.leases.held import OpenGroups
 from kvflow.leases.issuer import Issuer, as_digest_lists, complete_digests
-from kvflow.leases.table import Answer, LeaseState, LeaseTable, Reader
+from kvflow.leases.table import LeaseState, LeaseTable, Reader, ReaderAnswer
 from kvflow.leases.tickets import Grant, Kind, RankAddress, Ticket
 from kvflow.worker.answers import Answers, Vouches
 from kvflow.worker.environment import Shared
@@ -223,7 +223,7 @@ class LeaseManager:
             with suppress(RequestUnknown):  # it has ended, and its outcome was dropped
                 await self.wait_offer(requests[0])
 
-    def on_release(self, leases: Sequence[LeaseKey], reader: Reader, *, read: bool = False) -> list[Answer]:
+    def on_release(self, leases: Sequence[LeaseKey], reader: Reader, *, read: bool = False) -> list[ReaderAnswer]:
         """Count the releases of a reader, which has read the blocks or not, and answer each."""
         with self._lock:
             answers, ended = self._leases.release(leases, reader, self._clock(), read=read)
@@ -234,7 +234,7 @@ class LeaseManager:
         self._announce(ended, waiters)
         return answers
 
-    def on_renew(self, leases: Sequence[LeaseKey], reader: Reader | None = None) -> tuple[list[Answer], float]:
+    def on_renew(self, leases: Sequence[LeaseKey], reader: Reader | None = None) -> tuple[list[ReaderAnswer], float]:
         """Renew leases for a reader. Return an answer for each, and how many seconds they last from now."""
         with self._lock:
             return self._leases.renew(leases, self._clock(), reader), self._lease_s

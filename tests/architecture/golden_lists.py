@@ -137,7 +137,7 @@ STRUCTS = {
     "publication: payload": Advertisement,
     "data plane's metadata": backend.Envelope,
     "report of a worker, in a pong": Inspection,
-    "questions and answers": questions.Question | questions.Answer,
+    "questions and answers": questions.PeerQuestion | questions.PeerAnswer,
     "vLLM: commands of a step": messages.Command,
     "vLLM: contact of a rank": admission.Contact,
 }

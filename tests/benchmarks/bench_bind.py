@@ -19,12 +19,13 @@ from functools import partial
 import numpy as np
 from msgspec import Struct
 
+from kvflow.ids import Int32s
 from kvflow.layout.component import Region
 from kvflow.layout.describe import plan_cache
 from kvflow.layout.groups import plan_groups
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import FullAttention
-from kvflow.planning.bind import Binding, Int32s
+from kvflow.planning.bind import Binding
 from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.plan import plan_transfer
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvflow.planning.runs import Int64s
+from kvflow.ids import Int64s
 from kvflow.tools.bench import Table, median_ratio, summarize, tail
-from kvflow.tools.bench.ceilings import BareNixl, Piece, Streams
+from kvflow.tools.bench.ceilings import BareNixl, CopiedPiece, Streams
 from kvflow.tools.bench.pull import LARGE, Session, open_session
 from kvflow.tools.bench.source import open_source
 
@@ -132,7 +132,7 @@ async def _read_streams(streams: Streams, source_ids: Int64s, target_ids: Int64s
     return [streams.read_pieces(pieces) for _ in range(count)]
 
 
-def _pieces(source_ids: Int64s, target_ids: Int64s) -> list[Piece]:
+def _pieces(source_ids: Int64s, target_ids: Int64s) -> list[CopiedPiece]:
     """Return a piece for each row of blocks that follow each other on both sides."""
     size, breaks = LARGE.block_bytes, np.flatnonzero((np.diff(source_ids) != 1) | (np.diff(target_ids) != 1)) + 1
     rows = zip(np.split(source_ids, breaks), np.split(target_ids, breaks), strict=True)

@@ -11,9 +11,9 @@ import numpy as np
 from msgspec import Struct
 
 from kvflow.config import WorkerConfig
+from kvflow.ids import Int64s
 from kvflow.layout.manifest import Manifest
 from kvflow.planning.plan import plan_transfer
-from kvflow.planning.runs import Int64s
 from kvflow.report import TransferReport
 from kvflow.tools.bench import Table, median_ratio, summarize
 from kvflow.tools.bench.source import SourceProcess, open_source

@@ -22,8 +22,8 @@ import torch
 
 from kvflow import Ticket, TicketMint, TransferReport, Worker, WorkerConfig, open_worker
 from kvflow.config import SECRET_VARIABLE
+from kvflow.ids import Int64s
 from kvflow.memory.cache import KVCache
-from kvflow.planning.runs import Int64s
 from kvflow.reads.nixl.binding import Agent, load_binding
 from kvflow.reads.reach import host_facts
 from kvflow.report import PHASES

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 import numpy as np
 from msgspec import Struct
 
-from kvflow.planning.runs import Int64s
+from kvflow.ids import Int64s
 from kvflow.tools.bench import Table, median_ratio, summarize
 from kvflow.tools.bench.pull import Session, open_session
 from kvflow.tools.bench.source import HOST, Devices, SourceProcess, open_source

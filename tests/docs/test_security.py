@@ -32,7 +32,7 @@ WIRE = {
     "handshake/codec.py": [handshake.messages.AnyMessage],
     "kvflow/leases/tickets.py": [Grant],
     "kvflow/rendezvous/endpoint.py": [Advertisement],
-    "kvflow/rendezvous/questions.py": [questions.Question, questions.Answer],
+    "kvflow/rendezvous/questions.py": [questions.PeerQuestion, questions.PeerAnswer],
     "kvflow/reads/backend.py": [Envelope],
     "kvflow/reads/tcp/access.py": [ReaderId],
     "kvflow/reads/tcp/wire.py": [Layout],
@@ -47,14 +47,14 @@ WIRE = {
         kvflow.tools.demo.messages.PromptRequest,
         kvflow.tools.demo.messages.OfferedPrompt,
     ],
-    "kvflow/tools/bench/source.py": [kvflow.tools.bench.source.Request],
+    "kvflow/tools/bench/source.py": [kvflow.tools.bench.source.SourceRequest],
 }
 """Modules that read what others send -> what they read it as."""
 
 UNPACKED = {
     "kvflow/reads/nixl/metadata.py": {"kvflow.reads.backend:Envelope.blob"},
     "kvflow/reads/tcp/opening.py": {"kvflow.reads.tcp.opening:ReaderHello"},
-    "kvflow/reads/tcp/wire.py": {"kvflow.reads.tcp.wire:Request"},
+    "kvflow/reads/tcp/wire.py": {"kvflow.reads.tcp.wire:ReadRequest"},
     "kvflow/reads/tcp/runs.py": {"runs of a read over TCP"},
     "kvflow/reads/tcp/connection.py": {"frames of an answer over TCP", "epochs at the end of an answer over TCP"},
 }

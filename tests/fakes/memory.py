@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from kvflow.ids import Int64s
 from kvflow.layout.component import Component, Region
 from kvflow.layout.manifest import Manifest
 from kvflow.reads.bounds import CheckedRows
 from tests.fakes.models import Shape, plan_of
 
-Int64s = npt.NDArray[np.int64]
 UInt32s = npt.NDArray[np.uint32]
 
 CONTENT_SHIFT = 16

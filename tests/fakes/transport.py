@@ -29,7 +29,7 @@ from kvflow.reads.contract import (
     Transport,
     TransportEvent,
 )
-from kvflow.reads.core import Command, PostReads, ReadCore, RemovePeer, ResetReader
+from kvflow.reads.core import PostReads, ReadCommand, ReadCore, RemovePeer, ResetReader
 from kvflow.worker.environment import OpenTransport
 from tests.fakes.fabric import NOBODY, Agent, Fabric, SimulatedBackend
 from tests.fakes.memory import SimulatedCache
@@ -86,7 +86,7 @@ class SimulatedTransport:
         self._cores = cores
         self._agent_name = agent_name
         self._sink = sink
-        self._commands: deque[Command] = deque()
+        self._commands: deque[ReadCommand] = deque()
         self._started: list[tuple[ReadCore, Agent]] = []  # one after start
         self._step: Event | None = None
         self._closed = False
@@ -197,7 +197,7 @@ class SimulatedTransport:
             if core == NOBODY or all(aims.get(block) != core for aims in self._aims.values()):
                 self._world.fail(f"{self._process.name}: a buffer is scattered into block {block}, which is {core}'s")
 
-    def _command(self, command: Command) -> None:
+    def _command(self, command: ReadCommand) -> None:
         if not self._closed:
             self._commands.append(command)
             self.wake()

@@ -98,7 +98,7 @@ async def serve(bind: str, secret: str) -> None:
     """Answer each question with the longest answer, and say how connections fail."""
     ours = identity("prefill-0", "prefill")
 
-    def on_event(key: handshake.PeerKey, event: handshake.Event) -> None:
+    def on_event(key: handshake.PeerKey, event: handshake.HandshakeEvent) -> None:
         if isinstance(event, handshake.Asked):
             server.send(key, handshake.Answer(nonce=event.nonce, answer=bytes(ANSWER_BYTES_MAX)))
         if isinstance(event, handshake.ConnectionFailed):

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from kvflow.errors import PeerLost
-from kvflow.tools.bench.source import OfferBlocks, OpenCache, Request, SourceProcess
+from kvflow.tools.bench.source import OfferBlocks, OpenCache, SourceProcess, SourceRequest
 from kvflow.tools.doctor.probe import Geometry
 
 GEOMETRY = Geometry(layers=1, num_kv_heads=1, head_size=32, num_blocks=16, layout="BLHNC", kv="content")
@@ -46,4 +46,4 @@ async def test_a_source_that_ends_is_named(script):
 )
 def test_numbers_that_no_benchmark_needs_are_refused(request_of_bounds):
     with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode(msgspec.json.encode(request_of_bounds), type=Request)
+        msgspec.json.decode(msgspec.json.encode(request_of_bounds), type=SourceRequest)

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from kvflow.tools.cli import main
-from kvflow.tools.proxy.completions import ERROR_CHARACTERS_MAX, REMEDIES, Outcome, shown_error
+from kvflow.tools.proxy.completions import ERROR_CHARACTERS_MAX, REMEDIES, EndCause, shown_error
 from kvflow.tools.trace.joining import read_trace
 from kvflow.tools.trace.text import waterfall_lines
 from tests.helpers.waiting import until
@@ -113,8 +113,8 @@ async def test_a_client_that_hangs_up_is_recorded_with_phase_and_bytes(phase, lo
     assert (request.outcome, request.failure.code, request.failure.phase) == ("failed", "client_lost", phase)
     assert request.title.startswith("failed ")
     assert f"client_lost in {phase}" in request.title
-    assert request.title.endswith(REMEDIES[Outcome.CLIENT_LOST])
-    assert REMEDIES[Outcome.CLIENT_LOST][:150] in lines
+    assert request.title.endswith(REMEDIES[EndCause.CLIENT_LOST])
+    assert REMEDIES[EndCause.CLIENT_LOST][:150] in lines
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ async def test_a_decode_server_that_fails_is_recorded(decode, code, status, log)
     assert (record["event"], record["code"], record["level"]) == ("request.failed", code, "warning")
     assert record["status"] == status
     assert record["detail"]
-    assert record["remedy"] == REMEDIES[Outcome(code)]
+    assert record["remedy"] == REMEDIES[EndCause(code)]
     assert shown(log)[0].failure.code == code
 
 
@@ -291,9 +291,9 @@ async def test_requests_in_parallel_have_their_own_records(log):  # noqa: F811
 
 def test_every_code_has_a_remedy_and_stands_in_the_reference():
     page = CLI_PAGE.read_text()
-    for outcome in Outcome:
-        assert bool(REMEDIES[outcome]) is (outcome is not Outcome.ANSWERED)
-        assert outcome is Outcome.ANSWERED or f"- `{outcome}`: " in page
+    for outcome in EndCause:
+        assert bool(REMEDIES[outcome]) is (outcome is not EndCause.ANSWERED)
+        assert outcome is EndCause.ANSWERED or f"- `{outcome}`: " in page
 
 
 def test_errors_of_servers_are_cut():

@@ -22,7 +22,7 @@ from msgspec import Struct, structs
 from kvflow import Grant, Group, Ticket, window_blocks
 from kvflow.errors import BlockIdsInvalid, ContentMismatch, TicketInvalid
 from kvflow.integrations.vllm.caches import state_block
-from kvflow.integrations.vllm.messages import BlockIds
+from kvflow.integrations.vllm.messages import BlocksByGroup
 
 # Block ids.
 
@@ -53,7 +53,7 @@ class TransferGroup(Struct, frozen=True):
         return self.group.kind == "mamba"
 
 
-def offered_blocks(groups: Sequence[TransferGroup], listed: Sequence[Sequence[int]], num_tokens: int) -> BlockIds:
+def offered_blocks(groups: Sequence[TransferGroup], listed: Sequence[Sequence[int]], num_tokens: int) -> BlocksByGroup:
     """Return the blocks that a producer offers: for each group, those that the token after ``num_tokens`` needs.
 
     An absent one is named, too, so that a list that lacks blocks by mistake is refused.
@@ -66,7 +66,7 @@ def offered_blocks(groups: Sequence[TransferGroup], listed: Sequence[Sequence[in
 
 def loaded_blocks(
     groups: Sequence[TransferGroup], listed: Sequence[Sequence[int]], *, end: int, num_tokens: int
-) -> BlockIds:
+) -> BlocksByGroup:
     """Return the blocks into which a consumer reads those of a ticket of ``num_tokens`` tokens.
 
     ``listed`` are the block ids of each group of vLLM, with ``NULL_BLOCK`` for a block that is filled already, and
@@ -125,7 +125,7 @@ BLOCK_SIZES_MAX = 16  # largest number of different block sizes in one ticket; e
 ExtraKeys = Callable[[Any, int, int, int], tuple[tuple[Any, ...] | None, int]]
 """vLLM's ``generate_block_hash_extra_keys``: request, first token, end, first media item -> keys, next media item."""
 
-Digests = tuple[tuple[bytes, ...], ...]
+DigestLists = tuple[tuple[bytes, ...], ...]
 
 Chain = tuple[list[bytes], int]  # the digest at the end of each block, and the media item that follows
 NO_CHAIN: Chain = ([], 0)
@@ -155,7 +155,7 @@ class Contents:
         *,
         links: Links | None = None,
         chains: Mapping[int, Chain] = NO_CHAINS,
-    ) -> Digests:
+    ) -> DigestLists:
         """Return the digest of each of the last blocks of each group; empty for a missing block.
 
         The blocks of a request hold ``num_tokens`` tokens; ``block_sizes`` are 0 for states. ``links``: of another

@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, structs
 
-from kvflow import MLA, ChunkedLocal, FullAttention, Group, Mamba, Opaque, Shard, SlidingWindow, State, models
+from kvflow import (
+    MLA,
+    CacheSpec,
+    ChunkedLocal,
+    FullAttention,
+    Group,
+    Mamba,
+    Opaque,
+    Shard,
+    SlidingWindow,
+    State,
+    models,
+)
 from kvflow.errors import SpecInvalid
 
 if TYPE_CHECKING:
@@ -24,7 +36,6 @@ if TYPE_CHECKING:
 
 Tensor = Any  # a tensor of torch, which only ``kvflow.memory`` imports
 
-CacheSpec = FullAttention | SlidingWindow | ChunkedLocal | MLA | Mamba | Opaque
 
 QUANTIZATIONS = {"NONE": None, "FP8_PER_TENSOR": None, "FP8_PER_TOKEN_HEAD": "fp8_per_token_head"}
 """vLLM's ``KVQuantMode`` -> kvflow's quantization. Scales per tensor are not in the cache."""
@@ -270,9 +281,9 @@ def _heads(name: str, spec: Any, shape: EngineShape) -> int:
     return total if total and max(1, total // shape.tp_size) == held else held * shape.tp_size
 
 
-Reader = Callable[[str, Any, EngineShape], CacheSpec]
+SpecReader = Callable[[str, Any, EngineShape], CacheSpec]
 
-READERS: dict[str, tuple[str, str, Reader]] = {
+READERS: dict[str, tuple[str, str, SpecReader]] = {
     "FullAttentionSpec": ("full", "", _read_full),
     "SlidingWindowSpec": ("sliding", "sliding_window", _read_sliding),
     "ChunkedLocalAttentionSpec": ("chunked", "attention_chunk_size", _read_chunked),
@@ -283,7 +294,7 @@ READERS: dict[str, tuple[str, str, Reader]] = {
 """Class of vLLM -> kind, field of the window, and what reads it. A class that a model derives needs an entry, too."""
 
 
-def _known(name: str, spec: Any) -> tuple[str, str, Reader]:
+def _known(name: str, spec: Any) -> tuple[str, str, SpecReader]:
     kind = type(spec).__name__
     if kind not in READERS:
         raise SpecInvalid(

@@ -13,8 +13,8 @@ from math import lcm
 from typing import Any
 
 from kvflow.errors import KvflowError
-from kvflow.integrations.vllm.blocks import ABSENT, Digests, TransferGroup, offered_blocks
-from kvflow.integrations.vllm.messages import BlockIds, KeepBlocks
+from kvflow.integrations.vllm.blocks import ABSENT, DigestLists, TransferGroup, offered_blocks
+from kvflow.integrations.vllm.messages import BlocksByGroup, KeepBlocks
 from kvflow.integrations.vllm.offering import Offering
 from kvflow.integrations.vllm.settings import logger
 
@@ -26,7 +26,7 @@ class _Entry:
     """A kept lease, until vLLM reuses one of its blocks."""
 
     name: str
-    block_ids: BlockIds
+    block_ids: BlocksByGroup
 
 
 class Keeping:
@@ -54,7 +54,7 @@ class Keeping:
         self,
         request_id: str,
         listed: Sequence[Sequence[int]],
-        digests: Callable[..., Digests],
+        digests: Callable[..., DigestLists],
         *,
         num_tokens: int,
         step: int,
@@ -147,7 +147,7 @@ class Keeping:
                     del self._of_block[block]
         self._offering.submit(partial(self._offering.retire, entry.name))  # behind the job that signs it
 
-    def _sign(self, entry: _Entry, digests: Callable[..., Digests], num_tokens: int, step: int) -> None:
+    def _sign(self, entry: _Entry, digests: Callable[..., DigestLists], num_tokens: int, step: int) -> None:
         """Sign the grant of a lease, on the thread of ``Offering``."""
         command = None
         try:

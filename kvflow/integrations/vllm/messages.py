@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from kvflow import Finished, Grant, Ticket, events
 
-BlockIds = tuple[tuple[int, ...], ...]  # one list of block ids for each group, with -1 for a block that is absent
+BlocksByGroup = tuple[tuple[int, ...], ...]  # one list of block ids for each group, with -1 for a block that is absent
 
 # Commands: the scheduler's side sends those of a step to every rank. ``request_id`` is the name in this engine.
 
@@ -28,7 +28,7 @@ class Advance(Struct, frozen=True, tag=True):
 
     request_id: str
     num_tokens: int
-    block_ids: BlockIds  # those behind what the ranks know
+    block_ids: BlocksByGroup  # those behind what the ranks know
     step: int
     number: int = 0
 
@@ -37,7 +37,7 @@ class Seal(Struct, frozen=True, tag=True):
     """Say that all tokens of an open lease have settled, and report it as sent when it ends."""
 
     request_id: str
-    block_ids: BlockIds  # those behind what the ranks know
+    block_ids: BlocksByGroup  # those behind what the ranks know
     step: int
     number: int = 0
 
@@ -54,7 +54,7 @@ class Load(Struct, frozen=True, tag="Pull"):  # the tag of 0.1.0
 
     request_id: str
     ticket: Ticket
-    block_ids: BlockIds  # -1 where nothing must be written
+    block_ids: BlocksByGroup  # -1 where nothing must be written
     prefix: events.PrefixFetched | None = None  # without ``seconds`` and ``nbytes``; None for a ticket of a request
 
 

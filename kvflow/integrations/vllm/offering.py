@@ -25,8 +25,8 @@ from msgspec import Struct
 
 from kvflow import Grant, RankAddress, Ticket, TicketMint
 from kvflow.errors import KvflowError
-from kvflow.integrations.vllm.blocks import NULL_BLOCK, Digests, TransferGroup, offered_blocks
-from kvflow.integrations.vllm.messages import Admit, Advance, BlockIds, Command, Ordered, Revoke, Seal
+from kvflow.integrations.vllm.blocks import NULL_BLOCK, DigestLists, TransferGroup, offered_blocks
+from kvflow.integrations.vllm.messages import Admit, Advance, BlocksByGroup, Command, Ordered, Revoke, Seal
 from kvflow.integrations.vllm.params import SAMPLE, no_ticket_params, ticket_params
 from kvflow.integrations.vllm.settings import logger, warn
 
@@ -77,12 +77,12 @@ class _Prefill:
     """A request whose blocks are to be offered."""
 
     call: _ClientCall
-    digests: Callable[..., Digests]  # block ids, ``num_tokens`` -> digests of the blocks
+    digests: Callable[..., DigestLists]  # block ids, ``num_tokens`` -> digests of the blocks
     grow: Callable[[int], None]  # computes the digests of the blocks that the first tokens fill
     num_tokens: int  # of its prompt
     step: int = 0  # the last one that computed it
     listed: list[list[int]] = field(default_factory=list)  # its blocks, as far as they were allocated
-    signed: tuple[Ticket, dict[str, Any], Digests] | None = None  # when it arrives, or while its last step computes
+    signed: tuple[Ticket, dict[str, Any], DigestLists] | None = None  # when it arrives, or while its last step computes
     told: int = -1  # tokens that the ranks know, or will, when the last step has written; -1: no lease is open
 
 
@@ -148,7 +148,7 @@ class Offering:
     def announce(
         self,
         request_id: str,
-        digests: Callable[..., Digests],
+        digests: Callable[..., DigestLists],
         grow: Callable[[int], None],
         *,
         num_tokens: int,
@@ -174,7 +174,7 @@ class Offering:
         self._start()
         self._jobs.put(job)
 
-    def sign_kept(self, name: str, block_ids: BlockIds, num_tokens: int, digests: Digests) -> Grant:
+    def sign_kept(self, name: str, block_ids: BlocksByGroup, num_tokens: int, digests: DigestLists) -> Grant:
         """Sign the grant of a kept lease. Thread: any."""
         with self._lock:
             assert self._mint is not None  # there are slots
@@ -346,7 +346,7 @@ class Offering:
                 for name in [name for name, each in list(self._wanted.items()) if each.told >= 0]:
                     self._order(Advance, name, 0, (), 0)
 
-    def _between(self, listed: Sequence[Sequence[int]], first: int, end: int) -> BlockIds:
+    def _between(self, listed: Sequence[Sequence[int]], first: int, end: int) -> BlocksByGroup:
         """Return the blocks of these tokens, of groups whose blocks are written once; none of others."""
         return tuple(
             tuple(listed[each.index][first // each.group.block_size : end // each.group.block_size])
@@ -355,7 +355,7 @@ class Offering:
             for each in self.groups
         )
 
-    def _rest(self, wanted: _Prefill, block_ids: BlockIds, num_tokens: int) -> BlockIds | None:
+    def _rest(self, wanted: _Prefill, block_ids: BlocksByGroup, num_tokens: int) -> BlocksByGroup | None:
         """Return the blocks that the ranks do not know; None if a request has ended with others than they know."""
         told = self._between(wanted.listed, 0, wanted.told)
         pairs = [(ids, len(known), known) for ids, known in zip(block_ids, told, strict=True)]
@@ -364,8 +364,8 @@ class Offering:
         return tuple([ids[at:] for ids, at, _ in pairs])
 
     def _sign(
-        self, request_id: str, wanted: _Prefill, block_ids: BlockIds | None, num_tokens: int
-    ) -> tuple[Ticket, dict[str, Any], Digests]:
+        self, request_id: str, wanted: _Prefill, block_ids: BlocksByGroup | None, num_tokens: int
+    ) -> tuple[Ticket, dict[str, Any], DigestLists]:
         """Sign a ticket; an open one if it has no blocks yet. The caller holds the lock."""
         assert self._mint is not None
         trace = wanted.call.traceparent

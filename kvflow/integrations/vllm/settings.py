@@ -56,7 +56,7 @@ def warn(text: str, *args: object, error: Exception) -> None:
     logger.log(level, text, *args, error, more)
 
 
-Source = Annotated[
+SourceAddress = Annotated[
     str,
     Meta(
         pattern=r"\Atcp://[^\s/#]+:[0-9]{1,5}(#[0-9a-f]{64})?\Z",
@@ -64,6 +64,7 @@ Source = Annotated[
         extra_json_schema={"description": "tcp://HOST:PORT or tcp://HOST:PORT#KEY of an engine that keeps or offers"},
     ),
 ]
+Sources = Annotated[tuple[SourceAddress, ...], Meta(max_length=256)]
 
 
 class OwnSettings(Struct, frozen=True, kw_only=True):
@@ -75,10 +76,10 @@ class OwnSettings(Struct, frozen=True, kw_only=True):
     offer: Literal["asked", "always"] = "asked"  # always: also requests for one token without ``kv_transfer_params``
     rebuild_layers: Literal["auto", "never"] = "auto"  # auto: leave draft layers unread that no prefill engine has
     keep: bool = False  # keep the blocks of ended requests readable until the engine reuses them
-    sources: Annotated[tuple[Source, ...], Meta(max_length=256)] = ()  # control endpoints of engines that keep
+    sources: Sources = ()  # control endpoints of engines that keep
     find_s: Annotated[float, Meta(gt=0, le=1.0)] = 0.25  # longest time that a request waits for answers
     fetch_tokens_min: Annotated[int, Meta(ge=1, le=1 << 31)] = 256  # fewest tokens to fetch
-    rendezvous_from: Annotated[tuple[Source, ...], Meta(max_length=256)] = ()  # prefill engines that requests may name
+    rendezvous_from: Sources = ()  # prefill engines that requests may name
     rendezvous_s: Annotated[float, Meta(gt=0, le=600.0)] = 2.0  # longest time until such an engine offers the prompt
     dispatch: Literal["serial", "concurrent"] = "serial"  # concurrent: offer prompts when they arrive
 

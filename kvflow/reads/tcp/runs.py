@@ -9,12 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvflow.ids import Int32s, Int64s
 from kvflow.layout.tracks import Track
 from kvflow.reads.bounds import CheckedRows, OutOfBounds, joined, joined_few
 from kvflow.reads.tcp.wire import RUN, RUNS_MAX, Row
-
-Int64s = npt.NDArray[np.int64]
-Int32s = npt.NDArray[np.int32]
 
 FEW = 32  # up to this many descriptors or runs, a loop is faster than arrays
 OFFSET_MAX = 1 << 46  # most bytes of an offset: products with ``RUNS_MAX`` fit int64

@@ -15,9 +15,8 @@ from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-Int64s = npt.NDArray[np.int64]
+from kvflow.ids import Int64s
 
 ROWS_AT_ONCE = 1024
 """Most rows of one system call: IOV_MAX of Linux."""

@@ -65,7 +65,7 @@ class BadFrame(ValueError):
     """The received bytes are not a valid frame of this protocol. The connection ends."""
 
 
-class Request(NamedTuple):
+class ReadRequest(NamedTuple):
     """The header of a request, within its bounds. ``nbytes``: of its body."""
 
     kind: int
@@ -94,13 +94,13 @@ def encode_epoch(slot: int) -> bytes:
     return REQUEST.pack(EPOCH, 0, 0, 0, slot, 0, 0)
 
 
-def decode_request(frame: bytes | bytearray) -> Request:
+def decode_request(frame: bytes | bytearray) -> ReadRequest:
     """Return the header at the front of a frame. Raises ``BadFrame``; no memory was allocated."""
     kind, zero, group, runs, slot, nothing, epoch = REQUEST.unpack_from(frame)
     nbytes = {LEASE: MAC_BYTES, READ: runs * RUN.size, EPOCH: 0}.get(kind, -1)
     if zero or nothing or nbytes < 0 or (not 1 <= runs <= RUNS_MAX if kind == READ else runs or group):
         raise BadFrame(f"a request is out of bounds: kind {kind}, group {group}, {runs} runs")
-    return Request(kind, group, runs, slot, epoch, nbytes)
+    return ReadRequest(kind, group, runs, slot, epoch, nbytes)
 
 
 _Number = Annotated[int, Meta(ge=0, le=ADDRESS_MAX)]

@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from kvflow.ids import Int32s, Int64s
 from kvflow.layout.component import Region
 from kvflow.layout.manifest import Manifest
 from kvflow.memory.cache import KVCache
-from kvflow.planning.bind import Binding, Bound, Int32s
+from kvflow.planning.bind import Binding, Bound
 from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.plan import plan_transfer
-from kvflow.planning.runs import Int64s
 from kvflow.reads.device import device_order_of
 from kvflow.reads.nixl.binding import Agent, error_types, load_binding
 from kvflow.reads.reach import HostFacts, host_facts
@@ -173,7 +173,7 @@ def process_vm_readv(opened: Opened, cache: KVCache, nbytes: int) -> float | Non
     return time.perf_counter() - started
 
 
-Piece = tuple[int, int, int]
+CopiedPiece = tuple[int, int, int]
 """First byte in the source's cache, first byte in ours, number of bytes."""
 
 _ASKED = struct.Struct("<QQ")
@@ -233,7 +233,7 @@ class Streams:
         share = -(-nbytes // len(self._connections))
         return self.read_pieces([(first, first, min(share, nbytes - first)) for first in range(0, nbytes, share)])
 
-    def read_pieces(self, pieces: Sequence[Piece]) -> float:
+    def read_pieces(self, pieces: Sequence[CopiedPiece]) -> float:
         """Read pieces, one alone on this thread; return seconds."""
         started = time.perf_counter()
         if len(pieces) == 1:
@@ -249,7 +249,7 @@ class Streams:
         for connection in self._connections:
             connection.close()
 
-    def _read(self, connection: socket.socket, pieces: Sequence[Piece]) -> None:
+    def _read(self, connection: socket.socket, pieces: Sequence[CopiedPiece]) -> None:
         for first, _, nbytes in pieces:
             connection.sendall(_ASKED.pack(first, nbytes))
         for _, target, nbytes in pieces:

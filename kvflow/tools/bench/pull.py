@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from kvflow.config import WorkerConfig
+from kvflow.ids import Int64s
 from kvflow.leases.tickets import Ticket
 from kvflow.memory.cache import KVCache
-from kvflow.planning.runs import Int64s
 from kvflow.report import PHASES, TransferReport
 from kvflow.tools.bench import Table, median_ratio, summarize, tail
 from kvflow.tools.bench.ceilings import BareNixl, Opened, Streams, memcpy, open_bare, process_vm_readv

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from kvflow.addresses import host_and_port
 from kvflow.config import SECRET_VARIABLE, Tuning, WorkerConfig
 from kvflow.errors import PeerLost
-from kvflow.leases.tickets import Ticket
+from kvflow.leases.tickets import RUN_MAX, BlockId, ShortName, Ticket
 from kvflow.memory.cache import KVCache
 from kvflow.reads.nixl.binding import Agent, load_binding
 from kvflow.reads.reach import host_facts
@@ -35,23 +35,18 @@ LINE_BYTES_MAX = 256 << 20
 """A thousand tickets of a thousand blocks each, as JSON."""
 
 
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
-BlockId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-BlockIds = Annotated[list[BlockId], Meta(max_length=1 << 20)]
-
-
 class OpenCache(Struct, frozen=True, tag="open"):
     """Open one more worker with a cache."""
 
-    name: Name
+    name: ShortName
     geometry: Geometry
 
 
 class OfferBlocks(Struct, frozen=True, tag="offer"):
     """Offer the same blocks of one worker several times."""
 
-    name: Name
-    block_ids: Annotated[list[BlockIds], Meta(max_length=256)]
+    name: ShortName
+    block_ids: Annotated[list[Annotated[list[BlockId], Meta(max_length=RUN_MAX)]], Meta(max_length=256)]
     num_tokens: Annotated[int, Meta(ge=1, le=1 << 40)]
     count: Annotated[int, Meta(ge=1, le=1 << 14)]
 
@@ -60,7 +55,7 @@ class CloseCaches(Struct, frozen=True, tag="close"):
     """Close all workers."""
 
 
-Request = OpenCache | OfferBlocks | CloseCaches
+SourceRequest = OpenCache | OfferBlocks | CloseCaches
 
 
 LEASE_S = 600.0
@@ -77,7 +72,7 @@ class WorkerSet:
         self._stack = AsyncExitStack()
         self._workers: dict[str, Worker] = {}
 
-    async def answer(self, request: Request) -> Opened | list[dict[str, Any]] | None:
+    async def answer(self, request: SourceRequest) -> Opened | list[dict[str, Any]] | None:
         """Do what is asked; tickets are returned as a router would carry them."""
         match request:
             case OpenCache(name=name, geometry=geometry):
@@ -121,7 +116,7 @@ class WorkerSet:
 
 async def serve(source: WorkerSet, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Answer requests until there are no more, then close all workers."""
-    decoder, encoder = msgspec.json.Decoder(Request), msgspec.json.Encoder()
+    decoder, encoder = msgspec.json.Decoder(SourceRequest), msgspec.json.Encoder()
     async with aclosing(source):
         while line := await reader.readline():
             reply = await source.answer(decoder.decode(line))
@@ -195,7 +190,7 @@ class SourceProcess:
         """Close all workers there and free their memory."""
         await self._ask(CloseCaches(), None)
 
-    async def _ask(self, request: Request, reply: type[T] | None) -> T:
+    async def _ask(self, request: SourceRequest, reply: type[T] | None) -> T:
         try:
             self._writer.write(msgspec.json.encode(request) + b"\n")
             await self._writer.drain()

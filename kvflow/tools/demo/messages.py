@@ -17,7 +17,7 @@ REQUEST_ID = "X-Request-Id"
 MAX_TOKENS = 32  # generated for each prompt of the demo
 
 Token = Annotated[int, Meta(ge=0, le=255)]
-NumTokens = Annotated[int, Meta(ge=1, le=1 << 20)]  # the pool refuses what is more than it has
+PromptTokens = Annotated[int, Meta(ge=1, le=1 << 20)]  # the pool refuses what is more than it has
 
 
 class PromptRequest(Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class PromptRequest(Struct, frozen=True, kw_only=True):
     """
 
     prompt: Annotated[tuple[Token, ...], Meta(min_length=1, max_length=1 << 20)]
-    max_tokens: NumTokens = 16
+    max_tokens: PromptTokens = 16
     kv_transfer_params: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
 
 

@@ -44,14 +44,14 @@ SERVED: Final = {ours: name for name, (ours, _) in NAMES.items()}
 LINE_MAX: Final = 16 << 10
 """Characters of a line. Names of models are the longest labels."""
 
-Key = tuple[str, str]
+HopKey = tuple[str, str]
 """Our name of a counter, and the value of its label; empty if it has none."""
 
 
 class Counted(Struct, frozen=True):
     """What a server has counted, or how much of it came between two moments; all its engines together."""
 
-    numbers: Mapping[Key, float]
+    numbers: Mapping[HopKey, float]
     vllm: bool = False
     kvflow: bool = False
 
@@ -82,7 +82,7 @@ class Counted(Struct, frozen=True):
 
 def read_counters(text: str) -> Counted:
     """Read the text format of Prometheus; what is something else is skipped."""
-    numbers: dict[Key, float] = {}
+    numbers: dict[HopKey, float] = {}
     vllm = kvflow = False
     for line in islice((each for each in text.splitlines() if "vllm:" in each), SERIES_MAX):
         vllm = True

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 
-Count = Annotated[int, Meta(ge=1, le=1 << 20)]
-Word = Annotated[str, Meta(max_length=32)]
+Dimension = Annotated[int, Meta(ge=1, le=1 << 20)]
+ShortWord = Annotated[str, Meta(max_length=32)]
 
 
 class Geometry(Struct, frozen=True, kw_only=True):
@@ -46,15 +46,15 @@ class Geometry(Struct, frozen=True, kw_only=True):
     ``tp_size`` ranks divide the heads; this is the first of them.
     """
 
-    layers: Count
-    num_kv_heads: Count
-    head_size: Count
-    num_blocks: Count
-    layout: Word
-    kv: Word
-    tp_size: Count = 1
+    layers: Dimension
+    num_kv_heads: Dimension
+    head_size: Dimension
+    num_blocks: Dimension
+    layout: ShortWord
+    kv: ShortWord
+    tp_size: Dimension = 1
     huge_pages: Literal["auto", "never"] = "auto"
-    device: Word = "cpu"
+    device: ShortWord = "cpu"
 
     @property
     def block_bytes(self) -> int:

@@ -221,7 +221,7 @@ def _why_alone(fields: dict[str, Raw]) -> str:
 ERROR_CHARACTERS_MAX: Final = 500
 
 
-class Outcome(StrEnum):
+class EndCause(StrEnum):
     """Why a request failed; empty if its client has a server's whole answer. The values are stable."""
 
     ANSWERED = ""
@@ -233,13 +233,13 @@ class Outcome(StrEnum):
 
 
 REMEDIES: Final = {
-    Outcome.ANSWERED: "",
-    Outcome.CLIENT_LOST: "Do nothing if the user canceled. Otherwise raise the timeout of the client, or of the load "
+    EndCause.ANSWERED: "",
+    EndCause.CLIENT_LOST: "Do nothing if the user canceled. Otherwise raise the timeout of the client, or of the load "
     "balancer before it, or find out which phase took that long.",
-    Outcome.DECODE_FAILED: "Read the log of the named decode server.",
-    Outcome.DECODE_UNREACHABLE: "Start a decode server, or correct the addresses that --decode names.",
-    Outcome.PROXY_STOPPED: "Send no new requests to a proxy before you stop it, and send this request again.",
-    Outcome.STREAM_BROKEN: "Read the log of the named decode server: it died, or closed the connection. Send the "
+    EndCause.DECODE_FAILED: "Read the log of the named decode server.",
+    EndCause.DECODE_UNREACHABLE: "Start a decode server, or correct the addresses that --decode names.",
+    EndCause.PROXY_STOPPED: "Send no new requests to a proxy before you stop it, and send this request again.",
+    EndCause.STREAM_BROKEN: "Read the log of the named decode server: it died, or closed the connection. Send the "
     "request again.",
 }
 
@@ -272,7 +272,7 @@ class RequestRecord(Struct, kw_only=True):
     first_bytes_s: float | None = None  # when the first bytes of a streamed answer came; None of other answers
     sent_bytes: int = 0  # of the answer, as far as the connection to the client took them
     ended: bool = False  # the last event of a stream was sent. Clients then hang up before the connection ends.
-    outcome: Outcome = Outcome.ANSWERED
+    outcome: EndCause = EndCause.ANSWERED
     detail: str = ""  # what happened, if it failed
 
     @property
@@ -297,10 +297,10 @@ class RequestRecord(Struct, kw_only=True):
             self.first_bytes_s = self.elapsed_s
             self.phase = "answer"
 
-    def fail(self, outcome: Outcome, detail: object) -> str:
+    def fail(self, outcome: EndCause, detail: object) -> str:
         """Note why there is no whole answer, if this is the first reason; return what to log of it."""
         shown = shown_error(detail)
-        if self.outcome is Outcome.ANSWERED and not (self.ended and outcome is Outcome.CLIENT_LOST):
+        if self.outcome is EndCause.ANSWERED and not (self.ended and outcome is EndCause.CLIENT_LOST):
             self.outcome, self.detail = outcome, shown
         return shown
 
@@ -312,11 +312,11 @@ class RequestRecord(Struct, kw_only=True):
             "elapsed_s": self.elapsed_s,
         }
         fields = {name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()}
-        if self.outcome is Outcome.ANSWERED:
+        if self.outcome is EndCause.ANSWERED:
             log.info("request.answered", **fields)
             return
         fields |= {"code": self.outcome.value, "detail": self.detail, "remedy": REMEDIES[self.outcome]}
-        if self.outcome is Outcome.CLIENT_LOST:
+        if self.outcome is EndCause.CLIENT_LOST:
             log.info("request.failed", **fields)
             return
         level, further = repeats.level_of(self.outcome, self.decode_server)

@@ -33,7 +33,7 @@ from kvflow.tools.proxy import ProxyConfig
 from kvflow.tools.proxy.completions import (
     ONE_TOKEN,
     Completion,
-    Outcome,
+    EndCause,
     RequestMalformed,
     RequestRecord,
     StreamErrors,
@@ -180,9 +180,9 @@ class Proxy:
             record.status = response.status
         except asyncio.CancelledError:
             if self._stopping:
-                record.fail(Outcome.PROXY_STOPPED, "the proxy was told to stop")
+                record.fail(EndCause.PROXY_STOPPED, "the proxy was told to stop")
             else:
-                record.fail(Outcome.CLIENT_LOST, "the client hung up")
+                record.fail(EndCause.CLIENT_LOST, "the client hung up")
             raise
         finally:
             record.write(_log, self._repeats)
@@ -288,13 +288,13 @@ class Proxy:
                 if early:
                     self._warn(log, "decode.failed", server, record.attempt_failed("decode", error))
                     return None
-                self._warn(log, "decode.failed", server, record.fail(Outcome.DECODE_FAILED, error))
-                return _failure(502, f"the decode server {server} failed", code=Outcome.DECODE_FAILED)
+                self._warn(log, "decode.failed", server, record.fail(EndCause.DECODE_FAILED, error))
+                return _failure(502, f"the decode server {server} failed", code=EndCause.DECODE_FAILED)
         if early:
             return None
         unreachable = "no decode server can be reached"
-        record.fail(Outcome.DECODE_UNREACHABLE, unreachable)
-        return _failure(502, unreachable, code=Outcome.DECODE_UNREACHABLE)
+        record.fail(EndCause.DECODE_UNREACHABLE, unreachable)
+        return _failure(502, unreachable, code=EndCause.DECODE_UNREACHABLE)
 
     def _warn(self, log: BoundLogger, event: str, server: str, error: str) -> None:
         level, further = self._repeats.level_of(event, server)
@@ -315,9 +315,9 @@ class Proxy:
             said = error_message(await self._read(answer))
             if early:
                 raise _DecodeFailed(f"it answered HTTP {answer.status}: {said}")
-            shown = record.fail(Outcome.DECODE_FAILED, f"it answered HTTP {answer.status}: {said}")
+            shown = record.fail(EndCause.DECODE_FAILED, f"it answered HTTP {answer.status}: {said}")
             message = f"the decode server {record.decode_server} failed: {shown}"
-            return await self._give(request, response, error_body(message, code=Outcome.DECODE_FAILED), record)
+            return await self._give(request, response, error_body(message, code=EndCause.DECODE_FAILED), record)
         if answer.content_type == JSON:
             content = without_params(await self._read(answer), failed=answer.status >= 400)
             return await self._give(request, response, content, record)
@@ -336,13 +336,13 @@ class Proxy:
                     record.on_bytes()
                     record.ended = LAST_EVENT.search(chunk) is not None
                     if error := errors.find(chunk):
-                        record.fail(Outcome.DECODE_FAILED, error)
+                        record.fail(EndCause.DECODE_FAILED, error)
                     await self._write_pieces(response, chunk, record)
                     chunk = await anext(chunks, None)
                 await self._write(response.write_eof())
             except UPSTREAM_ERRORS as error:
                 # A regular end would mean that the answer is complete.
-                record.fail(Outcome.STREAM_BROKEN, error)
+                record.fail(EndCause.STREAM_BROKEN, error)
                 _abort(request)
         return response
 
@@ -461,7 +461,7 @@ def _ending_with_client(request: web.Request, record: RequestRecord) -> Iterator
     try:
         yield
     except _ClientLost as error:
-        record.fail(Outcome.CLIENT_LOST, str(error))
+        record.fail(EndCause.CLIENT_LOST, str(error))
         _abort(request)
 
 

@@ -64,7 +64,7 @@ def _num_details(pull: PullTrace) -> int:
     return len(pull.chunks) + len(pull.ranges) + sum(len(group.pairs) for group in pull.groups)
 
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 Place = tuple[int, int]
 """Numbers of a process and of one of its lanes."""
 
@@ -84,7 +84,7 @@ class _Tracks:
     """Events so far, and the lanes of each process, from a moment since 1970 on."""
 
     def __init__(self, origin: float) -> None:
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
         self._origin = origin
         self._processes: dict[str, int] = {}
         self._free_at: dict[int, list[int]] = {}
@@ -122,7 +122,7 @@ class _Tracks:
                 self.events.append({**flow, "ph": "s", "pid": from_process, "tid": from_lane, "ts": _micro(offered_at)})
                 self.events.append({**flow, "ph": "f", "bp": "e", **end})
 
-    def _pull(self, pull: PullTrace, start_at: float, arguments: Event) -> tuple[Place, float]:
+    def _pull(self, pull: PullTrace, start_at: float, arguments: TraceEvent) -> tuple[Place, float]:
         """Add a pull, and return its place, and when its bytes begin to move."""
         called_at = start_at + pull.start_s
         place = self._lane(f"decode {pull.worker}", called_at, pull.total_s)
@@ -140,7 +140,7 @@ class _Tracks:
             self._span(row, f"group {known['group']}", called_at + posted_s, seconds, known)
         return place, start_at + pull.moving[0]
 
-    def _span(self, place: Place, name: str, at: float, seconds: float, arguments: Event) -> None:
+    def _span(self, place: Place, name: str, at: float, seconds: float, arguments: TraceEvent) -> None:
         """Add a span. One that encloses others of its lane comes before them.
 
         Perfetto drops a span that overlaps another one by a nanosecond, which rounding can cause. It is cut there.
@@ -169,7 +169,7 @@ class _Tracks:
         return number, lane + 1
 
 
-def _failed(failure: Failure | None) -> Event:
+def _failed(failure: Failure | None) -> TraceEvent:
     return {} if failure is None else {"code": failure.code, "remedy": failure.remedy}
 
 

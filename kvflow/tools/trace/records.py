@@ -23,6 +23,7 @@ from kvflow.events import (
 )
 from kvflow.report import PHASES, TransferReport
 from kvflow.tools.proxy.completions import FailedAttempt, RequestRecord
+from kvflow.validation import Name
 
 T = TypeVar("T")
 
@@ -32,13 +33,12 @@ LINE_BYTES_MAX: Final = 8 << 20
 RECORDS_MAX: Final = 1_000_000
 """Of all files. Further records are counted and skipped."""
 
-Name = Annotated[str, Meta(max_length=1024)]
 Words = Annotated[str, Meta(max_length=16384)]
-Seconds = Annotated[float, Meta(ge=-1e9, le=1e9)]
+Duration = Annotated[float, Meta(ge=-1e9, le=1e9)]
 Moment = Annotated[float, Meta(ge=0, le=1e11)]
-Count = Annotated[int, Meta(ge=0, le=1 << 52)]  # so that the page can count from one to the sum of two
-Index = Annotated[int, Meta(ge=0, le=1 << 20)]
-Units = Annotated[int, Meta(ge=1, le=1 << 20)]
+SafeCount = Annotated[int, Meta(ge=0, le=1 << 52)]  # so that the page can count from one to the sum of two
+SmallNumber = Annotated[int, Meta(ge=0, le=1 << 20)]
+UnitCount = Annotated[int, Meta(ge=1, le=1 << 20)]
 Listed = Meta(max_length=4096)
 """``TransferTraced`` lists no more chunks of a pull, and runs of a group."""
 
@@ -47,8 +47,8 @@ BOUNDS: Final[dict[type[kinds.Type], Any]] = {
     kinds.NoneType: None,
     kinds.StrType: Name,
     kinds.LiteralType: Name,  # a later release may know more outcomes
-    kinds.IntType: Count,
-    kinds.FloatType: Seconds,
+    kinds.IntType: SafeCount,
+    kinds.FloatType: Duration,
 }
 NARROWER: Final = {
     "detail": Words,
@@ -56,11 +56,11 @@ NARROWER: Final = {
     "held_s": Annotated[float, Meta(ge=0, le=1e9)],
     "merged": Annotated[float, Meta(ge=0, le=1)],
     "remedy": Words,
-    "source_group": Index,
-    "source_units": Units,
+    "source_group": SmallNumber,
+    "source_units": UnitCount,
     "status": Annotated[int, Meta(ge=0, le=999)],
-    "target_group": Index,
-    "target_units": Units,
+    "target_group": SmallNumber,
+    "target_units": UnitCount,
 }
 """Fields whose bounds are not those of their type."""
 
@@ -76,17 +76,17 @@ class FirstToken(Struct, frozen=True, kw_only=True):
     request_id: str
 
 
-class Record(Struct, frozen=True, kw_only=True):
+class TraceRecord(Struct, frozen=True, kw_only=True):
     """Fields that records have beside those of their event. ``called_at`` and ``issued_at`` are moments since 1970."""
 
     timestamp: datetime
     engine_id: Name = ""
-    rank: Index = 0
+    rank: SmallNumber = 0
     incarnation: Name = ""
     request_id: Name = ""
     called_at: Moment | None = None
     issued_at: Moment | None = None
-    elapsed_s: Seconds = 0.0
+    elapsed_s: Duration = 0.0
     code: Name = ""
     remedy: Words = ""
 
@@ -156,20 +156,20 @@ def _bounded_field(field: kinds.Field) -> Any:
 
 def _flat_fields(kind: type) -> Iterator[tuple[str, Any, Any]]:
     """Yield the fields of an event as ``kvflow.observability.logs.event_fields`` writes them, with bounds."""
-    left_out = NOT_LOGGED.get(kind, set()).union(Record.__struct_fields__)
+    left_out = NOT_LOGGED.get(kind, set()).union(TraceRecord.__struct_fields__)
     for each in _fields_of(kind):
         if each.name == "report":
             yield from _flat_fields(TransferReport)
         elif each.name == "timings_s":
-            yield from ((name, Seconds | UnsetType, UNSET) for name in TIMES)
+            yield from ((name, Duration | UnsetType, UNSET) for name in TIMES)
         elif each.name not in left_out:
             bounded = _bounded_field(each)
             yield (each.name, bounded, NODEFAULT) if each.required else (each.name, bounded | UnsetType, UNSET)
 
 
-def _decoder(kind: type) -> msgspec.json.Decoder[Record]:
+def _decoder(kind: type) -> msgspec.json.Decoder[TraceRecord]:
     fields = [(name, bounded, msgspec.field(default=default)) for name, bounded, default in _flat_fields(kind)]
-    return msgspec.json.Decoder(defstruct(kind.__name__, fields, bases=(Record,), frozen=True, kw_only=True))
+    return msgspec.json.Decoder(defstruct(kind.__name__, fields, bases=(TraceRecord,), frozen=True, kw_only=True))
 
 
 class _Head(Struct, frozen=True):
@@ -183,7 +183,7 @@ _names: dict[type, list[str]] = {
 }
 
 
-def _from_record(kind: type[Traceable], record: Record, file: int) -> Logged:
+def _from_record(kind: type[Traceable], record: TraceRecord, file: int) -> Logged:
     values = msgspec.structs.asdict(record)
     known = {name: value for name, value in values.items() if value is not None and value is not UNSET}
     known["timings_s"] = {name.removesuffix("_s"): known[name] for name in TIMES if name in known}

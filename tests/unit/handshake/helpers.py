@@ -20,7 +20,7 @@ from handshake.messages import (
     AnyMessage,
     Ask,
     Bye,
-    Event,
+    HandshakeEvent,
     Hello,
     Identity,
     LeaseAnswer,
@@ -123,8 +123,8 @@ class Pair:
             wall_ahead_s=server_ahead_s,
             giving=giving,
         )
-        self.client_events: list[Event] = []
-        self.server_events: list[Event] = []
+        self.client_events: list[HandshakeEvent] = []
+        self.server_events: list[HandshakeEvent] = []
 
     def deliver(self) -> bool:
         """Carry what both have to say to the other, once; tell whether there was anything."""

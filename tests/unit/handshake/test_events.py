@@ -2,12 +2,12 @@ from typing import get_args
 
 import pytest
 
-from handshake.messages import ConnectionClosed, ConnectionFailed, Ending, Event
+from handshake.messages import ConnectionClosed, ConnectionFailed, Ending, HandshakeEvent
 
 PARTICIPLES = ("Ready", "Received", "Answered", "Asked", "Closed", "Failed")
 
 
-@pytest.mark.parametrize("kind", get_args(Event))
+@pytest.mark.parametrize("kind", get_args(HandshakeEvent))
 def test_an_event_is_frozen_and_named_for_what_has_happened(kind):
     assert kind.__struct_config__.frozen
     assert kind.__name__.endswith(PARTICIPLES)
@@ -15,4 +15,4 @@ def test_an_event_is_frozen_and_named_for_what_has_happened(kind):
 
 def test_a_connection_ends_in_one_of_two_ways():
     assert set(get_args(Ending)) == {ConnectionClosed, ConnectionFailed}
-    assert set(get_args(Ending)) < set(get_args(Event))
+    assert set(get_args(Ending)) < set(get_args(HandshakeEvent))
