@@ -42,7 +42,7 @@ from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, Serving
 from kvflow.reads.device import landing
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.certificates import draw_identity
-from kvflow.reads.tcp.connection import Question, Request, SourceConnection, Told
+from kvflow.reads.tcp.connection import MakeRequest, Question, SourceConnection, Told
 from kvflow.reads.tcp.exporter import TcpExporter
 from kvflow.reads.tcp.opening import Opening, introduction
 from kvflow.reads.tcp.runs import SourceList
@@ -70,7 +70,7 @@ class _Asked(PostedWork):
 class _PreparedList:
     """A prepared list."""
 
-    request: Request
+    request: MakeRequest
     places: Places
     device: int | None  # device of the target; None: host memory
 
@@ -370,7 +370,7 @@ class TcpBackend(Backend):
             self._ask(peer, [question])
 
 
-def _requests_of(prepared: CheckedList, layout: wire.Layout) -> Request:
+def _requests_of(prepared: CheckedList, layout: wire.Layout) -> MakeRequest:
     """Return what makes the requests for descriptors of a list. Raises ``OutOfBounds``: its rows are not published."""
     prepared_list, group = prepared.prepared_list, prepared.prepared_list.group
     published = layout.groups[group] if group < len(layout.groups) else ()

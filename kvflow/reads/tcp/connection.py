@@ -84,7 +84,7 @@ class Question:
     repeated: bool = False
 
 
-Request = Callable[[LeaseName, npt.NDArray[np.int32]], tuple[tuple[Hashable, bytes], bytes]]
+MakeRequest = Callable[[LeaseName, npt.NDArray[np.int32]], tuple[tuple[Hashable, bytes], bytes]]
 """A lease and the numbers of descriptors -> what is sent before their request, and the request."""
 
 

@@ -1,0 +1,51 @@
+"""No two types of the product have one name, so that a name in a log, a traceback or a search means one thing."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ALIAS = re.compile("_?[A-Z]\\w*[a-z]\\w*")  # ``Digests``; no constant, and no ``T`` of a generic function
+
+
+def defined_types(source: str) -> Iterator[str]:
+    """Yield the name of each class that a module defines, also within classes and functions, and of each alias."""
+    module = ast.parse(source)
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+    for node in module.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        yield from (each.id for each in targets if isinstance(each, ast.Name) and ALIAS.fullmatch(each.id))
+
+
+def duplicates(sources: Iterable[str]) -> set[str]:
+    """Return the names of types that are defined more than once."""
+    counts = Counter(name for source in sources for name in defined_types(source))
+    return {name for name, count in counts.items() if count > 1}
+
+
+def product() -> list[str]:
+    """Return the source of each module of the product."""
+    return [path.read_text() for package in ("kvflow", "handshake") for path in (ROOT / package).rglob("*.py")]
+
+
+def test_no_name_of_a_type_is_defined_twice():
+    assert sorted(duplicates(product())) == []
+
+
+def test_a_duplicate_is_found():
+    once = "class A:\n    class B: ...\ndef f():\n    class C: ...\n"
+    assert duplicates([once]) == set()
+    assert duplicates([once, "class A: ...\n"]) == {"A"}
+    assert duplicates([once, "async def g():\n    class B: ...\n"]) == {"B"}
+    assert duplicates([once + "if True:\n    class C: ...\n"]) == {"C"}
+
+
+@pytest.mark.parametrize("second", ["Name = bytes\n", "Name: TypeAlias = bytes\n", "class Name: ...\n"])
+def test_an_alias_counts_as_a_name(second):
+    assert duplicates(["Name = str\nNAME = 1\nT = TypeVar('T')\n", "NAME = 2\nT = TypeVar('T')\n", second]) == {"Name"}
