@@ -5,7 +5,7 @@ all ranks, and ``worker.offer`` signs one for its own rank. ``join_tickets`` joi
 
 The text of a ticket is one ASCII string, which no router changes: ``kvf3``, then for each grant a dot and the base64url
 of its MAC, the fingerprint of the cluster secret, and the grant in msgpack. A reader checks the MAC before it decodes
-anything. This release also reads ``kvf2``, the format of the release before, but writes none.
+anything.
 """
 
 import base64
@@ -26,7 +26,6 @@ from kvflow.leases.blocks import NUM_BLOCKS_MAX, block_ends, blocks_for, count_r
 from kvflow.validation import find_fault
 
 FORMAT = "kvf3"  # changes when an older release must not read a ticket
-FORMAT_BEFORE = "kvf2"  # read for one release
 ANOTHER_FORMAT = re.compile(r"kvf[0-9]{1,4}")
 """Other releases. The first ones used a JSON object with a list of grants instead."""
 
@@ -45,7 +44,7 @@ GRANTS_MAX = 1024
 RANKS_KEPT_BYTES_MAX = 4096  # encodings of ranks that are cached: about two dozen ranks
 
 MAC_BYTES = 32  # HMAC-SHA256
-MARK = b"\x03"  # first byte after the MAC; a grant of kvf2 begins otherwise
+MARK = b"\x03"  # first byte after the MAC
 FINGERPRINT_BYTES = 8
 HEAD_BYTES = len(MARK) + FINGERPRINT_BYTES
 DIGEST_BYTES_MAX = 64
@@ -274,14 +273,13 @@ def unseal(sealed: bytes, room: int = BLOCKS_MAX) -> Grant:
         ReleaseMismatch: it is of a kind that only newer releases know.
     """
     payload = sealed[MAC_BYTES:]
+    if not payload.startswith(MARK):
+        raise TicketInvalid(MALFORMED)
     try:
-        if payload[:1] == MARK:
-            grant = _decode(payload, room)
-        else:
-            grant = msgspec.convert(_decoder_before.decode(payload), Grant, from_attributes=True)
+        grant = _decode(payload, room)
     except msgspec.ValidationError as error:
         with suppress(msgspec.DecodeError, ValueError, RecursionError):
-            kind = _kind_decoder.decode(payload[HEAD_BYTES:]).kind if payload[:1] == MARK else "offer"
+            kind = _kind_decoder.decode(payload[HEAD_BYTES:]).kind
             if kind not in get_args(Kind):
                 raise ReleaseMismatch("the ticket", "kind", kind, " or ".join(get_args(Kind))) from error
         remedy = SAME_LIMITS if "length" in str(error) else ""
@@ -293,8 +291,8 @@ def unseal(sealed: bytes, room: int = BLOCKS_MAX) -> Grant:
 
 
 def fingerprint_of(payload: bytes) -> bytes:
-    """Return the fingerprint of the secret that signed a payload, as the payload says; empty for one of ``kvf2``."""
-    return payload[len(MARK) : HEAD_BYTES] if payload[:1] == MARK else b""
+    """Return the fingerprint of the secret that signed a payload, as the payload says."""
+    return payload[len(MARK) : HEAD_BYTES]
 
 
 def _decode(payload: bytes, room: int) -> Grant:
@@ -315,29 +313,12 @@ def _decode_ranks(encoded: bytes) -> Ranks:
     return _ranks_decoder.decode(encoded)
 
 
-def _as_object(kind: type[Struct], **types: Any) -> Any:
-    """Return the type of the same fields, by name as ``kvf2`` encodes them, some with other types."""
-    fields = [
-        (each.name, types.get(each.name, each.type), msgspec.NODEFAULT if each.required else each.default)
-        for each in msgspec.structs.fields(kind)
-    ]
-    return msgspec.defstruct(kind.__name__, fields, kw_only=True)
-
-
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Received)
 _runs_decoder = msgspec.msgpack.Decoder(_InRuns)
 _ranks_decoder = msgspec.msgpack.Decoder(Ranks)
 _kind = msgspec.defstruct("_Kind", [("kind", Annotated[str, Meta(max_length=32)])], array_like=True)
 _kind_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_kind)
-_rank_before, _content_before = _as_object(RankAddress), _as_object(Content)
-_decoder_before: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-    _as_object(
-        Grant,
-        ranks=Annotated[tuple[_rank_before, ...], Meta(min_length=1, max_length=1024)],  # type: ignore[valid-type]
-        contents=Annotated[tuple[_content_before, ...], Meta(max_length=256)] | None,  # type: ignore[valid-type]
-    )
-)
 
 
 def _amount(grant: Grant) -> str:
@@ -377,7 +358,7 @@ class Ticket(Struct, frozen=True, kw_only=True, weakref=True):
 
     @property
     def fingerprints(self) -> tuple[bytes, ...]:
-        """The fingerprint of the secret that signed each grant; empty for one of ``kvf2``."""
+        """The fingerprint of the secret that signed each grant."""
         return tuple([fingerprint_of(sealed[MAC_BYTES:]) for sealed in self.sealed])
 
     def members(self) -> Iterator[Member]:
@@ -408,7 +389,7 @@ class Ticket(Struct, frozen=True, kw_only=True, weakref=True):
     def to_params(self) -> dict[str, str]:
         """Return a JSON-safe dict for a router (``kv_transfer_params``)."""
         texts = (base64.urlsafe_b64encode(sealed).rstrip(b"=").decode("ascii") for sealed in self.sealed)
-        return {"kvflow": ".".join((FORMAT if any(self.fingerprints) else FORMAT_BEFORE, *texts))}
+        return {"kvflow": ".".join((FORMAT, *texts))}
 
     @staticmethod
     def from_params(params: object, *, verify: Verify | None = None, chars_max: int = TICKET_CHARS_MAX) -> "Ticket":
@@ -459,7 +440,7 @@ def _read_text(text: object, chars_max: int) -> tuple[bytes, ...]:
             f"the ticket has {len(text)} characters: at most {chars_max} are allowed", remedy=SAME_LIMITS
         )
     head, *parts = text.split(".", GRANTS_MAX + 1)
-    if head not in (FORMAT, FORMAT_BEFORE):
+    if head != FORMAT:
         if ANOTHER_FORMAT.fullmatch(head):
             raise ReleaseMismatch("the ticket", "ticket format", head, FORMAT)
         raise TicketInvalid(f"the ticket begins with {head[:16]!r}: expected {FORMAT!r}")

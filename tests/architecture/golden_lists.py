@@ -103,7 +103,6 @@ WORDS = {
     "handshake: keys of a secret": handshake.security._SALT,
     "ticket: first part": tickets.FORMAT,
     "ticket: kv_transfer_params of an example": TICKET.to_params(),
-    "ticket: first part of the release before": tickets.FORMAT_BEFORE,
     "ticket: bytes of a MAC": tickets.MAC_BYTES,
     "ticket: byte after the MAC": tickets.MARK,
     "ticket: bytes of a fingerprint": tickets.FINGERPRINT_BYTES,

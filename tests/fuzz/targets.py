@@ -26,7 +26,7 @@ from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.layout.tracks import Track
 from kvflow.leases.blocks import check_block_ids
 from kvflow.leases.table import LeaseReader, LeaseState
-from kvflow.leases.tickets import FORMAT, FORMAT_BEFORE, HEAD_BYTES, MAC_BYTES, MARK, RankAddress, Ticket
+from kvflow.leases.tickets import FORMAT, HEAD_BYTES, MAC_BYTES, MARK, RankAddress, Ticket
 from kvflow.planning.pairs import pair_units
 from kvflow.planning.plan import plan_transfer
 from kvflow.reads.backend import Envelope, seal, unseal
@@ -42,7 +42,7 @@ from kvflow.worker.connections import PeerState
 from kvflow.worker.destinations import Quarantined
 from kvflow.worker.snapshot import Snapshot, decode_inspection, encode_inspection
 from tests.integration.shapes import Shape
-from tests.simulation.tickets import packed, payload_before, payload_of
+from tests.simulation.tickets import packed, payload_of
 from tests.unit.kvflow.integrations.vllm_like import (
     TOKENS_MAX,
     FullAttentionSpec,
@@ -308,8 +308,8 @@ def _draw_metadata(mutator):
 
 def _draw_ticket(mutator):
     """Change what is signed, or the text around it, or the JSON around that."""
-    head, signed = _draw_signed(mutator, _TICKET | (_RUNS if mutator.draw.random() < 0.3 else {}), 0.8)
-    text = ".".join([head, *[packed(bytes(MAC_BYTES) + signed)] * mutator.draw.choice((1, 1, 2))])
+    signed = _draw_signed(mutator, _TICKET | (_RUNS if mutator.draw.random() < 0.3 else {}), 0.8)
+    text = ".".join([FORMAT, *[packed(bytes(MAC_BYTES) + signed)] * mutator.draw.choice((1, 1, 2))])
     if mutator.draw.random() < 0.1:
         text = mutator.of_bytes(text.encode(), text.encode()).decode("latin-1")
     value = {"kvflow": text}
@@ -318,12 +318,11 @@ def _draw_ticket(mutator):
 
 
 def _draw_signed(mutator, fields, share):
-    """Draw a format, and a payload in it: changed, in such a share of the cases."""
-    before = mutator.draw.random() < 0.3
-    payload = payload_before(fields) if before else payload_of(fields, _HEAD)[HEAD_BYTES:]
+    """Draw a payload: changed, in such a share of the cases."""
+    payload = payload_of(fields, _HEAD)[HEAD_BYTES:]
     if mutator.draw.random() < share:
         payload = mutator.of_packed(payload, payload)
-    return (FORMAT_BEFORE, payload) if before else (FORMAT, _HEAD + payload)
+    return _HEAD + payload
 
 
 def _draw_request(mutator):
@@ -339,8 +338,8 @@ def _draw_request(mutator):
     if mutator.draw.random() < 0.3:
         size = mutator.draw.choice(extremes)
         fields["contents"] = [{"block_size": size, "digests": [b"a" * 16, b"b" * 16]}] * 2
-    head, signed = _draw_signed(mutator, fields, 0.3)
-    params = {"do_remote_prefill": True, "kvflow": f"{head}.{packed(bytes(MAC_BYTES) + signed)}"}
+    signed = _draw_signed(mutator, fields, 0.3)
+    params = {"do_remote_prefill": True, "kvflow": f"{FORMAT}.{packed(bytes(MAC_BYTES) + signed)}"}
     beside = {"remote_port": 5000, "remote_host": "10.0.0.1", "remote_block_ids": [[1, 2]], "tp_size": 1}
     return _json(mutator.of_value(params | beside, TEXTS) if mutator.draw.random() < 0.3 else params)
 

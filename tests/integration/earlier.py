@@ -6,37 +6,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from msgspec import Struct
 
 from .elsewhere import Child
 
 ROOT = Path(__file__).parents[2]
-
-
-class Earlier(Struct, frozen=True):
-    """One earlier commit, and what it has that this release has not.
-
-    Attributes:
-        why: it is tried.
-        ticket: format of its tickets.
-        manifest: schema of its manifests.
-        refuses: code of the error with which it refuses to read from this release.
-        is_read: whether this release reads from it.
-    """
-
-    why: str
-    ticket: str
-    manifest: int
-    refuses: str
-    is_read: bool = False
-
-
-EARLIER = {
-    "382186f": Earlier("the last commit whose tickets are objects", "kvf1", 2, "ticket_invalid"),
-    "8808afe": Earlier("the last commit with one data plane", "kvf2", 2, "ticket_invalid"),
-    "cd0c377": Earlier("the last release", "kvf2", 3, "release_mismatch", is_read=True),
-}
-"""Commits whose workers are tried beside those of this release. docs/reference/compatibility.md has them all."""
 
 
 def unpack(commit, folder):

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvflow.leases.tickets import FORMAT_BEFORE, HEAD_BYTES, MAC_BYTES, Content, Grant, RankAddress, Sign
+from kvflow.leases.tickets import HEAD_BYTES, MAC_BYTES, Content, Grant, RankAddress, Sign
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -36,23 +36,6 @@ def payload_of(fields: dict[str, Any], like: bytes) -> bytes:
         if isinstance(fields.get(name), list)
     }
     return like[:HEAD_BYTES] + msgspec.msgpack.encode(_values(Grant, fields | listed))
-
-
-def payload_before(fields: dict[str, Any]) -> bytes:
-    """Return the payload of these fields in the format of the release before."""
-    return msgspec.msgpack.encode(_without_none({name: value for name, value in fields.items() if name != "kind"}))
-
-
-def of_release_before(params: dict[str, Any], sign: Sign) -> dict[str, Any]:
-    """Return the same ticket as the release before would have signed it."""
-    payloads = [payload_before(fields) for fields in grants_of(params)]
-    return {**params, "kvflow": ".".join((FORMAT_BEFORE, *(packed(sign(each) + each) for each in payloads)))}
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_none(each) for name, each in value.items() if each is not None}
-    return [_without_none(each) for each in value] if isinstance(value, list) else value
 
 
 def _named(kind: type[msgspec.Struct], values: list[Any]) -> dict[str, Any]:

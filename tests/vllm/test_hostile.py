@@ -78,7 +78,7 @@ ABSURD = {
     "a ticket that is a deep nest": changed(kvflow=nested(500)),
     "a number beyond all numbers": changed(remote_num_tokens=10**400),
     "a deep nest": changed(remote_block_ids=nested(500)),
-    "a ticket of a million letters": changed(kvflow="kvf2." + "a" * 1_000_000),
+    "a ticket of a million letters": changed(kvflow="kvf3." + "a" * 1_000_000),
 }
 BESIDE = {
     "other block ids": changed(remote_block_ids=[[1001, 1002, 1003]]),

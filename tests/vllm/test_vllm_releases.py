@@ -177,7 +177,7 @@ def test_a_failed_request_of_a_release_disturbs_no_other(pair):
     other = prompt_of(400, "refused")
     own = pair.monolithic(other)
     requests = [pair.decode.submit(prompt, ticket) for prompt, ticket in zip(prompts, tickets, strict=True)]
-    refused = pair.decode.submit(other, {"do_remote_prefill": True, "kvflow": "kvf2.forged"})
+    refused = pair.decode.submit(other, {"do_remote_prefill": True, "kvflow": "kvf3.forged"})
     assert [request.wait()["tokens"] for request in requests] == alone
     answer = refused.wait()
     assert reason_of(pair, answer) == "ticket_invalid"

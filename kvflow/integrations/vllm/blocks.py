@@ -142,7 +142,7 @@ class Contents:
         self._extra_keys = extra_keys
         self._links: dict[bytes, Links] = {
             fingerprint: tuple([blake2b(key=key, digest_size=DIGEST_BYTES, person=person) for person in LINKS])
-            for fingerprint, key in (*keys.items(), (b"", b""))  # the last of ``kvf2``, which is read for one release
+            for fingerprint, key in keys.items()
         }
         self._own = next(iter(self._links.values()))
 

@@ -23,7 +23,7 @@ TICKET_CHARS_BASE = 1 << 17  # characters of a ticket without its blocks: enough
 HOST_CHARS_MAX = 255  # of a name of a host: longer ones are none
 HINTS_MAX = 16  # actions of one hint that are read
 FETCH = ("kv.fetch", "1.0")  # the action that names a source, and its version
-CHARS_PER_BLOCK = 32  # kvf2: a block id and a digest take 23 bytes of msgpack, which are 31 characters of base64
+CHARS_PER_BLOCK = 8  # a block id takes at most 5 bytes of msgpack, which are 7 characters of base64
 
 FINEST_BLOCK = 16
 """Tokens of the smallest block that a producer may have, unless this engine has smaller ones: vLLM's default."""

@@ -58,7 +58,7 @@ UNIQUE_CAUSES = CAUSES - {"bounds", "cancelled", "closing"}
 ARGUMENTS = {
     errors.ArgumentInvalid: ("priority", "an integer", None),
     errors.RequestUnknown: ("request-1",),
-    errors.ReleaseMismatch: ("the ticket", "ticket format", "kvf1", "kvf2"),
+    errors.ReleaseMismatch: ("the ticket", "ticket format", "kvf2", "kvf3"),
     errors.LayoutMismatch: ("a.k.dtype", "float16", "int8"),
     errors.CapacityExceeded: ("leases", 3),
     errors.PeerRefused: ("version_unsupported", "too old"),

@@ -83,14 +83,11 @@ OTHERS = [(*range(47), 99), (99, *range(1, 48)), (*range(16), 99, *range(17, 48)
 GROUPS = {"one group": ([(3, 4, 9)], (16,)), "a window, a state": ([(3, 4, 9), (ABSENT, 8), (7,)], (16, 32, 0))}
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["kvf3", "kvf2"])
 @pytest.mark.parametrize("groups", GROUPS)
-def test_a_ticket_is_for_its_own_prompt_also_one_of_the_release_before(groups, before):
+def test_a_ticket_is_for_its_own_prompt(groups):
     block_ids, sizes = GROUPS[groups]
-    ticket = new_ticket(48, block_ids, before=before, block_sizes=sizes)
-    assert ticket.to_params()["kvflow"].startswith("kvf2." if before else "kvf3.")
-    digests = sum(len(content.digests) for content in ticket.grants[0].contents)
-    assert digests == sum(map(len, block_ids)) if before else digests == len(block_ids)
+    ticket = new_ticket(48, block_ids, block_sizes=sizes)
+    assert sum(len(content.digests) for content in ticket.grants[0].contents) == len(block_ids)
     new_contents().require(new_request(None, 48), ticket)
     new_contents().require(new_request(None, (*range(48), 1, 2)), ticket)
     for other in OTHERS:

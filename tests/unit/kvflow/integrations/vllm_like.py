@@ -5,12 +5,11 @@ from dataclasses import dataclass, field, make_dataclass
 from types import SimpleNamespace
 
 from handshake import ClusterSecurity
-from kvflow import RankAddress, Ticket, TicketKey, TicketMint, WorkerConfig
+from kvflow import RankAddress, TicketKey, TicketMint, WorkerConfig
 from kvflow.integrations.vllm.blocks import Contents
 from kvflow.integrations.vllm.messages import empty_counters
 from kvflow.integrations.vllm.scheduler import SchedulerSide, transfer_groups
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
-from tests.simulation.tickets import of_release_before
 
 NUM_BLOCKS = 64
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -205,19 +204,14 @@ def new_contents(secret=SECRET, accepted=None):
     return Contents(extra_keys, key.content_keys())
 
 
-def new_ticket(num_tokens=48, block_ids=((3, 4, 9),), request_id="request-1", *, prompt=None, before=False, **named):
-    """A ticket for the first tokens of a prompt, by default of ``new_request``'s.
-
-    ``before``: as the release before signed it, with a digest of each block and without a key.
-    """
+def new_ticket(num_tokens=48, block_ids=((3, 4, 9),), request_id="request-1", *, prompt=None, **named):
+    """A ticket for the first tokens of a prompt, by default of ``new_request``'s."""
     request = new_request(None, num_tokens if prompt is None else prompt)
     sizes = named.setdefault("block_sizes", (16,) * len(block_ids))
-    contents = Contents(extra_keys, {b"": b""}) if before else new_contents(named.get("secret", SECRET))
-    digests = contents.digests(request, block_ids, sizes, num_tokens)
+    digests = new_contents(named.get("secret", SECRET)).digests(request, block_ids, sizes, num_tokens)
     mint = new_mint(**named)
     offer = {"block_ids": block_ids, "num_tokens": num_tokens, "digests": digests}
-    ticket = mint.offer(request_id, **offer, chained=not before)[0]
-    return Ticket.from_params(of_release_before(ticket.to_params(), new_key().sign)) if before else ticket
+    return mint.offer(request_id, **offer, chained=True)[0]
 
 
 def wait_until(holds):

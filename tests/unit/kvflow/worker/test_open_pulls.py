@@ -25,7 +25,7 @@ from .pulling import awaiting, failure, issued_before, opened
 MADE = {
     errors.ArgumentInvalid: ("ticket", "a Ticket", None),
     errors.RequestUnknown: ("r",),
-    errors.ReleaseMismatch: ("the ticket", "ticket format", "kvf1", "kvf2"),
+    errors.ReleaseMismatch: ("the ticket", "ticket format", "kvf2", "kvf3"),
     errors.LayoutMismatch: ("dtype", "float16", "bfloat16"),
     errors.CapacityExceeded: ("open pulls", 1),
     errors.PeerRefused: ("version_unsupported", "too old"),

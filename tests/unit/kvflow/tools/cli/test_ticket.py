@@ -157,8 +157,8 @@ TEXT = minted().to_params()["kvflow"]
     [
         ("", "ticket_invalid"),
         ("nonsense", "ticket_invalid"),
-        ("kvf2", "ticket_invalid"),
-        ("kvf2.!!!!", "ticket_invalid"),
+        ("kvf3", "ticket_invalid"),
+        ("kvf3.!!!!", "ticket_invalid"),
         (TEXT[:-9], "ticket_invalid"),
         ("kvf9" + TEXT[4:], "release_mismatch"),
         ("{", "ticket_invalid"),
