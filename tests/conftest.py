@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # Before anybody loads torch: the copies of tests are small, and torch's threads, which spin, would take the cores of
 # the processes that run other tests. Processes that tests start inherit it.
@@ -14,6 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shared machine may stall at any moment: that an example took long says nothing of it.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Who asks only whether a test fails needs no small example.
+settings.register_profile("unshrunk", settings.get_profile("patient"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile("patient")
 
 MEASURED = (

@@ -1,29 +1,49 @@
 # ruff: noqa: T201 - a command prints
 """Plant bugs in a copy of kvflow, one at a time, and tell which test finds each.
 
-    python -m tests.planted [ID ...] [--list] [--jobs 2] [--no-clean] [--all-tests PATH ...]
+    python -m tests.planted [ID ...] [--list] [--jobs 2] [--no-clean] [--all-tests PATH ...] [--suites [SUITE ...]]
 
 ``bugs.toml`` has the bugs. The exit status is 1 if one survives, or cannot be planted because its lines are gone, or
 its test is gone or fails without the bug. ``--all-tests`` searches folders for the tests that find a bug.
+
+``--suites`` runs contract, properties, exhaustive and simulation alone against each bug that has not run so, one bug
+after the other. It goes on where it was ended, and writes ``killed-by.md``.
 
 ``tests/simulation/planted.py`` is something else: it has bugs that the simulator must find.
 """
 
 import argparse
+import hashlib
+import json
 import os
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
+
+from .suites import (
+    NOT_REACHED,
+    RESULTS,
+    SUITES,
+    Suite,
+    environment,
+    finding,
+    is_reached,
+    lines_reached,
+    read_results,
+    run_suite,
+    write_results,
+)
 
 ROOT = Path(__file__).parents[2]
 BUGS = Path(__file__).with_name("bugs.toml")
@@ -88,12 +108,11 @@ def copied(root: Path) -> Iterator[Path]:
 
 def python(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a copy. Its children import the copy, too."""
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": ""}
     return subprocess.run(
         [sys.executable, *arguments],
         check=False,
         cwd=copy,
-        env=environment,
+        env=environment(copy),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -175,30 +194,98 @@ def try_all(
                     yield Outcome(bug, "TEST FAILS WITHOUT THE BUG", bug.test)
 
 
-def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT, bugs: Path = BUGS) -> int:
+def reached_by(root: Path, copy: Path, suite: Suite) -> dict[str, list[int]]:
+    """Return the lines that a suite executes without a bug; ``out/planted`` keeps them until a file changes.
+
+    Raises:
+        ValueError: the suite fails without a bug.
+    """
+    tree = hashlib.sha256(repr(suite).encode())
+    for path in sorted(each for part in ("kvflow", "handshake", "tests") for each in copy.glob(f"{part}/**/*.py")):
+        if path.parent.name != "planted":
+            tree.update(path.read_bytes())
+    file = root / "out" / "planted" / f"{suite.name}.json"
+    if file.is_file() and (kept := json.loads(file.read_text()))["tree"] == tree.hexdigest():
+        return kept["lines"]
+    lines, ran = lines_reached(copy, suite)
+    print(f"{suite.name} without a bug: {ran.took_s:.0f} s with coverage, {finding(ran)}", flush=True)
+    if ran.status != 0:
+        raise ValueError(f"{suite.name} fails without a bug:\n{ran.output[-3000:]}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"tree": tree.hexdigest(), "took_s": ran.took_s, "lines": lines}))
+    return lines
+
+
+def run_suites(
+    root: Path,
+    bugs: Mapping[str, Bug],
+    chosen: Sequence[Bug],
+    suites: Sequence[Suite],
+    path: Path,
+    *,
+    names: Sequence[str],
+) -> None:
+    """Run the suites of these names, or all, that have not run yet against the chosen bugs, and write the results."""
+    results = read_results(path, bugs)
+    write_results(path, results, suites)
+    with copied(root) as copy:
+        wanted = [suite for suite in suites if suite.name in (names or suite.name)]
+        reached = {suite.name: reached_by(root, copy, suite) for suite in wanted}
+        for number, bug in enumerate(chosen, 1):
+            line = results[bug.name]
+            for suite in wanted:
+                if suite.name in line:
+                    continue
+                lines = set(reached[suite.name].get(bug.file, ()))
+                if is_reached(bug, (copy / bug.file).read_text(), lines):
+                    shutil.rmtree(copy / ".hypothesis", ignore_errors=True)  # examples of another bug
+                    with planted(bug, copy, number):
+                        ran = run_suite(copy, suite)
+                    line[suite.name] = finding(ran)
+                    print(f"{bug.name:6} {suite.name}: {line[suite.name]} ({ran.took_s:.0f} s)", flush=True)
+                else:
+                    line[suite.name] = NOT_REACHED
+            write_results(path, results, suites)
+
+
+def main(
+    arguments: Sequence[str] | None = None, *, root: Path = ROOT, bugs: Path = BUGS, suites: Sequence[Suite] = SUITES
+) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.planted", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("ids", nargs="*", metavar="ID", help="of the bugs to plant (default: all)")
+    parser.add_argument(
+        "ids", nargs="*", metavar="ID", help="of the bugs to plant, or a part of their files' paths (default: all)"
+    )
     parser.add_argument("--list", action="store_true", help="print the bugs and plant none")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="bugs at a time (default: %(default)s)")
     parser.add_argument("--no-clean", action="store_true", help="do not run the tests without a bug, too")
     parser.add_argument(
         "--all-tests", nargs="+", default=(), metavar="PATH", help="run all tests of these, not its own"
     )
+    parser.add_argument(
+        "--suites", nargs="*", choices=[suite.name for suite in suites], help="run these alone (default: all four)"
+    )
     options = parser.parse_args(arguments)
     known = read_bugs(bugs)
-    if unknown := sorted(set(options.ids) - known.keys()):
+    found = {
+        each: [each] if each in known else [name for name in known if each in known[name].file] for each in options.ids
+    }
+    if unknown := sorted(each for each, names in found.items() if not names):
         parser.error(f"no bug is called {', '.join(unknown)}")
-    chosen = [known[name] for name in options.ids or known]
+    chosen = [known[name] for name in dict.fromkeys(name for names in found.values() for name in names) or known]
     if options.list:
         print("\n".join(f"{bug.name:4} {bug.file}: {bug.breaks}" for bug in chosen))
+        return 0
+    if options.suites is not None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what runs is ended, too
+        run_suites(root, known, chosen, suites, bugs.with_name(RESULTS.name), names=options.suites)
         return 0
     words = []
     for outcome in try_all(root, chosen, jobs=options.jobs, clean=not options.no_clean, folders=options.all_tests):
         print(outcome, flush=True)
         words.append(outcome.word)
-    found = words.count("found")
+    found_count = words.count("found")
     others = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words) if word != "found")
-    print(f"{len(chosen)} bugs: {found} found{others and ', '}{others}")
+    print(f"{len(chosen)} bugs: {found_count} found{others and ', '}{others}")
     return 1 if others else 0
 
 

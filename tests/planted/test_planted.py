@@ -1,11 +1,15 @@
 """The command that plants bugs tells what it found, and fails if a bug survives or cannot be planted or tried."""
 
+import json
 import re
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 
-from .__main__ import BUGS, ROOT, copied, main, python, read_bugs
+from .__main__ import BUGS, ROOT, Bug, copied, main, python, read_bugs
+from .suites import PYTEST, RESULTS, TABLE, Suite, changed_lines, is_reached, killed_by, run_suite
 
 SUMS = "def add(a, b):\n    return a + b\n"
 TESTS = """
@@ -45,11 +49,11 @@ def tree(tmp_path):
     return tmp_path / "tree"
 
 
-def told(tree, capsys, bugs, *arguments):
+def told(tree, capsys, bugs, *arguments, **options):
     """Run the command with these bugs; return its exit status, what became of each bug, and all of its output."""
     file = tree.parent / "bugs.toml"
     file.write_text(bugs)
-    status = main([*arguments, "--jobs=1"], root=tree, bugs=file)
+    status = main(["--jobs=1", *arguments], root=tree, bugs=file, **options)
     output = capsys.readouterr().out
     return status, re.findall(r"^(\w+) +(.+) \(\d+ s\)$", output, re.MULTILINE), output
 
@@ -105,3 +109,99 @@ def test_each_bug_of_this_repository_can_be_planted():
         there = (ROOT / file).is_file() and f"def {test.partition('[')[0]}(" in (ROOT / file).read_text()
         assert there, f"{bug.name} of bugs.toml: {bug.test} is gone"
         assert bug.old != bug.new
+
+
+@pytest.fixture
+def told_by_suites(tree, capsys):
+    """A function that runs two suites in small; it returns what was printed, the results by bug, and the page."""
+    two = [Suite(name, (*PYTEST, f"tests/test_{name}.py")) for name in ("sums", "nothing")]
+    shutil.copy(ROOT / "tests" / "conftest.py", tree / "tests")
+    (tree / "kvflow/sums.py").write_text(SUMS + "\n\ndef subtract(a, b):\n    return b - a\n")
+    (tree / "tests/test_sums.py").write_text("from kvflow.sums import add\ndef test_add(): assert add(2, 3) == 5\n")
+    (tree / "tests/test_nothing.py").write_text("import kvflow.sums\ndef test_nothing(): pass\n")
+
+    def run(bugs, *arguments):
+        status, _, output = told(tree, capsys, bugs, *arguments, suites=two)
+        assert status == 0
+        results = map(json.loads, (tree.parent / RESULTS.name).read_text().splitlines())
+        return output, {each["bug"]: each for each in results}, (tree.parent / TABLE.name).read_text()
+
+    return run
+
+
+def test_suites_say_which_bugs_each_finds_alone_and_go_on(told_by_suites):
+    bug, other = (BUG.format(name=name, test="test_add") for name in ("A1", "A2"))
+    other = other.replace("return a + b", "return b - a").replace("return a - b", "return a - a")
+    output, results, page = told_by_suites(bug + other, "A1", "--suites", "sums")
+    assert "A1     sums: tests/test_sums.py::test_add" in output
+    assert results["A1"]["sums"] == "tests/test_sums.py::test_add"
+    assert {"sums", "nothing"} & results["A2"].keys() == set()
+    assert "| A1 | kvflow/sums.py | yes |  |" in page
+
+    output, results, page = told_by_suites(bug + other, "--suites")
+    assert "A1     sums" not in output  # it has run
+    assert results["A1"]["nothing"] == results["A2"]["sums"] == "not reached"
+    assert "| A1 | kvflow/sums.py | yes | not reached |" in page
+    assert "Of 2 bugs the suites find 1 (sums 1, nothing 0), and miss 1." in page
+    assert "- kvflow/sums.py: A2" in page
+
+    results = told_by_suites(bug.replace("a - b", "a * b") + other, "A2", "--suites")[1]
+    assert "sums" not in results["A1"]  # an entry that has changed counts as not run
+
+
+def test_a_suite_that_fails_without_a_bug_is_told(tree, told_by_suites):
+    (tree / "tests/test_sums.py").write_text("import kvflow.sums\ndef test_add(): assert False\n")
+    with pytest.raises(ValueError, match=r"sums fails without a bug:[\s\S]*test_add"):
+        told_by_suites(BUG.format(name="A1", test="test_add"), "--suites")
+
+
+def test_a_suite_ends_with_its_children_when_its_time_is_over(tmp_path):
+    endless = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+print(child.pid, flush=True)
+while True: pass
+"""
+    ran = run_suite(tmp_path, Suite("endless", ("-c", endless)), most_s=0.5)
+    assert ran.status is None
+    ended = Path(f"/proc/{int(ran.output)}/stat")
+    while ended.exists() and ended.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+
+
+def test_lines_that_a_bug_changes_are_reached_if_their_statement_is():
+    text = """VALUE = 1
+
+
+def half(n):
+    if n > (
+        3
+    ):
+        return 0
+    else:
+        return (
+            n
+            + 1
+        )
+"""
+
+    def bug(old, new=""):
+        return Bug("A1", "kvflow/x.py", "", "", old, new)
+
+    assert changed_lines(text, "    if n > (\n        3\n", "    if n > (\n        4\n") == {6}
+    assert changed_lines(text, "        return 0\n", "        n = 1\n        return 0\n") == {7, 8}
+    imported = {1, 4}
+    for old, new, lines in (
+        ("        3\n", "        4\n", {5}),  # the head of a condition
+        ("            + 1\n", "", {10}),  # the last line of a statement
+        ("    else:\n", "    elif n:\n", {5}),  # between two branches
+        ("VALUE = 1\n", "VALUE = 2\n", set()),
+        ("def half(n):\n", "def half(n=1):\n", set()),
+    ):
+        assert is_reached(bug(old, new), text, lines | imported), old
+    assert not is_reached(bug("        return 0\n"), text, imported | {5, 10})
+    assert not is_reached(bug("            + 1\n"), text, imported | {5, 8})
+
+
+def test_the_page_says_what_the_suites_have_found():
+    assert TABLE.read_text() == killed_by(RESULTS), "run python -m tests.planted --suites"
