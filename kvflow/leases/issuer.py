@@ -144,12 +144,12 @@ class Issuer:
 
     def seal(self, grant: Grant) -> Ticket:
         """Sign a grant of this engine, and return its ticket. Raises ``TicketInvalid`` if no reader could read it."""
-        return Ticket(grants=(grant,), sealed=(grant.seal(self._sign, self._fingerprint),))
+        return Ticket(grants=(grant,), signed=(grant.seal(self._sign, self._fingerprint),))
 
     def seal_again(self, grant: Grant) -> Ticket:
         """Sign a grant that ``seal`` has signed before: in half of the time, if its block ids are scattered."""
         payload = grant.payload(self._fingerprint)
-        return Ticket(grants=(grant,), sealed=(self._sign(payload) + payload,))
+        return Ticket(grants=(grant,), signed=(self._sign(payload) + payload,))
 
     def issue(
         self,

@@ -265,14 +265,14 @@ class _InRuns(_Received, frozen=True, kw_only=True, array_like=True):
     block_ids: Annotated[tuple[Runs, ...], Meta(min_length=1, max_length=256)]
 
 
-def unseal(sealed: bytes, room: int = BLOCKS_MAX) -> Grant:
+def unseal(signed: bytes, room: int = BLOCKS_MAX) -> Grant:
     """Decode a grant of a ticket, whose MAC the caller checks first. ``room``: blocks that other grants leave.
 
     Raises:
         TicketInvalid: it is malformed, or exceeds a limit, which the error names.
         ReleaseMismatch: it is of a kind that only newer releases know.
     """
-    payload = sealed[MAC_BYTES:]
+    payload = signed[MAC_BYTES:]
     if not payload.startswith(MARK):
         raise TicketInvalid(MALFORMED)
     try:
@@ -331,15 +331,15 @@ class Ticket(Struct, frozen=True, kw_only=True, weakref=True):
 
     Attributes:
         grants: signed promises; all of one engine and request.
-        sealed: the same grants as a router carries them, each with its MAC.
+        signed: the same grants as a router carries them, each with its MAC.
     """
 
     grants: tuple[Grant, ...]
-    sealed: tuple[bytes, ...]
+    signed: tuple[bytes, ...]
 
     def __post_init__(self) -> None:
-        if not self.grants or len(self.grants) != len(self.sealed):
-            raise TicketInvalid(f"a ticket has {len(self.grants)} grants, of which {len(self.sealed)} are sealed")
+        if not self.grants or len(self.grants) != len(self.signed):
+            raise TicketInvalid(f"a ticket has {len(self.grants)} grants, of which {len(self.signed)} are signed")
 
     def __repr__(self) -> str:
         """Return the request, the engine and the amount, without the signatures."""
@@ -359,7 +359,7 @@ class Ticket(Struct, frozen=True, kw_only=True, weakref=True):
     @property
     def fingerprints(self) -> tuple[bytes, ...]:
         """The fingerprint of the secret that signed each grant."""
-        return tuple([fingerprint_of(sealed[MAC_BYTES:]) for sealed in self.sealed])
+        return tuple([fingerprint_of(signed[MAC_BYTES:]) for signed in self.signed])
 
     def members(self) -> Iterator[Member]:
         """Yield every rank that the ticket names."""
@@ -373,22 +373,22 @@ class Ticket(Struct, frozen=True, kw_only=True, weakref=True):
         Raises:
             TicketInvalid: a grant was not signed with the cluster's secret, or differs from what was signed.
         """
-        for grant, sealed in zip(self.grants, self.sealed, strict=True):
-            payload = sealed[MAC_BYTES:]
-            if not verify(payload, sealed[:MAC_BYTES]):
+        for grant, signed in zip(self.grants, self.signed, strict=True):
+            payload = signed[MAC_BYTES:]
+            if not verify(payload, signed[:MAC_BYTES]):
                 raise TicketInvalid(UNSIGNED)
             # Use what was signed, even if the ticket was made in this process. A newer release may have signed more
             # fields than the grant has.
             if (
                 _encoder.encode(grant) != payload[HEAD_BYTES:]
-                and unseal(sealed) != grant  # before runs are made again, which takes longer
+                and unseal(signed) != grant  # before runs are made again, which takes longer
                 and grant.payload(fingerprint_of(payload)) != payload
             ):
                 raise TicketInvalid("the ticket was changed after it was signed")
 
     def to_params(self) -> dict[str, str]:
         """Return a JSON-safe dict for a router (``kv_transfer_params``)."""
-        texts = (base64.urlsafe_b64encode(sealed).rstrip(b"=").decode("ascii") for sealed in self.sealed)
+        texts = (base64.urlsafe_b64encode(signed).rstrip(b"=").decode("ascii") for signed in self.signed)
         return {"kvflow": ".".join((FORMAT, *texts))}
 
     @staticmethod
@@ -407,15 +407,15 @@ class Ticket(Struct, frozen=True, kw_only=True, weakref=True):
         """
         if not isinstance(params, dict) or "kvflow" not in params:
             raise TicketInvalid("kv_transfer_params is not an object with a 'kvflow' entry")
-        sealed = _read_text(params["kvflow"], min(chars_max, TICKET_CHARS_MAX))
-        if verify is not None and not all(verify(each[MAC_BYTES:], each[:MAC_BYTES]) for each in sealed):
+        signed = _read_text(params["kvflow"], min(chars_max, TICKET_CHARS_MAX))
+        if verify is not None and not all(verify(each[MAC_BYTES:], each[:MAC_BYTES]) for each in signed):
             raise TicketInvalid(UNSIGNED)
         grants: list[Grant] = []
         room = UNSIGNED_BLOCKS_MAX if verify is None else BLOCKS_MAX
-        for each in sealed:
+        for each in signed:
             grants.append(unseal(each, room))
             room -= sum(map(len, grants[-1].block_ids))
-        return _checked(tuple(grants), sealed)
+        return _checked(tuple(grants), signed)
 
 
 def join_tickets(tickets: Sequence[Ticket]) -> Ticket:
@@ -427,7 +427,7 @@ def join_tickets(tickets: Sequence[Ticket]) -> Ticket:
     if not tickets:
         raise TicketInvalid("there is no ticket to join", remedy=JOIN)
     grants = tuple(grant for ticket in tickets for grant in ticket.grants)
-    return _checked(grants, tuple(sealed for ticket in tickets for sealed in ticket.sealed))
+    return _checked(grants, tuple(signed for ticket in tickets for signed in ticket.signed))
 
 
 def _read_text(text: object, chars_max: int) -> tuple[bytes, ...]:
@@ -454,17 +454,17 @@ def _read_text(text: object, chars_max: int) -> tuple[bytes, ...]:
 def _read_part(part: str) -> bytes:
     try:
         padded = part.replace("-", "+").replace("_", "/") + "=" * (-len(part) % 4)
-        sealed = binascii.a2b_base64(padded, strict_mode=True)
+        signed = binascii.a2b_base64(padded, strict_mode=True)
     except (binascii.Error, ValueError) as error:  # the latter for text that is not ASCII
         raise TicketInvalid(MALFORMED) from error
-    if len(sealed) <= MAC_BYTES + HEAD_BYTES:
+    if len(signed) <= MAC_BYTES + HEAD_BYTES:
         raise TicketInvalid("the ticket is malformed: a grant is truncated")
-    return sealed
+    return signed
 
 
-def _checked(grants: tuple[Grant, ...], sealed: tuple[bytes, ...]) -> Ticket:
+def _checked(grants: tuple[Grant, ...], signed: tuple[bytes, ...]) -> Ticket:
     if len(grants) == len(grants[0].ranks) == 1:
-        return Ticket(grants=grants, sealed=sealed)
+        return Ticket(grants=grants, signed=signed)
     names = {(grant.engine_id, grant.request_id, grant.kind) for grant in grants}
     if len(names) != 1:
         raise TicketInvalid(f"the tickets are of different engines or requests: {sorted(names)[:4]}", remedy=JOIN)
@@ -477,4 +477,4 @@ def _checked(grants: tuple[Grant, ...], sealed: tuple[bytes, ...]) -> Ticket:
     twice = [rank for rank, after in pairwise(ranks) if rank == after]
     if twice:
         raise TicketInvalid(f"rank {twice[0]} is in two of the tickets", remedy=JOIN)
-    return Ticket(grants=grants, sealed=sealed)
+    return Ticket(grants=grants, signed=signed)

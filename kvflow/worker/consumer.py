@@ -259,7 +259,7 @@ class Consumer:
             if pull.expected is not None:
                 require_content(grant, prepared, self._shared.manifest, pull.expected)
             if parts:
-                lease = LeaseName(grant.slot, int(grant.epoch), ticket.sealed[at][:MAC_BYTES])
+                lease = LeaseName(grant.slot, int(grant.epoch), ticket.signed[at][:MAC_BYTES])
                 first = not grant.admitted or peer.link.may_be_over(grant)
                 read_id = next(self._scheduler.read_ids)
                 reads.append(RankRead(read_id, peer.link.peer, lease, parts, first, pull.priority))

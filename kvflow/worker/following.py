@@ -85,7 +85,7 @@ class _Rank:
             require_content(grant, rank.groups, ours, pull.expected)
         self.peer = rank.peer.link.peer
         self.name = str(self.peer)
-        self.lease = LeaseName(grant.slot, grant.epoch_value, ticket.sealed[rank.grant][:MAC_BYTES])
+        self.lease = LeaseName(grant.slot, grant.epoch_value, ticket.signed[rank.grant][:MAC_BYTES])
         self.settled, self.sealed, self.cut_off = 0, False, False
         self._settling = OpenGroups.of(self._theirs)
         self.told: Blocks = ((),) * len(self._theirs.groups)

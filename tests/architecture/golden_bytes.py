@@ -53,7 +53,7 @@ def sign(payload: bytes) -> bytes:
 def tickets() -> str:
     """Return a ticket of each kind, as a router carries it."""
     made = {
-        name: Ticket(grants=(grant,), sealed=(grant.seal(sign, FINGERPRINT),)).to_params()
+        name: Ticket(grants=(grant,), signed=(grant.seal(sign, FINGERPRINT),)).to_params()
         for name, grant in GRANTS.items()
     }
     return json.dumps(made, indent=2) + "\n"

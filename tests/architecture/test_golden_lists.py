@@ -44,7 +44,7 @@ def test_a_recorded_ticket_is_read_and_written_again_byte_by_byte(kind):
     ticket = Ticket.from_params(params, verify=lambda payload, mac: sign(payload) == mac)
     assert (ticket.grants, ticket.to_params()) == ((GRANTS[kind],), params)
     (grant,), (fingerprint,) = ticket.grants, ticket.fingerprints
-    assert (grant.seal(sign, fingerprint),) == ticket.sealed
+    assert (grant.seal(sign, fingerprint),) == ticket.signed
 
 
 def test_recorded_frames_over_tcp_are_read_and_written_again_byte_by_byte():

@@ -316,7 +316,7 @@ class Finder:
         has_begun = grant.kind != "open"
         while not has_begun:
             settled = await asker.settled(
-                lease, ticket.sealed[0], known=known, above=1, wait_s=SETTLED_S, within_s=ANSWER_S
+                lease, ticket.signed[0], known=known, above=1, wait_s=SETTLED_S, within_s=ANSWER_S
             )
             if settled.ended:
                 raise StaleLease("the prefill engine has ended its offer", ended_by=settled.ended, peer=endpoint)

@@ -56,8 +56,8 @@ class Loading:
 
     def announce(self, request_id: str, ticket: Ticket, *, wanted: int) -> None:
         """Take a request, and a verified ticket whose blocks hold its beginning; ``wanted`` tokens can be loaded."""
-        if ticket.sealed in self._loaders:
-            self._loads[request_id] = _Load(wanted, follows=self._loaders[ticket.sealed])
+        if ticket.signed in self._loaders:
+            self._loads[request_id] = _Load(wanted, follows=self._loaders[ticket.signed])
             return
         sample = SAMPLE.fullmatch(request_id)
         if sample is not None and sample["prompt"] in self._sampled:
@@ -69,14 +69,14 @@ class Loading:
             self.refuse(request_id, error, wanted=wanted, ticket=ticket)
         else:
             self._loads[request_id] = _Load(min(wanted, covered), ticket, covered)
-            self._loaders[ticket.sealed] = request_id
+            self._loaders[ticket.signed] = request_id
             self._new.append(request_id)
             if sample is not None:
                 self._remember(sample["prompt"])
 
     def fetch(self, request_id: str, found: Found) -> None:
         """Take a request whose beginning a source holds. It follows one that loads as much of the same ticket."""
-        loader = self._loaders.get(found.ticket.sealed, "")
+        loader = self._loaders.get(found.ticket.signed, "")
         if loader and self._loads[loader].end >= found.num_tokens:
             self._loads[request_id] = _Load(found.num_tokens, follows=loader)
             return
@@ -84,7 +84,7 @@ class Loading:
         if covered > self._tokens_max:  # blocks that are not read would be listed, however many a source names
             return
         self._loads[request_id] = _Load(found.num_tokens, found.ticket, covered, found=found)
-        self._loaders[found.ticket.sealed] = request_id
+        self._loaders[found.ticket.signed] = request_id
 
     def refuse(self, request_id: str, error: KvflowError, *, wanted: int, ticket: Ticket | None = None) -> None:
         """Take a request that must fail or be computed here, as ``kv_load_failure_policy`` says.
@@ -99,7 +99,7 @@ class Loading:
 
     def give_back(self, request_id: str, ticket: Ticket) -> None:
         """Release a ticket that a request does not use, unless another request loads it."""
-        if ticket.sealed not in self._loaders:
+        if ticket.signed not in self._loaders:
             self._commands.append(GiveBack(request_id, ticket))
 
     def fail(self, request_id: str, error: KvflowError, *, wanted: int) -> None:
@@ -210,8 +210,8 @@ class Loading:
 
     def _forget(self, request_id: str) -> None:
         load = self._loads.pop(request_id, None)
-        if load is not None and load.ticket is not None and self._loaders.get(load.ticket.sealed) == request_id:
-            del self._loaders[load.ticket.sealed]
+        if load is not None and load.ticket is not None and self._loaders.get(load.ticket.signed) == request_id:
+            del self._loaders[load.ticket.signed]
 
     def _check_range(self, covered: int, wanted: int) -> None:
         """Refuse a ticket of more tokens than a request may have, or with the state of a token that is of no use."""

@@ -97,8 +97,8 @@ async def test_long_names_are_shortened_and_secrets_left_out():
         for value in [*shown, KvflowError(LONG), config("prefill-0")]:
             assert len(repr(value)) <= LENGTH_MAX, type(value)
             assert SECRET not in repr(value)
-            assert ticket.sealed[0][:MAC_BYTES].hex() not in repr(value)
-            assert repr(ticket.sealed[0][:MAC_BYTES])[2:-1] not in repr(value)
+            assert ticket.signed[0][:MAC_BYTES].hex() not in repr(value)
+            assert repr(ticket.signed[0][:MAC_BYTES])[2:-1] not in repr(value)
 
 
 def test_threaded_workers():

@@ -117,4 +117,4 @@ def test_a_signed_ticket_without_the_digest_of_its_last_block_is_refused():
         content = msgspec.structs.replace(grant.contents[0], digests=digests)
         other = msgspec.structs.replace(grant, contents=(content,))
         with pytest.raises(ContentMismatch):
-            new_contents().require(new_request(None, 48), Ticket(grants=(other,), sealed=ticket.sealed))
+            new_contents().require(new_request(None, 48), Ticket(grants=(other,), signed=ticket.signed))

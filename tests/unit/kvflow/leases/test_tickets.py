@@ -123,7 +123,7 @@ def test_a_signed_grant_of_the_wrong_types_is_refused(path, value):
     except ReleaseMismatch:
         assert path == ("kind",)
         return
-    assert fields_of(ticket.sealed[0][MAC_BYTES:]) == grants_of(forged)[0]
+    assert fields_of(ticket.signed[0][MAC_BYTES:]) == grants_of(forged)[0]
 
 
 def decoded_whole(payload):
@@ -138,7 +138,7 @@ def decoded_whole(payload):
 @given(st.one_of(st.none(), st.text(max_size=3), st.lists(st.one_of(st.none(), st.binary(max_size=3)), max_size=2)))
 def test_what_is_remembered_of_ranks_is_what_they_say(field, value):
     """Ranks are decoded apart from their grant."""
-    signed = ticket_of().sealed[0][MAC_BYTES:]
+    signed = ticket_of().signed[0][MAC_BYTES:]
     for change in (value, msgspec.to_builtins(address()), [msgspec.to_builtins(address(3))] * 2, []):
         payload = payload_of(fields_of(signed) | {field: change}, signed)
         for _ in range(2):
@@ -152,9 +152,9 @@ def test_what_is_remembered_of_ranks_is_what_they_say(field, value):
 def test_ranks_of_any_number_are_the_same_decoded_apart():
     for count in (1, 2, RANKS_KEPT_BYTES_MAX // 40, 1024):
         ticket = mint_of(*map(address, range(count))).offer("r", block_ids=[[1]], num_tokens=1)[0]
-        payload = ticket.sealed[0][MAC_BYTES:]
-        assert unseal(ticket.sealed[0]) == decoded_whole(payload)
-        assert type(unseal(ticket.sealed[0])) is Grant
+        payload = ticket.signed[0][MAC_BYTES:]
+        assert unseal(ticket.signed[0]) == decoded_whole(payload)
+        assert type(unseal(ticket.signed[0])) is Grant
         assert [member.peer.rank for member in ticket.members()] == list(range(count))
 
 
@@ -253,10 +253,10 @@ def test_what_is_used_is_what_was_signed():
     ticket = told_ticket()
     other = msgspec.structs.replace(ticket.grants[0], slot=ticket.grants[0].slot + 1)
     with pytest.raises(TicketInvalid, match="changed after it was signed"):
-        Ticket(grants=(other,), sealed=ticket.sealed).verify(verify)
-    for grants, sealed in (((), ()), (ticket.grants, ()), (ticket.grants * 2, ticket.sealed)):
+        Ticket(grants=(other,), signed=ticket.signed).verify(verify)
+    for grants, signed in (((), ()), (ticket.grants, ()), (ticket.grants * 2, ticket.signed)):
         with pytest.raises(TicketInvalid):
-            Ticket(grants=grants, sealed=sealed)
+            Ticket(grants=grants, signed=signed)
     newer = forge(PARAMS, lambda fields: fields.update(note="from a newer release"), sign=sign)
     checked(newer).verify(verify)
 
@@ -524,7 +524,7 @@ def open_ticket():
     """A ticket with no block yet, whose contents are known."""
     ticket = mint_of(block_sizes=[16, 0]).offer("r", block_ids=[[1], [2]], num_tokens=9, digests=[[b"a"], [b"b"]])[0]
     open_grant = msgspec.structs.replace(ticket.grants[0], kind="open", block_ids=((), ()))
-    return Ticket(grants=(open_grant,), sealed=(open_grant.seal(sign, bytes(8)),))
+    return Ticket(grants=(open_grant,), signed=(open_grant.seal(sign, bytes(8)),))
 
 
 def test_an_open_ticket_is_read_back_and_never_seems_over():
@@ -546,4 +546,4 @@ def test_a_ticket_that_is_signed_again_is_the_same_and_not_decoded(step, monkeyp
     mint = mint_of()
     ticket, grant = mint.offer("r", block_ids=[[block * step for block in range(500)]], num_tokens=500)
     monkeypatch.setattr(tickets, "_runs_decoder", None)
-    assert mint.seal_again(grant).sealed == ticket.sealed
+    assert mint.seal_again(grant).signed == ticket.signed

@@ -25,7 +25,7 @@ def ticket_of(secret=SECRET):
 
 
 def fingerprint_of(ticket):
-    return tickets.fingerprint_of(ticket.sealed[0][MAC_BYTES:])
+    return tickets.fingerprint_of(ticket.signed[0][MAC_BYTES:])
 
 
 def test_any_member_of_the_cluster_can_check_a_ticket():
@@ -69,7 +69,7 @@ def test_a_ticket_says_when_it_was_signed():
 
 def test_every_grant_of_a_ticket_is_checked():
     good, bad = ticket_of(), ticket_of("another secret, long enough")
-    joined = Ticket(grants=(*good.grants, *bad.grants), sealed=(*good.sealed, *bad.sealed))
+    joined = Ticket(grants=(*good.grants, *bad.grants), signed=(*good.signed, *bad.signed))
     with pytest.raises(TicketInvalid):
         TicketKey(SECURITY).check(joined)
     forged = forge(good.to_params(), lambda grant: grant.update(slot=1))
@@ -101,8 +101,8 @@ def test_a_process_knows_the_macs_of_a_grant_that_another_one_has_signed():
         TicketMint(engine_id="prefill-0", ranks=[address()], cluster_secret="another secret, long enough"),
     )
     ticket, grant = old.offer("r", block_ids=[[1], range(100)], num_tokens=4096)
-    assert ticket.sealed[0][:MAC_BYTES] in TicketKey(new).macs(grant)
-    assert ticket.sealed[0][:MAC_BYTES] not in TicketKey(SECURITY).macs(grant)
+    assert ticket.signed[0][:MAC_BYTES] in TicketKey(new).macs(grant)
+    assert ticket.signed[0][:MAC_BYTES] not in TicketKey(SECURITY).macs(grant)
     assert len(TicketKey(SECURITY).macs(grant)) == 1
 
 
@@ -147,11 +147,11 @@ def test_a_ticket_that_was_read_and_changed_is_refused():
     key = TicketKey(SECURITY)
     read, another = key.read(ticket_of().to_params()), ticket_of()
     grant = replace(read.grants[0], block_ids=((2,),))
-    sealed = read.sealed[0][:MAC_BYTES] + another.sealed[0][MAC_BYTES:]
+    signed = read.signed[0][:MAC_BYTES] + another.signed[0][MAC_BYTES:]
     for changed in (
         replace(read, grants=(grant,)),
         replace(read, grants=another.grants),
-        replace(read, sealed=(sealed,)),
+        replace(read, signed=(signed,)),
     ):
         with pytest.raises(TicketInvalid):
             key.check(changed)

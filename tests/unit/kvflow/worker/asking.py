@@ -41,7 +41,7 @@ class Asked:
 
 def mac_of(ticket):
     """Return the MAC of a ticket of one grant."""
-    return ticket.sealed[0][:MAC_BYTES]
+    return ticket.signed[0][:MAC_BYTES]
 
 
 def settled(worker, ticket, *known, above=0, wait_ms=LONG_MS, **how):

@@ -238,7 +238,7 @@ async def test_a_reader_shows_the_mac_of_its_ticket():
         await world.connect()
         link = next(iter(world.consumer._consumer.peers._connections.values())).link
         (slot, epoch), how = lease_of(offer.ticket), {"known": [0], "above": 0, "wait_s": 0.0, "within_s": PATIENCE_S}
-        for mac, ended in ((offer.ticket.sealed[0][:MAC_BYTES], ""), (bytes(MAC_BYTES), "unknown")):
+        for mac, ended in ((offer.ticket.signed[0][:MAC_BYTES], ""), (bytes(MAC_BYTES), "unknown")):
             assert (await link.settled((slot, epoch), mac, **how)).ended == ended
 
 

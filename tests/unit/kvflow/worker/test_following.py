@@ -112,7 +112,7 @@ def as_open(ticket, **named):
         msgspec.structs.replace(grant, kind="open", **{"block_ids": ((),) * len(grant.block_ids)} | named)
         for grant in ticket.grants
     )
-    return Ticket(grants=grants, sealed=tuple(grant.seal(key.sign, key.fingerprint) for grant in grants))
+    return Ticket(grants=grants, signed=tuple(grant.seal(key.sign, key.fingerprint) for grant in grants))
 
 
 def open_ticket(world, name="request-1", **named):
@@ -549,8 +549,8 @@ async def test_what_is_wrong_from_the_start_is_refused_before_anything_is_asked(
             one, other = (each.offer("r", [list(SOURCES)], TOKENS) for each in two.producers)
             other = other if wrong == "mixed" else as_open(other, num_tokens=(TOKENS + 4,))
             grants = *as_open(one).grants, *other.grants
-            joined = Ticket(grants=grants, sealed=(*as_open(one).sealed, *other.sealed))
-            for ordered in (joined, Ticket(grants=joined.grants[::-1], sealed=joined.sealed[::-1])):
+            joined = Ticket(grants=grants, signed=(*as_open(one).signed, *other.signed))
+            for ordered in (joined, Ticket(grants=joined.grants[::-1], signed=joined.signed[::-1])):
                 assert isinstance(await failure(two.start(ordered, TARGETS)), TicketInvalid)
             for producer in two.producers:
                 producer.revoke("r")

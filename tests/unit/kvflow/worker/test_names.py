@@ -122,7 +122,7 @@ async def test_a_forged_time_of_signing_proves_nothing():
         (grant,) = ticket.grants
         forged = msgspec.structs.replace(grant, issued_ms=grant.issued_ms + 1000)
         with pytest.raises(TicketInvalid, match="changed after it was signed"):
-            await rollout.world.pull(Ticket(grants=(forged,), sealed=ticket.sealed))
+            await rollout.world.pull(Ticket(grants=(forged,), signed=ticket.signed))
         with pytest.raises(StaleLease, match="is closed"):
             await rollout.world.pull(ticket)
 
