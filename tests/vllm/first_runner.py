@@ -17,9 +17,7 @@ class Worker(second_runner.Worker):
     def execute_model(self, scheduled):
         with self.active():
             self.connector.handle_preemptions(scheduled.kv_connector_metadata)
-            self._learn(scheduled)
-            self._clear(scheduled)
-            self.between()
+            self._prepare(scheduled)
             if not scheduled.total_num_scheduled_tokens:
                 return Calls.kv_connector_no_forward(scheduled, self.config)
             drafts = self.config.speculative_config is not None
@@ -28,17 +26,14 @@ class Worker(second_runner.Worker):
                 Calls.maybe_get_kv_connector_output(scheduled, defer_finalize=drafts) as transfers,
             ):
                 rows = self._launch(scheduled)
-            self._step = transfers, rows
+            self._step = rows, transfers
             return None
 
-    def sample_tokens(self, _grammar):
-        transfers, rows = self._step
-        is_sampled = self.device.mark()
-        self._draft(rows)
+    def _ended(self, transfers):
         if self.config.speculative_config is not None:
             with self.active():
                 Calls.finalize_kv_connector()
-        return self._output(rows, is_sampled, transfers)
+        return transfers
 
 
 class Executor(second_runner.Executor):

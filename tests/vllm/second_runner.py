@@ -135,7 +135,6 @@ class Worker:
         self._guess = Random(0)
         self._blocks = {}
         self._tokens = {}
-        self._starts = {}
         self._computed = {}
         self._num_known = {}
         self._sampled = set()
@@ -181,9 +180,7 @@ class Worker:
         return {(0, 0): self.connector.get_handshake_metadata()}
 
     def execute_model(self, scheduled):
-        self._learn(scheduled)
-        self._clear(scheduled)
-        self.between()
+        self._prepare(scheduled)
         if not scheduled.total_num_scheduled_tokens:
             return self.kv_connector.no_forward(scheduled)
         names = list(scheduled.num_scheduled_tokens)
@@ -191,21 +188,27 @@ class Worker:
         self.kv_connector.pre_forward(scheduled, batch, {})
         rows = self._launch(scheduled)
         self.kv_connector.finish_forward()
-        self._step = scheduled, rows
+        self._step = rows, scheduled.finished_req_ids
         return None
 
     def sample_tokens(self, _grammar):
-        scheduled, rows = self._step
+        rows, ended = self._step
         is_sampled = self.device.mark()
         self._draft(rows)
-        return self._output(rows, is_sampled, self.kv_connector.post_forward(scheduled.finished_req_ids))
+        return self._output(rows, is_sampled, self._ended(ended))
 
     def shutdown(self):
         self.connector.shutdown()
 
-    def _clear(self, scheduled):
+    def _prepare(self, scheduled):
+        self._learn(scheduled)
         if scheduled.new_block_ids_to_zero:
             self.device.give(self._zero, scheduled.new_block_ids_to_zero)
+        self.between()
+
+    def _ended(self, finished):
+        """Tell the connector that the step was given to the device; return what it reports."""
+        return self.kv_connector.post_forward(finished)
 
     def _launch(self, scheduled):
         guesses = scheduled.scheduled_spec_decode_tokens
