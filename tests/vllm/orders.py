@@ -28,22 +28,22 @@ NAMES = itertools.count()
 
 
 class Held:
-    """What lies in the blocks that the leases of an engine hold, from the time that peers may read them.
+    """What lies in the blocks that the leases of a rank hold, from the time that peers may read them.
 
     Attributes:
         changed: leases whose blocks were written while they were held.
         settled: how often a part of an open lease has settled.
     """
 
-    def __init__(self, engine):
-        self._engine = engine
-        self._worker = engine.rank._worker
+    def __init__(self, rank):
+        self._cells = rank.cells
+        self._worker = rank.connector._runtime.rank._worker
         self._of = {}
         self.changed = []
         self.settled = 0
         for name in ("admit", "advance", "seal"):
             setattr(self._worker, name, self._before(getattr(self, f"_{name}"), getattr(self._worker, name)))
-        engine.device.after = self.check
+        rank.device.after = self.check
 
     def _before(self, note, call):
         def noted(*args):
@@ -68,14 +68,14 @@ class Held:
         for index, block in enumerate(blocks):
             first, length = block * BLOCK_SIZE, min(BLOCK_SIZE, num_tokens - index * BLOCK_SIZE)
             cells = slice(first, first + max(0, length))
-            self._of[name][block] = cells, self._engine.worker.cells[:, cells].copy()
+            self._of[name][block] = cells, self._cells[:, cells].copy()
 
     def check(self):
         """Compare all that is held with what it was."""
         leases = self._worker._thread.worker._leases._leases._by_request
         for name, blocks in list(self._of.items()):
             for cells, before in list(blocks.values()):  # another thread adds some
-                if (self._engine.worker.cells[:, cells] != before).any():
+                if (self._cells[:, cells] != before).any():
                     del self._of[name]
                     if name in leases:
                         self.changed.append(name)
@@ -90,18 +90,19 @@ class World:
         role: ``kv_role`` of the engine that reads.
         seed: of everything that is drawn.
         drafts: the engine that reads has a draft model.
+        stages: pipeline stages of both engines.
         opens: it offers each prompt when it arrives.
 
     Attributes:
         happened: what has happened, and how often.
     """
 
-    def __init__(self, runner, role, seed, *, drafts=False, opens=False):
-        self.draw = Random(f"{runner} {role} {seed} {drafts} {opens}")
+    def __init__(self, runner, role, seed, *, drafts=False, stages=1, opens=False):
+        self.draw = Random(f"{runner} {role} {seed} {drafts} {stages} {opens}")
         self.happened = Counter()
         chunk = 24 if opens else 48
         start = {"executor": EXECUTORS[runner], "max_num_batched_tokens": chunk, "max_num_seqs": 8}
-        start |= {"drafts": drafts, "enable_prefix_caching": not opens}
+        start |= {"drafts": drafts, "stages": stages, "enable_prefix_caching": not opens}
         folder = model_folder("llama")
         self.source = second_runner.Engine(folder, "kv_both", num_blocks=256, own={"keep": True}, **start)
         own = {"dispatch": "concurrent"} if opens else {}
@@ -113,11 +114,13 @@ class World:
         self.tickets = []
         self.asked, self.offered = [], []
         self.wanted = {}
-        self.held = [Held(engine) for engine in self.engines]
+        self.workers = [worker for engine in self.engines for worker in engine.workers]
+        self.held = [Held(worker) for worker in self.workers]
         self._finder = self.engine.scheduler.connector._scheduler._finder
         self._watch(self.engine)
         for engine in self.engines:
-            engine.worker.between = partial(self._between, engine)
+            for worker in engine.workers:
+                worker.between = partial(self._between, engine)
         if asks:
             self._fill()
         if opens:
@@ -162,14 +165,9 @@ class World:
         return self.engine.core.vllm_config.speculative_config is not None
 
     @property
-    def waits_for_steps(self):
-        """Whether the connector lets loads wait for steps."""
-        return self.engine.worker.connector._writes_late
-
-    @property
     def faults(self):
         """What was read and should not, and what was written though it was on offer."""
-        read = [each for engine in self.engines for each in engine.worker.wrong]
+        read = [each for worker in self.workers for each in worker.wrong]
         return read + [("held", name) for held in self.held for name in held.changed]
 
     def run(self, steps):
@@ -193,7 +191,7 @@ class World:
                     engine.step()
             self._take_tickets()
             for name in self.asked:  # nobody reads the rest
-                self.source.rank._worker.revoke(name)
+                revoke(self.source, name)
 
     def close(self):
         for engine in self.engines:
@@ -246,24 +244,33 @@ class World:
                 self.happened["offered"] += 1
                 self.offered.append(name)
         for name in self.offered:  # as if it had been read, once its last step has written
-            self.engine.rank._worker.revoke(name)
+            revoke(self.engine, name)
         del self.offered[:-8]
 
     def _between(self, engine):
         if self.opens and self.draw.random() < 0.5:
-            engine.device.work()
+            for worker in engine.workers:
+                worker.device.work()
         self._work(engine)
 
     def _work(self, engine):
-        """Let a device do some of what it was given, and reads end."""
-        for _ in range(self.draw.choice((0, 0, 0, 1, 2, 9))):
-            if not engine.device.is_idle:
-                engine.device.work_once()
-        pulls = engine.rank._pulls
+        """Let devices do some of what they were given, and reads end."""
+        for worker in engine.workers:
+            for _ in range(self.draw.choice((0, 0, 0, 1, 2, 9))):
+                if not worker.device.is_idle:
+                    worker.device.work_once()
+        pulls = [rank for rank in engine.ranks if rank._pulls]
         if pulls and self.draw.random() < 0.7:
-            engine.rank._worker.wait_finished(0.02, at_least=len(pulls))
+            for rank in pulls:
+                rank._worker.wait_finished(0.02, at_least=len(rank._pulls))
         elif self._finder is not None and engine is self.engine and any(map(self._finder.is_asking, engine.outputs)):
             time.sleep(0.0005)
+
+
+def revoke(engine, name):
+    """End a lease on all ranks."""
+    for rank in engine.ranks:
+        rank._worker.revoke(name)
 
 
 def crowded(runner):
@@ -287,7 +294,7 @@ def crowded(runner):
         side.offering._send = lambda _: None  # commands come with their step, as to a rank that is busy
         preempt = engine.scheduler._preempt_request
         engine.scheduler._preempt_request = lambda *args, **named: preempted.append(args) or preempt(*args, **named)
-        held = Held(engine)
+        held = Held(engine.worker)
         engine.worker.between = engine.device.work
         for number in range(answers):
             engine.ask(f"answer {number}", [number] * 20, max_tokens=200)

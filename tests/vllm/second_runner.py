@@ -3,7 +3,8 @@
 vLLM runs neither on CPUs. Here its own ``EngineCore``, ``AsyncScheduler`` and ``ActiveKVConnector`` run over a model
 and a device that are stand-ins. The device does its work in order, and only as far as something waits for it. Each
 layer keeps numbers that depend on the token, its position and the layer. When a step has written, it reads what it and
-all earlier steps and loads should have written, as attention does.
+all earlier steps and loads should have written, as attention does. Each pipeline stage has a worker and a device of its
+own, which waits for what the stage before it computes.
 
 The first model runner, which on GPUs schedules asynchronously, too, is ``first_runner``. Most names here are vLLM's,
 which calls them.
@@ -12,6 +13,7 @@ which calls them.
 from collections import deque
 from concurrent.futures import Future
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -39,6 +41,7 @@ from kvflow.integrations.vllm import engine as connector_engine
 BLOCK_SIZE = 16
 TARGET, DRAFT = ("layers.0", "layers.1"), ("layers.2",)
 """Layers of the model, and of the draft model, which writes when the tokens of a step are on their way."""
+ALL = (*TARGET, *DRAFT)
 SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
 SECRET = "the second model runner, tested without one"
 
@@ -55,11 +58,10 @@ def token_at(position):
 SALTS = np.arange(1, 2 * SPEC.head_size + 1, dtype=np.int64) * 40503
 
 
-def contents(tokens, positions, num_layers):
-    """Return what layers keep of tokens: for each layer and token the 16-bit numbers of a cell."""
+def contents(tokens, positions, layers):
+    """Return what layers, by number, keep of tokens: for each layer and token the 16-bit numbers of a cell."""
     known = (np.asarray(tokens, dtype=np.int64) * 7919 + np.asarray(positions, dtype=np.int64) * 104729 + 1) * 2654435
-    layers = np.arange(1, num_layers + 1, dtype=np.int64) * 1299709
-    mixed = (known[None, :, None] + layers[:, None, None]) * SALTS[None, None, :]
+    mixed = (known[None, :, None] + (layers[:, None, None] + 1) * 1299709) * SALTS[None, None, :]
     return (mixed >> 7).astype(np.int16)
 
 
@@ -102,14 +104,14 @@ class Output(Future):
 
     def __init__(self, device, is_sampled, output):
         super().__init__()
-        self._device, self._is_sampled, self._output = device, is_sampled, output
+        self._device, self._is_sampled, self.output = device, is_sampled, output
 
     def done(self):
         return self._is_sampled()
 
     def result(self, timeout=None):
         self._device.work(self._is_sampled)
-        return self._output
+        return self.output
 
 
 class Worker:
@@ -117,16 +119,27 @@ class Worker:
 
     A draft model guesses a token for each step, and is right in half of all cases.
 
+    Args:
+        config: vLLM's.
+        before: the rank of the pipeline stage before it.
+
     Attributes:
         wrong: what a step has read and should not: request, layer, position.
         order: launches, and what a test adds.
         between: called after new blocks are cleared and before the connector is told of the step.
     """
 
-    def __init__(self, config):
+    def __init__(self, config, before=None):
         self.config = config
         self.device = Device()
-        self.layers = TARGET if config.speculative_config is None else (*TARGET, *DRAFT)
+        self.before = before
+        self.stage, stages = 0 if before is None else before.stage + 1, config.parallel_config.pipeline_parallel_size
+        self.is_last = self.stage == stages - 1
+        each = len(TARGET) // stages
+        self.num_own = each  # its layers of the model; those of the draft model follow them
+        drafts = DRAFT if self.is_last and config.speculative_config is not None else ()
+        self.layers = (*TARGET[self.stage * each : (self.stage + 1) * each], *drafts)
+        self._numbers = np.array([ALL.index(name) for name in self.layers])
         self.caches = {}
         self.wrong = []
         self.order = []
@@ -153,12 +166,13 @@ class Worker:
         return 1 << 30
 
     def initialize_from_config(self, kv_cache_configs):
-        (kv_cache_config,) = kv_cache_configs
+        kv_cache_config = kv_cache_configs[self.stage]
         shape = (kv_cache_config.num_blocks, SPEC.num_kv_heads, BLOCK_SIZE, 2 * SPEC.head_size)
         memory = torch.zeros((len(self.layers), *shape), dtype=SPEC.dtype)
         self.caches = dict(zip(self.layers, memory, strict=True))
         self.cells = memory.view(torch.int16).numpy().reshape(len(self.layers), -1, 2 * SPEC.head_size)
         DEVICES[memory.data_ptr()] = self.device
+        STAGE[0] = self.stage
         self.connector = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, kv_cache_config)
         with self.active():
             self.connect()
@@ -177,7 +191,7 @@ class Worker:
         self.kv_connector = ActiveKVConnector(self.config, self.caches)
 
     def get_kv_connector_handshake_metadata(self):
-        return {(0, 0): self.connector.get_handshake_metadata()}
+        return {(self.stage, 0): self.connector.get_handshake_metadata()}
 
     def execute_model(self, scheduled):
         self._prepare(scheduled)
@@ -215,15 +229,19 @@ class Worker:
         counts = scheduled.num_scheduled_tokens.items()
         rows = [self._row(name, number, len(guesses.get(name, ()))) for name, number in counts]
         self.order.append("launch")
-        self.device.give(self._compute, rows, slice(len(TARGET)))
+        if self.before is not None:
+            self.device.give(self.before.device.work, self.before.device.mark())
+        self.device.give(self._compute, rows, slice(self.num_own))
         return rows
 
     def _draft(self, rows):
         """Have the draft model write, which it does when the tokens of the step are on their way."""
-        if len(self.layers) > len(TARGET):
-            self.device.give(self._compute, rows, slice(len(TARGET), None))
+        if len(self.layers) > self.num_own:
+            self.device.give(self._compute, rows, slice(self.num_own, None))
 
     def _output(self, rows, is_sampled, transfers):
+        if not self.is_last:
+            return ModelRunnerOutput.with_kv_conn_output_only(transfers)
         names = [row.name for row in rows]
         output = ModelRunnerOutput(
             req_ids=names,
@@ -277,12 +295,12 @@ class Worker:
         """Write the tokens of all requests, and then read all that each one has: some may share blocks."""
         for row in rows:
             positions = np.arange(row.start, row.stop)
-            written = contents(row.tokens[row.start :], positions, len(self.layers))
-            self.cells[layers, row.slots(positions)] = written[layers]
+            written = contents(row.tokens[row.start :], positions, self._numbers[layers])
+            self.cells[layers, row.slots(positions)] = written
         for row in rows:
             positions = np.arange(row.stop)
             found = self.cells[layers, row.slots(positions)]
-            right = (found == contents(row.tokens, positions, len(self.layers))[layers]).all(axis=2)
+            right = (found == contents(row.tokens, positions, self._numbers[layers])).all(axis=2)
             self.num_read += right.size
             if not right.all():
                 self.wrong += [(row.name, self.layers[layers][layer], int(at)) for layer, at in np.argwhere(~right)]
@@ -316,30 +334,50 @@ class Row:
 DEVICES = {}
 """Address of a cache -> its device."""
 
+STAGE = [0]
+"""Pipeline stage of the rank that starts."""
+
 SECOND = set()
 """Configurations of engines with the second model runner, which vLLM refuses on CPUs when it makes a configuration."""
 
 
 class Executor(UniProcExecutor):
-    """Runs a worker in this process."""
+    """Runs the workers of all pipeline stages in this process, and puts together what they report."""
 
     worker_class = Worker
 
     def _init_executor(self):
-        self.driver_worker = self.worker_class(self.vllm_config)
+        self.workers = [self.worker_class(self.vllm_config)]
+        for _ in range(1, self.vllm_config.parallel_config.pipeline_parallel_size):
+            self.workers.append(self.worker_class(self.vllm_config, self.workers[-1]))
 
     def compile_or_warm_up_model(self):
         pass
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None, non_block=False, single_value=False):  # noqa: PLR0917
-        result = getattr(self.driver_worker, method)(*args, **(kwargs or {}))
-        if not non_block:
-            return result if single_value else [result]
+        results = [getattr(worker, method)(*args, **(kwargs or {})) for worker in self.workers]
+        if not single_value:
+            return results
+        *others, result = results
         if isinstance(result, Output):
+            result.output = self._together(others, result.output)
+            return result
+        if others and result is not None:
+            result = self._together(others, result)
+        if not non_block:
             return result
         future = Future()
-        future.set_result(result if single_value else [result])
+        future.set_result(result)
         return future
+
+    def _together(self, others, output):
+        if not others:
+            return output
+        return self.kv_output_aggregator.aggregate([*others, copy(output)], len(others))
+
+    def shutdown(self):
+        for worker in self.workers:
+            worker.shutdown()
 
 
 class Engine:
@@ -351,13 +389,14 @@ class Engine:
         num_blocks: of its cache.
         executor: runs its worker.
         drafts: it has a draft model.
+        stages: pipeline stages. With the first runner, vLLM then schedules no step of a request before its last token.
         own: settings of the connector, beside the usual ones.
         transfer: fields of vLLM's ``KVTransferConfig``, beside the usual ones.
         limits: arguments of vLLM's engine, beside the usual ones.
     """
 
     def __init__(
-        self, model, role, *, num_blocks=64, executor=Executor, drafts=True, own=None, transfer=None, **limits
+        self, model, role, *, num_blocks=64, executor=Executor, drafts=True, stages=1, own=None, transfer=None, **limits
     ):
         usual = {"cluster_secret": SECRET, "transport": "loopback", "quarantine_s_max": 60.0}
         transfers = KVTransferConfig(
@@ -380,18 +419,22 @@ class Engine:
             guessing = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 1}
             arguments.speculative_config = guessing
         config = arguments.create_engine_config()
-        config.scheduler_config.async_scheduling = True  # vLLM turns it off on CPUs
-        if executor.worker_class is Worker:
+        is_second = executor.worker_class is Worker
+        config.scheduler_config.async_scheduling = is_second or stages == 1  # vLLM turns it off on CPUs
+        config.parallel_config.pipeline_parallel_size = config.parallel_config.world_size = stages
+        if is_second:
             SECOND.add(id(config))
         self.core = engine_core.EngineCore(config, executor, log_stats=False)
         self.scheduler = self.core.scheduler
-        self.worker = self.core.model_executor.driver_worker
+        self.workers = self.core.model_executor.workers
+        self.worker = self.workers[0]
         self.device = self.worker.device
-        self.rank = self.worker.connector._runtime.rank
+        self.ranks = [worker.connector._runtime.rank for worker in self.workers]
+        self.rank = self.ranks[0]
         self.outputs = {}
         self.blocks = self.free_blocks
-        assert isinstance(self.scheduler, AsyncScheduler)
-        assert config.max_concurrent_batches == 2
+        assert isinstance(self.scheduler, AsyncScheduler) is (is_second or stages == 1)
+        assert config.max_concurrent_batches == (stages + 1 if is_second else 2)
 
     def ask(self, name, prompt, params=None, max_tokens=1):
         """Send a request."""
@@ -436,6 +479,7 @@ def prepare(monkeypatch):
     monkeypatch.setattr(engine_core, "enable_envs_cache", lambda: None)
     monkeypatch.setattr(engine_core, "cleanup_dist_env_and_memory", lambda *_, **__: None)  # it collects garbage
     monkeypatch.setattr(connector_engine, "_tp_rank", lambda: 0)
+    monkeypatch.setattr(connector_engine, "_pp_rank", lambda: STAGE[0])
     monkeypatch.setattr(KVCache, "write_marker", lambda self: DEVICES[self.manifest().regions[0].address].mark)
 
 

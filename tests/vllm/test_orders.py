@@ -15,7 +15,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's, when it is imported
 STEPS = int(os.environ.get("KVFLOW_ORDER_STEPS", "6000"))
 STEPS_OF_WORLD = 5000  # then another one begins
 RUNNERS, ROLES = ("first", "second"), ("kv_producer", "kv_consumer", "kv_both")
-KINDS = len(RUNNERS) * len(ROLES) * 2
+HOWS = ({}, {"drafts": True}, {"stages": 2})
+KINDS = len(RUNNERS) * len(ROLES) * len(HOWS)
 FAULT_STEPS = 3000  # within which an injected fault shows
 
 
@@ -43,20 +44,21 @@ def run(world, steps, *kind, **named):
     happened, seed = {}, 0
     while happened.get("step", 0) < steps:
         each = world(*kind, seed, **named)
-        assert each.waits_for_steps is (each.has_drafts or not each.engine.scheduler.defer_block_free)
+        waits = each.has_drafts or not each.engine.scheduler.defer_block_free
+        assert [worker.connector._writes_late for worker in each.engine.workers] == [waits] * len(each.engine.workers)
         each.run(min(steps - happened.get("step", 0), STEPS_OF_WORLD))
         assert each.faults == [], (kind, named, seed, each.happened)
         each.settle()
         assert each.faults == [], (kind, named, seed, each.happened)
         assert [engine.free_blocks for engine in each.engines] == [engine.blocks for engine in each.engines]
-        happened["cells"] = happened.get("cells", 0) + sum(engine.worker.num_read for engine in each.engines)
-        happened["settled"] = happened.get("settled", 0) + each.held[1].settled
+        happened["cells"] = happened.get("cells", 0) + sum(worker.num_read for worker in each.workers)
+        happened["settled"] = happened.get("settled", 0) + each.held[-1].settled
         for name, count in each.happened.items():
             happened[name] = happened.get(name, 0) + count
         seed += 1
     row = tuple(happened.get(name, 0) for name in COUNTED)
     TABLES.setdefault("orders", [("engine", *COUNTED)]).append(
-        (" ".join([*kind, *[name for name in named if named[name]]]), *row)
+        (" ".join([*kind, *[f"{name}={value}" for name, value in named.items()]]), *row)
     )
     return happened
 
@@ -70,35 +72,36 @@ def has_all(happened, *names):
 COUNTED = ("step", "step of the source", "cells", "read", "not read", "aborted", "preempted", "settled")
 
 
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("how", HOWS, ids=lambda how: "-".join(how) or "plain")
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_every_cell_that_a_step_reads_is_what_it_must_be(world, runner, role, drafts):
-    happened = run(world, STEPS // KINDS, runner, role, drafts=drafts)
+def test_every_cell_that_a_step_reads_is_what_it_must_be(world, runner, role, how):
+    happened = run(world, STEPS // KINDS, runner, role, **how)
     assert has_all(happened, "read", "aborted")
 
 
-@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize(("clears", "stages"), [(False, 1), (True, 1), (False, 2)])
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_what_is_on_offer_is_neither_cleared_nor_written(world, monkeypatch, runner, clears):
+def test_what_is_on_offer_is_neither_cleared_nor_written(world, monkeypatch, runner, clears, stages):
     from . import second_runner
 
     if clears:
         second_runner.zero_new_blocks(monkeypatch)
-    happened = run(world, STEPS // KINDS, runner, "kv_producer", drafts=False, opens=True)
+    happened = run(world, STEPS // KINDS, runner, "kv_producer", stages=stages, opens=True)
     assert has_all(happened, "offered", "aborted")
     assert bool(happened["settled"]) is not (runner == "second" and clears)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_load_that_waits_for_no_step_is_seen(world, monkeypatch, runner):
+def test_a_load_that_waits_for_no_step_is_seen(world, monkeypatch, runner, stages):
     monkeypatch.setattr(
         "kvflow.integrations.vllm.connector.writes_late", lambda config: config.speculative_config is not None
     )
     for seed in range(3):
-        found = world(runner, "kv_producer", seed)
+        found = world(runner, "kv_producer", seed, stages=stages)
         found.run(FAULT_STEPS)
-        if found.engine.worker.wrong:
+        if any(worker.wrong for worker in found.engine.workers):
             return
     pytest.fail("every cell was right")
 
