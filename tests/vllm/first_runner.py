@@ -10,6 +10,8 @@ from . import second_runner
 class Worker(second_runner.Worker):
     """A rank, which does for each step what ``vllm/v1/worker/gpu_model_runner.py`` does, in the same order."""
 
+    states_late = False  # without drafts, only the forward pass writes them
+
     def connect(self):
         self.connector.register_kv_caches(self.caches)
         self.connector.set_host_xfer_buffer_ops(copy_kv_blocks)

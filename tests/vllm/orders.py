@@ -54,7 +54,8 @@ class Held:
 
     def _admit(self, grant, _digests=None):
         self._of[grant.request_id] = {}
-        self._note(grant.request_id, grant.block_ids[0], grant.num_tokens[0])
+        for blocks, num_tokens in zip(grant.block_ids, grant.num_tokens, strict=True):
+            self._note(grant.request_id, blocks, num_tokens if len(blocks) > 1 else BLOCK_SIZE)
 
     def _advance(self, name, _settled, block_ids):
         self.settled += any(block_ids)
@@ -90,23 +91,25 @@ class World:
         role: ``kv_role`` of the engine that reads.
         seed: of everything that is drawn.
         drafts: the engine that reads has a draft model.
-        stages: pipeline stages of both engines.
+        states: a layer of both has states. They are read by tickets alone.
+        stages: pipeline stages of both.
         opens: it offers each prompt when it arrives.
 
     Attributes:
         happened: what has happened, and how often.
     """
 
-    def __init__(self, runner, role, seed, *, drafts=False, stages=1, opens=False):
-        self.draw = Random(f"{runner} {role} {seed} {drafts} {stages} {opens}")
+    def __init__(self, runner, role, seed, *, drafts=False, states=False, stages=1, opens=False):
+        self.draw = Random(f"{runner} {role} {seed} {drafts} {states} {stages} {opens}")
         self.happened = Counter()
         chunk = 24 if opens else 48
         start = {"executor": EXECUTORS[runner], "max_num_batched_tokens": chunk, "max_num_seqs": 8}
-        start |= {"drafts": drafts, "stages": stages, "enable_prefix_caching": not opens}
+        start |= {"drafts": drafts, "states": states, "stages": stages}
+        start["enable_prefix_caching"] = not (opens or states)
         folder = model_folder("llama")
-        self.source = second_runner.Engine(folder, "kv_both", num_blocks=256, own={"keep": True}, **start)
+        self.source = second_runner.Engine(folder, "kv_both", num_blocks=256, own={"keep": not states}, **start)
         own = {"dispatch": "concurrent"} if opens else {}
-        if asks := role != "kv_consumer" and not opens:
+        if asks := role != "kv_consumer" and not (opens or states):
             own |= {"sources": [self.source.rank.address.endpoint], "fetch_tokens_min": 1, "find_s": 1.0}
         self.engine = second_runner.Engine(folder, role, num_blocks=NUM_BLOCKS, own=own, **start)
         self.engines = (self.source, self.engine)
@@ -161,8 +164,10 @@ class World:
             time.sleep(0.01)
 
     @property
-    def has_drafts(self):
-        return self.engine.core.vllm_config.speculative_config is not None
+    def writes_behind(self):
+        """Whether the engine writes when the tokens of a step are on their way."""
+        config = self.engine.core.vllm_config
+        return config.speculative_config is not None or config.model_config.is_hybrid
 
     @property
     def faults(self):

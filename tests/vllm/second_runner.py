@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -30,7 +30,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.engine import core as engine_core
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
@@ -43,6 +43,8 @@ TARGET, DRAFT = ("layers.0", "layers.1"), ("layers.2",)
 """Layers of the model, and of the draft model, which writes when the tokens of a step are on their way."""
 ALL = (*TARGET, *DRAFT)
 SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+STATE = "layers.1"
+"""Layer that has a state instead, in an engine that has states."""
 SECRET = "the second model runner, tested without one"
 
 
@@ -63,6 +65,12 @@ def contents(tokens, positions, layers):
     known = (np.asarray(tokens, dtype=np.int64) * 7919 + np.asarray(positions, dtype=np.int64) * 104729 + 1) * 2654435
     mixed = (known[None, :, None] + (layers[:, None, None] + 1) * 1299709) * SALTS[None, None, :]
     return (mixed >> 7).astype(np.int16)
+
+
+def state(tokens, number):
+    """Return the state of a layer behind tokens, as many numbers as the cells of a block have."""
+    found = contents(tokens, range(len(tokens)), np.array([number]))[0].sum(axis=0, dtype=np.int16)
+    return np.multiply.outer(np.arange(1, BLOCK_SIZE + 1, dtype=np.int16), found)
 
 
 class Device:
@@ -117,7 +125,8 @@ class Output(Future):
 class Worker:
     """A rank, which does for each step what ``vllm/v1/worker/gpu/model_runner.py`` does, in the same order.
 
-    A draft model guesses a token for each step, and is right in half of all cases.
+    A draft model guesses a token for each step, and is right in half of all cases. States are written with the layers
+    of the model; ``states_late``: when the tokens of the step are on their way.
 
     Args:
         config: vLLM's.
@@ -128,6 +137,8 @@ class Worker:
         order: launches, and what a test adds.
         between: called after new blocks are cleared and before the connector is told of the step.
     """
+
+    states_late = True
 
     def __init__(self, config, before=None):
         self.config = config
@@ -140,6 +151,7 @@ class Worker:
         drafts = DRAFT if self.is_last and config.speculative_config is not None else ()
         self.layers = (*TARGET[self.stage * each : (self.stage + 1) * each], *drafts)
         self._numbers = np.array([ALL.index(name) for name in self.layers])
+        self.has_states = config.model_config.is_hybrid
         self.caches = {}
         self.wrong = []
         self.order = []
@@ -147,6 +159,7 @@ class Worker:
         self.num_read = 0
         self._guess = Random(0)
         self._blocks = {}
+        self._states = {}
         self._tokens = {}
         self._computed = {}
         self._num_known = {}
@@ -154,7 +167,11 @@ class Worker:
         self._step = None
 
     def get_kv_cache_spec(self):
-        return dict.fromkeys(self.layers, SPEC)
+        specs = dict.fromkeys(self.layers, SPEC)
+        if self.has_states:
+            shapes, length = ((SPEC.page_size_bytes // 2,),), self.config.model_config.max_model_len
+            specs[STATE] = MambaSpec(block_size=length, shapes=shapes, dtypes=(SPEC.dtype,))
+        return specs
 
     def get_supported_kv_cache_layouts(self):
         return ["LBHNC"]
@@ -168,9 +185,14 @@ class Worker:
     def initialize_from_config(self, kv_cache_configs):
         kv_cache_config = kv_cache_configs[self.stage]
         shape = (kv_cache_config.num_blocks, SPEC.num_kv_heads, BLOCK_SIZE, 2 * SPEC.head_size)
-        memory = torch.zeros((len(self.layers), *shape), dtype=SPEC.dtype)
-        self.caches = dict(zip(self.layers, memory, strict=True))
-        self.cells = memory.view(torch.int16).numpy().reshape(len(self.layers), -1, 2 * SPEC.head_size)
+        memory = torch.zeros((1 if self.has_states else len(self.layers), *shape), dtype=SPEC.dtype)
+        self.caches = dict(zip(self.layers, memory.expand(len(self.layers), *shape), strict=True))
+        self.cells = memory.view(torch.int16).numpy().reshape(len(memory), -1, 2 * SPEC.head_size)
+        self._groups = [each.layer_names for each in kv_cache_config.kv_cache_groups]
+        if self.has_states:  # as vLLM lays layers of two groups over each other
+            assert {each.offset for each in kv_cache_config.kv_cache_tensors} == {0}
+            assert sorted(self._groups) == [[name] for name in self.layers]
+            self.caches[STATE] = self.caches[STATE].flatten(1).view(torch.uint8)[:, None, None]
         DEVICES[memory.data_ptr()] = self.device
         STAGE[0] = self.stage
         self.connector = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, kv_cache_config)
@@ -231,11 +253,15 @@ class Worker:
         self.order.append("launch")
         if self.before is not None:
             self.device.give(self.before.device.work, self.before.device.mark())
-        self.device.give(self._compute, rows, slice(self.num_own))
+        self.device.give(self._compute, rows, slice(self.num_own - self.has_states))
+        if self.has_states and not self.states_late:
+            self.device.give(self._move_states, rows)
         return rows
 
     def _draft(self, rows):
-        """Have the draft model write, which it does when the tokens of the step are on their way."""
+        """Have written what is written when the tokens of the step are on their way."""
+        if self.has_states and self.states_late:
+            self.device.give(self._move_states, rows)
         if len(self.layers) > self.num_own:
             self.device.give(self._compute, rows, slice(self.num_own, None))
 
@@ -253,11 +279,12 @@ class Worker:
 
     def _learn(self, scheduled):
         for name in scheduled.finished_req_ids:
-            for known in (self._blocks, self._tokens, self._computed, self._num_known):
+            for known in (self._blocks, self._states, self._tokens, self._computed, self._num_known):
                 known.pop(name, None)
             self._sampled.discard(name)
         for new in scheduled.scheduled_new_reqs:
-            self._blocks[new.req_id] = list(new.block_ids[0])
+            self._blocks[new.req_id] = []
+            self._add(new.req_id, new.block_ids)
             self._tokens[new.req_id] = list(new.prompt_token_ids)
             self._computed[new.req_id] = new.num_computed_tokens
             self._num_known[new.req_id] = len(new.prefill_token_ids or new.prompt_token_ids)
@@ -268,7 +295,14 @@ class Worker:
                 self._blocks[name], self._computed[name] = [], start
                 self._num_known[name] = len(cached.all_token_ids[name])
                 self._sampled.discard(name)
-            self._blocks[name] += blocks[0] if blocks else []
+            self._add(name, blocks or ())
+
+    def _add(self, name, blocks):
+        for layers, more in zip(self._groups, blocks, strict=False):
+            if not (self.has_states and layers == [STATE]):
+                self._blocks[name] += more
+            elif more:
+                (self._states[name],) = more
 
     def _row(self, name, number, num_guesses):
         """Return what a step computes of a request."""
@@ -285,11 +319,21 @@ class Worker:
             sampled.append(token_at(position + 1))
         self._computed[name] = known + max(0, len(sampled) - 1)
         self._sampled.update([name] if sampled else [])
-        return Row(name, start, stop, tokens, np.array(self._blocks[name]), sampled)
+        return Row(name, start, stop, tokens, np.array(self._blocks[name]), sampled, self._states.get(name, 0))
 
     def _zero(self, blocks):
         for cache in self.caches.values():
             cache[blocks] = 0
+
+    def _move_states(self, rows):
+        """Read the state of each request, and write the next one."""
+        number = ALL.index(STATE)
+        for row in rows:
+            cells = self.cells[0, row.state * BLOCK_SIZE : (row.state + 1) * BLOCK_SIZE]
+            self.num_read += 1
+            if row.start and (cells != state(row.tokens[: row.start], number)).any():
+                self.wrong.append((row.name, STATE, row.start))
+            cells[:] = state(row.tokens, number)
 
     def _compute(self, rows, layers):
         """Write the tokens of all requests, and then read all that each one has: some may share blocks."""
@@ -317,6 +361,7 @@ class Row:
         tokens: the first ``stop``, of which guesses may be wrong.
         blocks: its blocks.
         sampled: the tokens that come of it.
+        state: the block that has its state, if there are any.
     """
 
     name: str
@@ -325,6 +370,7 @@ class Row:
     tokens: list
     blocks: np.ndarray
     sampled: list
+    state: int = 0
 
     def slots(self, positions):
         """Return where tokens are: the index of a cell in a layer."""
@@ -337,8 +383,8 @@ DEVICES = {}
 STAGE = [0]
 """Pipeline stage of the rank that starts."""
 
-SECOND = set()
-"""Configurations of engines with the second model runner, which vLLM refuses on CPUs when it makes a configuration."""
+IS_SECOND, HAS_STATES = "is_second", "has_states"
+"""What is added to configurations of engines: vLLM refuses the second model runner on CPUs when it makes one."""
 
 
 class Executor(UniProcExecutor):
@@ -389,6 +435,7 @@ class Engine:
         num_blocks: of its cache.
         executor: runs its worker.
         drafts: it has a draft model.
+        states: a layer of its model has states.
         stages: pipeline stages. With the first runner, vLLM then schedules no step of a request before its last token.
         own: settings of the connector, beside the usual ones.
         transfer: fields of vLLM's ``KVTransferConfig``, beside the usual ones.
@@ -396,7 +443,18 @@ class Engine:
     """
 
     def __init__(
-        self, model, role, *, num_blocks=64, executor=Executor, drafts=True, stages=1, own=None, transfer=None, **limits
+        self,
+        model,
+        role,
+        *,
+        num_blocks=64,
+        executor=Executor,
+        drafts=True,
+        states=False,
+        stages=1,
+        own=None,
+        transfer=None,
+        **limits,
     ):
         usual = {"cluster_secret": SECRET, "transport": "loopback", "quarantine_s_max": 60.0}
         transfers = KVTransferConfig(
@@ -409,7 +467,7 @@ class Engine:
         )
         arguments = EngineArgs(
             model=str(model),
-            max_model_len=min(512, (num_blocks - 1) * BLOCK_SIZE),
+            max_model_len=min(512, (num_blocks - 1 - states) * BLOCK_SIZE),
             block_size=BLOCK_SIZE,
             num_gpu_blocks_override=num_blocks,
             kv_transfer_config=transfers,
@@ -422,8 +480,7 @@ class Engine:
         is_second = executor.worker_class is Worker
         config.scheduler_config.async_scheduling = is_second or stages == 1  # vLLM turns it off on CPUs
         config.parallel_config.pipeline_parallel_size = config.parallel_config.world_size = stages
-        if is_second:
-            SECOND.add(id(config))
+        vars(config)[IS_SECOND], vars(config.model_config)[HAS_STATES] = is_second, states
         self.core = engine_core.EngineCore(config, executor, log_stats=False)
         self.scheduler = self.core.scheduler
         self.workers = self.core.model_executor.workers
@@ -474,7 +531,8 @@ class Engine:
 
 def prepare(monkeypatch):
     """Have vLLM behave as on a GPU where it asks, and leave this process as it was."""
-    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda config: id(config) in SECOND))
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda config: vars(config).get(IS_SECOND, False)))
+    monkeypatch.setattr(ModelConfig, "is_hybrid", property(lambda config: vars(config).get(HAS_STATES, False)))
     monkeypatch.setattr(engine_core, "freeze_gc_heap", lambda: None)
     monkeypatch.setattr(engine_core, "enable_envs_cache", lambda: None)
     monkeypatch.setattr(engine_core, "cleanup_dist_env_and_memory", lambda *_, **__: None)  # it collects garbage

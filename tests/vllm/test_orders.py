@@ -15,8 +15,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's, when it is imported
 STEPS = int(os.environ.get("KVFLOW_ORDER_STEPS", "6000"))
 STEPS_OF_WORLD = 5000  # then another one begins
 RUNNERS, ROLES = ("first", "second"), ("kv_producer", "kv_consumer", "kv_both")
-HOWS = ({}, {"drafts": True}, {"stages": 2})
-KINDS = len(RUNNERS) * len(ROLES) * len(HOWS)
+HOWS = ({}, {"drafts": True}, {"stages": 2}, {"states": True})
+WORLDS = [(role, how) for how in HOWS for role in ROLES if not (how.get("states") and role == "kv_producer")]
+KINDS = len(RUNNERS) * len(WORLDS)
 FAULT_STEPS = 3000  # within which an injected fault shows
 
 
@@ -44,7 +45,7 @@ def run(world, steps, *kind, **named):
     happened, seed = {}, 0
     while happened.get("step", 0) < steps:
         each = world(*kind, seed, **named)
-        waits = each.has_drafts or not each.engine.scheduler.defer_block_free
+        waits = each.writes_behind or not each.engine.scheduler.defer_block_free
         assert [worker.connector._writes_late for worker in each.engine.workers] == [waits] * len(each.engine.workers)
         each.run(min(steps - happened.get("step", 0), STEPS_OF_WORLD))
         assert each.faults == [], (kind, named, seed, each.happened)
@@ -69,11 +70,15 @@ def has_all(happened, *names):
     return min(happened.get(name, 0) for name in (*names, *rare)) > 0
 
 
+def named(part):
+    """Return the name of a part of a kind."""
+    return part if isinstance(part, str) else "-".join(part) or "plain"
+
+
 COUNTED = ("step", "step of the source", "cells", "read", "not read", "aborted", "preempted", "settled")
 
 
-@pytest.mark.parametrize("how", HOWS, ids=lambda how: "-".join(how) or "plain")
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(("role", "how"), WORLDS, ids=named)
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_every_cell_that_a_step_reads_is_what_it_must_be(world, runner, role, how):
     happened = run(world, STEPS // KINDS, runner, role, **how)
@@ -92,14 +97,16 @@ def test_what_is_on_offer_is_neither_cleared_nor_written(world, monkeypatch, run
     assert bool(happened["settled"]) is not (runner == "second" and clears)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_a_load_that_waits_for_no_step_is_seen(world, monkeypatch, runner, stages):
-    monkeypatch.setattr(
-        "kvflow.integrations.vllm.connector.writes_late", lambda config: config.speculative_config is not None
-    )
+@pytest.mark.parametrize(
+    ("runner", "role", "how"),
+    [(runner, "kv_producer", how) for runner in RUNNERS for how in ({}, {"stages": 2})]
+    + [("second", "kv_both", {"drafts": True}), ("second", "kv_both", {"states": True})],
+    ids=named,
+)
+def test_a_load_that_waits_for_no_step_is_seen(world, monkeypatch, runner, role, how):
+    monkeypatch.setattr("kvflow.integrations.vllm.connector.writes_late", lambda _: False)
     for seed in range(3):
-        found = world(runner, "kv_producer", seed, stages=stages)
+        found = world(runner, role, seed, **how)
         found.run(FAULT_STEPS)
         if any(worker.wrong for worker in found.engine.workers):
             return
