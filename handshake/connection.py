@@ -14,7 +14,6 @@ from handshake import codec
 from handshake.errors import CloseCode, Closed, LocalProtocolError, RemoteProtocolError
 from handshake.limits import QUESTIONS_MAX, Limits
 from handshake.messages import (
-    QUESTIONS_SINCE,
     SUPPORTED,
     Answer,
     Answered,
@@ -399,7 +398,7 @@ class Conversation:
         self._open ^= {nonce}
 
     def _may_open(self, nonce: int) -> bool:
-        return self._version >= QUESTIONS_SINCE and nonce not in self._open and len(self._open) < QUESTIONS_MAX
+        return nonce not in self._open and len(self._open) < QUESTIONS_MAX
 
     def _measure(self, clock_s: ClockTime, now: float) -> None:
         """Record the round trip that ``_asked_s`` began."""

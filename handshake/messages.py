@@ -9,7 +9,7 @@ The conversation. Only the client may ask, renew and release; both may ping, ref
     Publish       ->                              now both are ready
     Release, Renew ->
                   <-  Released, Renewed
-    Ask           ->                              since version 2
+    Ask           ->
                   <-  Answer                      when the server has one: answers come in any order
     Ping          <->  Pong                       a client's Ping may ask for the server's report
     Bye, Refuse   <->  Bye                        close the connection
@@ -26,8 +26,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from handshake.limits import LEASES_MAX, PUBLICATION_BYTES_MAX
 
-WIRE_VERSION = 2  # the newest that this release speaks
-QUESTIONS_SINCE = 2  # the first with ``Ask`` and ``Answer``
+WIRE_VERSION = 2
 
 
 class VersionRange(NamedTuple):
@@ -40,7 +39,7 @@ class VersionRange(NamedTuple):
         return f"{self.lowest}..{self.highest}"
 
 
-SUPPORTED = VersionRange(lowest=1, highest=WIRE_VERSION)
+SUPPORTED = VersionRange(lowest=WIRE_VERSION, highest=WIRE_VERSION)
 
 
 def choose(ours: VersionRange, theirs: VersionRange) -> int | None:

@@ -265,7 +265,7 @@ class ReleaseMismatch(KvflowError):
     """A ticket or a peer comes from a release of kvflow that this release does not understand. Nothing was read.
 
     Attributes:
-        what: what differs: ``ticket format``, ``kind`` of a ticket, ``manifest schema``, or ``wire version``.
+        what: what differs: ``ticket format``, ``kind`` of a ticket, or ``manifest schema``.
         theirs: the version of the ticket or the peer.
         ours: the version that this release understands.
     """

@@ -40,7 +40,7 @@ AWAITED = ("reading", "waiting", "draining")  # states in which something of a r
 
 PROBE_S_MIN = 0.005
 PROBE_S_MAX = 0.5
-"""Pause between probes while a producer reports no admission, as an older release never does. It grows with the
+"""Pause between probes while a producer reports no admission, as one that refuses the question. It grows with the
 time since the last lease was found early, because an engine may take seconds."""
 
 

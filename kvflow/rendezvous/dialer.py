@@ -17,7 +17,6 @@ from handshake.errors import Closed, HandshakeError, LocalProtocolError, WrongSe
 from handshake.limits import LEASES_MAX, QUESTIONS_MAX
 from handshake.messages import (
     QUESTION_BYTES_MAX,
-    QUESTIONS_SINCE,
     Answered,
     Ask,
     ConnectionClosed,
@@ -183,11 +182,7 @@ class Asker:
             CapacityExceeded: 1,024 questions to this worker have no answer.
             DeadlineExceeded: the answer does not come in time.
             PeerLost: the connection has ended.
-            ReleaseMismatch: the worker's release knows no questions.
         """
-        if self.wire_version < QUESTIONS_SINCE:
-            whose = f"{self.endpoint}, which is {self.identity.software!r},"
-            raise ReleaseMismatch(whose, "wire version", str(self.wire_version), f"{QUESTIONS_SINCE} for questions")
         if len(question) > QUESTION_BYTES_MAX:
             expected = f"at most {QUESTION_BYTES_MAX} bytes"
             raise ArgumentInvalid("question", expected, f"{len(question)} bytes", remedy="Ask for fewer blocks.")

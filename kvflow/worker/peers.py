@@ -133,7 +133,7 @@ class PeerPool:
                 return await connection.link.settled(
                     (lease.slot, lease.epoch), lease.mac, known=known, above=0, wait_s=wait_s, within_s=within_s
                 )
-        except KvflowError:  # it is lost, or its release knows no questions
+        except KvflowError:  # it is lost, or refuses the question
             return None
         finally:
             connection.num_asking -= 1

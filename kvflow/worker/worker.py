@@ -354,7 +354,7 @@ class Worker:
             AuthenticationFailed: it does not prove the cluster's secret, or has another key.
             PeerRefused, PeerLost, DeadlineExceeded, ProtocolViolation: it cannot be reached, or answers wrongly.
             CapacityExceeded: 1,024 questions to it have no answer, or too many wait there.
-            ReleaseMismatch: it runs a release that cannot be asked.
+            ReleaseMismatch: its ticket is of a kind that only newer releases know.
             WorkerDraining, WorkerClosed: this worker starts no new pulls.
 
         Cancellation: safe.

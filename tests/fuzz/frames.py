@@ -32,7 +32,7 @@ from .mutations import Mutator
 
 IDENTITY = Identity(engine_id="fuzz", rank=0, num_ranks=1, incarnation="f" * 32, role="decode")
 PUBLICATION = Publication.of(b"of a fuzzer" * 20)
-_HELLO = Hello(version_min=1, version_max=WIRE_VERSION, identity=IDENTITY)
+_HELLO = Hello(version_min=WIRE_VERSION, version_max=WIRE_VERSION, identity=IDENTITY)
 _PUBLISH = Publish(publication=PUBLICATION)
 _LEASES = tuple(LeaseRef(slot=slot, epoch=(1 << 40) + slot) for slot in range(3))
 _ANSWERS = tuple(LeaseAnswer(slot=each.slot, epoch=each.epoch, outcome="held") for each in _LEASES)

@@ -19,7 +19,7 @@ import zmq
 import handshake
 from handshake.codec import encode
 from handshake.limits import DEFAULT_LIMITS
-from handshake.messages import Hello, Ping, Publish
+from handshake.messages import WIRE_VERSION, Hello, Ping, Publish
 
 SECRET = sys.argv[4] if len(sys.argv) == 5 else ""
 """Of the cluster. Not imported: that would load torch."""
@@ -107,7 +107,7 @@ def said(*messages):
     return [encode(message, DEFAULT_LIMITS.frame_bytes_max) for message in messages]
 
 
-HELLO = Hello(version_min=1, version_max=1, identity=IDENTITY)
+HELLO = Hello(version_min=WIRE_VERSION, version_max=WIRE_VERSION, identity=IDENTITY)
 PUBLISH = Publish(publication=handshake.Publication.of(b"of a flood"))
 
 FLOODS = {

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager, suppress
 
 import zmq
 import zmq.asyncio
-from msgspec import structs
 
 from handshake.codec import encode
 from handshake.limits import Limits
@@ -154,8 +153,7 @@ async def test_a_client_that_reads_no_answers_is_refused_and_others_are_answered
     async with server_process(ANY_PORT, SECRET) as server:
         before = server.peak_mib()
         async with raw_dealer(server.endpoint, held_max=1) as member:
-            hello = structs.replace(EXAMPLES["hello"], version_max=WIRE_VERSION)
-            for message in (hello, Publish(publication=CONSUMED)):
+            for message in (EXAMPLES["hello"], Publish(publication=CONSUMED)):
                 await member.send_multipart(frames_of(message))
             for nonce in range(QUESTIONS):
                 await member.send_multipart(frames_of(Ask(nonce=nonce, question=b"?")))
@@ -210,7 +208,7 @@ async def test_a_reader_refuses_a_message_of_many_frames():
         async with client_process(endpoint, SECRET) as reader:
             name, _hello = await patiently(router.recv_multipart())
             before = reader.peak_mib()
-            await router.send_multipart([name, *encode(Welcome(version=1, identity=PRODUCER), 1 << 16)])
+            await router.send_multipart([name, *encode(Welcome(version=WIRE_VERSION, identity=PRODUCER), 1 << 16)])
             await router.send_multipart([name] + [bytes(40)] * FRAMES)
             assert await patiently(reader.line()) in ("protocol_violation\n", "connection_lost\n")
             grown = reader.peak_mib() - before

@@ -7,7 +7,6 @@ from typing import Any
 
 import zmq
 import zmq.asyncio
-from msgspec.structs import replace
 
 import handshake
 from handshake.codec import encode
@@ -66,8 +65,8 @@ ANSWERS = (
 )
 
 EXAMPLES: dict[str, AnyMessage] = {
-    "hello": Hello(version_min=1, version_max=1, identity=CONSUMER),
-    "welcome": Welcome(version=1, identity=PRODUCER),
+    "hello": Hello(version_min=WIRE_VERSION, version_max=WIRE_VERSION, identity=CONSUMER),
+    "welcome": Welcome(version=WIRE_VERSION, identity=PRODUCER),
     "refuse": Refuse(code="version_unsupported", reason="no common version", remedy="Upgrade."),
     "publish": Publish(publication=PRODUCED),
     "publish_with_pass": Publish(publication=PRODUCED, pass_=bytes(range(32))),
@@ -160,9 +159,7 @@ def connection_in(
     """
     identity, publication = (CONSUMER, CONSUMED) if role is Role.CLIENT else (PRODUCER, PRODUCED)
     connection = Conversation(role, identity, publication, limits=limits, now=now, allowance=allowance)
-    hello = replace(EXAMPLES["hello"], version_max=WIRE_VERSION)
-    welcome = replace(EXAMPLES["welcome"], version=WIRE_VERSION)
-    heard = [welcome if role is Role.CLIENT else hello, EXAMPLES["publish"]]
+    heard = [EXAMPLES["welcome" if role is Role.CLIENT else "hello"], EXAMPLES["publish"]]
     order = [Progress.PUBLISHED, Progress.READY, Progress.CLOSING, Progress.CLOSED]
     if role is Role.CLIENT and state is not Progress.FRESH:
         connection.greet(now)

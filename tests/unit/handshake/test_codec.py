@@ -13,7 +13,7 @@ from handshake.messages import LeaseAnswer, LeaseRef, Ping, Publication, Publish
 
 from .helpers import ANSWERS, EXAMPLES, LEASES, LIMITS, frames_of
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "handshake_v1.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "handshake_v2.json").read_text())
 
 
 def violation_of(frames, nbytes_max=LIMITS.frame_bytes_max):
@@ -30,7 +30,7 @@ def test_there_is_a_golden_frame_of_every_message():
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_bytes_of_version_1_never_change(name):
+def test_the_bytes_of_version_2_never_change(name):
     frames = [bytes.fromhex(GOLDEN[name])]
     assert encode(EXAMPLES[name], LIMITS.frame_bytes_max) == frames
     assert decode(frames, LIMITS.frame_bytes_max) == EXAMPLES[name]
@@ -40,7 +40,7 @@ ENDED = LeaseAnswer(slot=3, epoch=33, outcome="ended", ended_by="of_a_newer_rele
 
 
 @pytest.mark.parametrize("message", [Release(leases=LEASES, read=True), Renewed(leases=(ENDED,), lease_s=30.0)])
-def test_fields_added_to_version_1_arrive_and_older_peers_skip_them(message):
+def test_fields_added_to_a_version_arrive_and_older_peers_skip_them(message):
     frames = encode(message, LIMITS.frame_bytes_max)
     assert decode(frames, LIMITS.frame_bytes_max) == message
     body = msgspec.msgpack.decode(frames[0][len(FORMAT) :])

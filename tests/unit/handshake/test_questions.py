@@ -19,14 +19,12 @@ from handshake.messages import (
     Pong,
     Released,
     Renewed,
-    VersionRange,
 )
 from handshake.states import Progress, Role
 
 from .helpers import EXAMPLES, LIMITS, Pair, Recorder, connected, connection_in, frames_of, serving
 
 NOW = 100.0
-OLD = VersionRange(1, 1)
 
 
 def ask(nonce, question=b"?"):
@@ -56,17 +54,6 @@ def test_answers_come_when_the_server_has_them():
     pair.client.send(ask(7))  # which is no longer open
     pair.settle()
     assert pair.server_events[-1] == Asked(nonce=7, question=b"?")
-
-
-@pytest.mark.parametrize("versions", [{"client_versions": OLD}, {"server_versions": OLD}])
-def test_a_peer_of_version_1_is_asked_nothing_and_asks_nothing(versions):
-    pair = Pair(**versions).make_ready()
-    assert pair.client_events[0].version == 1
-    with pytest.raises(LocalProtocolError, match="out of turn"):
-        pair.client.send(ask(1))
-    assert pair.client.take_outgoing() == []
-    pair.server.receive(frames_of(ask(1)), pair.now)
-    assert failure_of(pair.server) == "protocol_violation"
 
 
 def test_nothing_is_asked_before_the_connection_is_ready_or_after_its_end():

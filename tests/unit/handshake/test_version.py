@@ -21,4 +21,4 @@ def test_the_highest_common_version_is_chosen(ours, theirs, chosen):
 
 def test_this_release_speaks_its_own_version():
     assert SUPPORTED.highest == WIRE_VERSION
-    assert str(SUPPORTED) == "1..2"
+    assert str(SUPPORTED) == "2..2"

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from kvflow.errors import ReleaseMismatch
+from kvflow.errors import CapacityExceeded
 from kvflow.events import OfferAdmitted
 from kvflow.reads.pulls import PROBE_S_MAX
 from kvflow.rendezvous.dialer import Link
@@ -68,11 +68,11 @@ def test_of_many_that_wait_some_are_asked_for_and_the_others_are_found(monkeypat
         assert connection.num_asking == 0
 
 
-def test_a_producer_that_knows_no_questions_is_probed(monkeypatch):
-    async def unknown(_link, *_question, **_how):
-        raise ReleaseMismatch("the producer", "wire version", "1", "2 for questions")
+def test_a_producer_that_refuses_the_question_is_probed(monkeypatch):
+    async def refused(_link, *_question, **_how):
+        raise CapacityExceeded("questions to the producer", 1024)
 
-    monkeypatch.setattr(Link, "settled", unknown)
+    monkeypatch.setattr(Link, "settled", refused)
     with virtual(fence_s=60.0) as world:
         (grant,), (pull,) = early(world, 1)
         world.do(partial(world.producers[0].worker.admit, grant), life=world.producers[0])
