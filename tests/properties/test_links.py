@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+from collections import OrderedDict
+from contextlib import asynccontextmanager
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +18,8 @@ from kvflow.leases.issuer import Issuer
 from kvflow.leases.tickets import RankAddress
 from kvflow.rendezvous.dialer import Awaited, Restarted
 from kvflow.rendezvous.endpoint import Distrusted, NotDialed, Replaced
+from kvflow.worker import askers
+from kvflow.worker.askers import Askers
 from kvflow.worker.connections import (
     BACKOFF_S,
     BACKOFF_S_MAX,
@@ -183,16 +187,9 @@ ReachabilityMachine.TestCase.settings = settings(thorough, stateful_step_count=4
 TestReachability = ReachabilityMachine.TestCase
 
 
-KEYS = [(3, 1), (3, 2), 7]
-steps = st.lists(
-    st.one_of(
-        st.tuples(st.just("ask"), st.integers(0, 2)),
-        st.tuples(st.just("give up"), st.integers(0, 9)),
-        st.tuples(st.just("answer"), st.integers(0, 2)),
-        st.tuples(st.just("lose"), st.just(0)),
-    ),
-    max_size=20,
-)
+KEYS = [(3, 1), 7]
+ASKS = ("ask", "ask", "ask", "answer", "give up")
+steps = st.lists(st.tuples(st.sampled_from(ASKS), st.integers(0, 3)), min_size=5, max_size=20)
 
 
 def answer_of(key, number):
@@ -203,33 +200,33 @@ def answer_of(key, number):
     )
 
 
-@given(steps)
-def test_an_answer_reaches_all_who_wait_for_it_and_no_other(steps):
+@given(steps, st.booleans())
+def test_an_answer_reaches_all_who_wait_for_it_and_no_other(steps, is_lost):
     async def go_on():
         for _ in range(4):
             await asyncio.sleep(0)
 
     async def run():
         awaited, asking, lost = Awaited(lambda code, reason: None), [], False
-        for number, (step, which) in enumerate(steps):
-            ended = []
+        for number, (step, which) in enumerate(steps + [("lose", 0), ("ask", 0)] * is_lost):
+            ended, key = [], KEYS[which % len(KEYS)]
             match step:
                 case "ask":
-                    asking.append((KEYS[which], asyncio.ensure_future(awaited.wait(KEYS[which], 1e6))))
+                    asking.append((key, asyncio.ensure_future(awaited.wait(key, 1e6))))
                     ended = asking[-1:] if lost else []
                 case "give up" if asking:
                     _, task = asking.pop(which % len(asking))
                     task.cancel()
                 case "answer":
-                    awaited.on_event(answer_of(KEYS[which], number))
-                    ended = [each for each in asking if each[0] == KEYS[which]]
+                    awaited.on_event(answer_of(key, number))
+                    ended = [each for each in asking if each[0] == key]
                 case "lose":
                     lost, ended = True, list(asking)
                     awaited.on_event(ConnectionFailed(code="lost", reason="it has gone"))
             await go_on()
             for each in ended:
-                key, task = each
                 asking.remove(each)
+                task = each[1]
                 assert task.done()
                 if lost:
                     assert isinstance(task.exception(), Closed)
@@ -243,6 +240,91 @@ def test_an_answer_reaches_all_who_wait_for_it_and_no_other(steps):
         assert not awaited._waiting
 
     asyncio.run(run())
+
+
+class Dial:
+    """One connection that is dialed, in place of an ``Asker``."""
+
+    def __init__(self):
+        self.opened, self.ended = asyncio.Event(), asyncio.Event()
+        self.error, self.is_over = None, False
+
+    async def wait_ended(self):
+        await self.ended.wait()
+
+
+asks = st.tuples(st.sampled_from(["ask", "ask", "ask", "ask", "open", "fail", "end"]), st.sampled_from("abc"))
+ASKERS_MAX = 2
+
+
+@given(st.lists(st.one_of(asks, asks, st.tuples(st.just("give up"), st.integers(0, 9))), min_size=8, max_size=25))
+def test_an_endpoint_has_one_connection_and_the_longest_unused_ends(steps):
+    dials = {}
+
+    @asynccontextmanager
+    async def dial(endpoint, **_):
+        made = Dial()
+        dials.setdefault(endpoint, []).append(made)
+        try:
+            await made.opened.wait()
+            if made.error is not None:
+                raise made.error
+            yield made
+        finally:
+            made.is_over = True
+
+    async def run(tasks):
+        used: OrderedDict[str, Dial] = OrderedDict()  # that which was used longest ago first
+        pool, asking, num_dials = Askers(tasks, ASKERS_MAX), [], 0
+        for step, which in steps:
+            done = {}  # who must have an answer now, and which
+            match step:
+                case "ask":
+                    asking.append((which, asyncio.ensure_future(pool.connect(which))))
+                    num_dials += which not in used
+                    await turns()
+                    used[which] = dials[which][-1]
+                    used.move_to_end(which)
+                    if used[which].opened.is_set():
+                        done = {which: used[which]}
+                    if len(used) > ASKERS_MAX:
+                        gone, ended = used.popitem(last=False)
+                        assert ended.is_over
+                        done[gone] = errors.WorkerClosed
+                case "give up" if asking:
+                    asking.pop(which % len(asking))[1].cancel()
+                case "open" if which in used:
+                    used[which].opened.set()
+                    done = {which: used[which]}
+                case "fail" if which in used and not used[which].opened.is_set():
+                    failed = used.pop(which)
+                    failed.error = LOST
+                    failed.opened.set()
+                    done = {which: errors.PeerLost}
+                case "end" if which in used and used[which].opened.is_set():
+                    used.pop(which).ended.set()
+            await turns()
+            assert sum(map(len, dials.values())) == num_dials
+            assert {each for several in dials.values() for each in several if not each.is_over} == set(used.values())
+            for endpoint, task in [each for each in asking if each[0] in done]:
+                expected = done[endpoint]
+                assert (task.result() if isinstance(expected, Dial) else type(task.exception())) is expected
+            asking = [each for each in asking if each[0] not in done]
+            assert not any(task.done() for _, task in asking)
+        pool.close()
+
+    async def turns():
+        for _ in range(6):
+            await asyncio.sleep(0)
+
+    async def all_over():
+        async with asyncio.TaskGroup() as tasks:
+            await run(tasks)
+        assert all(each.is_over for several in dials.values() for each in several)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(askers, "open_asker", dial)
+        asyncio.run(all_over())
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=5), st.booleans())
