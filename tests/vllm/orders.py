@@ -222,7 +222,8 @@ class World:
         if len(running) < (6 if self.opens else 4) and self.draw.random() < 0.5:
             self._ask()
         busy = [name for name, each in self.source.outputs.items() if each.finished is None]
-        if not self.opens and len(busy) < 2 and self.draw.random() < 0.2:
+        # Without sources, tickets alone bring something to read.
+        if not self.opens and len(busy) < 2 and self.draw.random() < (0.2 if self._finder else 0.6):
             asks = self.takes_tickets and len(self.tickets) < 4
             name, prompt = f"s{next(NAMES)}", self.prompt()
             self.source.ask(name, prompt, OFFER if asks else None, max_tokens=1)
