@@ -12,11 +12,11 @@ PINGS_MIN = 8  # in as many bytes as may be unread: a client that reads is a rou
 
 
 class Bucket:
-    """Tokens that come back at a constant rate."""
+    """Tokens that come back at a constant rate. At most ``at_once`` are there: without it, those of ``BURST_S``."""
 
-    def __init__(self, per_s: float, now: float) -> None:
+    def __init__(self, per_s: float, now: float, at_once: float | None = None) -> None:
         self._per_s = per_s
-        self._held = self._held_max = per_s * BURST_S
+        self._held = self._held_max = per_s * BURST_S if at_once is None else at_once
         self._filled_at = now
 
     def take(self, tokens: float, now: float) -> bool:

@@ -35,8 +35,8 @@ class EpochTable:
         numbers: the same memory, from which Python reads one number in a third of the time.
     """
 
-    def __init__(self, slots: int, base: int, order_stores: Callable[[], object] = lambda: None) -> None:
-        self._order_stores = order_stores
+    def __init__(self, slots: int, base: int, order_memory: Callable[[], object] = lambda: None) -> None:
+        self._order_memory = order_memory
         self.array: npt.NDArray[np.uint64] = map_bytes(8 * slots).view(np.uint64)  # peers can read whole pages
         self.array[:] = base
         self.numbers = self.array.data
@@ -61,8 +61,8 @@ class EpochTable:
         docs/explanation/correctness.md.
         """
         array, numbers = self.array, self.numbers
-        self._order_stores()  # a reader that sees the lease held also sees its bytes
+        self._order_memory()  # a reader that sees the lease held also sees its bytes
         for slot, epoch in epochs:
             assert epoch > numbers[slot], f"epoch of slot {slot} would not grow: {self[slot]} -> {epoch}"
             array[slot] = epoch
-        self._order_stores()  # a reader that sees a later byte also sees the end of the lease
+        self._order_memory()  # a reader that sees a later byte also sees the end of the lease

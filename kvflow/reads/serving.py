@@ -115,9 +115,10 @@ def _sorted(ids: Sequence[int]) -> Int64s:
 
 
 def order_memory() -> None:
-    """Order this thread's loads before the call ahead of its loads after it, also on weakly ordered machines.
+    """Order this thread's loads and stores before the call ahead of those after it, also on weakly ordered machines.
 
-    Releasing a lock and then acquiring one is such a barrier on every machine that CPython runs on.
+    Releasing a lock and then acquiring one is such a barrier on every machine that CPython runs on
+    (docs/explanation/correctness.md). No other thread uses this lock, so the call never waits.
     """
     lock = threading.Lock()
     lock.acquire()

@@ -27,6 +27,7 @@ from kvflow.leases.held import OpenGroups
 from kvflow.leases.issuer import Issuer, as_digest_lists, complete_digests
 from kvflow.leases.table import LeaseState, LeaseTable, Reader, ReaderAnswer
 from kvflow.leases.tickets import Grant, Kind, RankAddress, Ticket
+from kvflow.reads.serving import order_memory
 from kvflow.worker.answers import Answers, Vouches
 from kvflow.worker.environment import Shared
 
@@ -164,7 +165,7 @@ class LeaseManager:
             self._lent[request_id] = as_ids(blocks) if sealed else blocks
             ends = self._groups.counts(whole)
             served = blocks if sealed else tuple([each[:end] for each, end in zip(blocks, ends, strict=True)])
-            order_stores()  # a reader that learns what has settled also sees its bytes
+            order_memory()  # a reader that learns what has settled also sees its bytes
             self._leases.advance(lease, blocks, served, settled, self._clock(), sealed=sealed)
             if found:
                 self._leases.name(lease, found[-1])
@@ -493,18 +494,6 @@ class LeaseManager:
 def _names(engine_id: str, ranks: tuple[RankAddress, ...]) -> frozenset[str]:
     """Return the names of the workers in a grant. Cached, because all grants of an engine name the same workers."""
     return frozenset(worker_name(engine_id, rank.rank, rank.incarnation) for rank in ranks)
-
-
-def order_stores() -> None:
-    """Order this thread's stores before the call ahead of its stores after it, also on weakly ordered machines.
-
-    Releasing a lock and then acquiring one is such a barrier on every machine that CPython runs on
-    (docs/explanation/correctness.md). No other thread uses this lock, so the call never waits.
-    """
-    lock = threading.Lock()
-    lock.acquire()
-    lock.release()
-    lock.acquire()
 
 
 def _resolve(waiters: _Waiters) -> None:

@@ -31,12 +31,13 @@ from kvflow.leases.tickets import RankAddress
 from kvflow.observability.logs import EventLog, Reporter, check_hooks
 from kvflow.reads.contract import Serving, Transport, TransportEvent
 from kvflow.reads.device import device_memory_of
+from kvflow.reads.serving import order_memory
 from kvflow.rendezvous.endpoint import FILES_WANTED, Advertisement, LocalEndpoint, build_local_endpoint, security_of
 from kvflow.rendezvous.issuer import TicketKey, draw_head_start
 from kvflow.rendezvous.listener import open_listener
 from kvflow.worker.consumer import Consumer
 from kvflow.worker.environment import PRODUCTION, Environment, Lifecycle, Shared
-from kvflow.worker.producer import LeaseManager, order_stores
+from kvflow.worker.producer import LeaseManager
 from kvflow.worker.worker import Worker
 
 logger = logging.getLogger("kvflow")
@@ -219,7 +220,7 @@ class _Parts:
         self.name = worker_name(config.engine_id, config.rank, incarnation)
         self.manifest = msgspec.structs.replace(manifest, identity=_identity(config, incarnation))
         self.bytes_per_block = cache.bytes_per_block
-        self.epochs = EpochTable(config.tuning.lease_slots, environment.draw_bits(EPOCH_BITS), order_stores)
+        self.epochs = EpochTable(config.tuning.lease_slots, environment.draw_bits(EPOCH_BITS), order_memory)
         self.leases = LeaseTable(self.epochs)
         self.pass_key = environment.draw_bits(256).to_bytes(32)
         self.staging_bytes = environment.staging(config, self.manifest)

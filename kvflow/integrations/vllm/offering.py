@@ -29,6 +29,7 @@ from kvflow.integrations.vllm.blocks import NULL_BLOCK, DigestLists, TransferGro
 from kvflow.integrations.vllm.messages import Admit, Advance, BlocksByGroup, Command, Ordered, Revoke, Seal
 from kvflow.integrations.vllm.params import SAMPLE, no_ticket_params, ticket_params
 from kvflow.integrations.vllm.settings import logger, warn
+from kvflow.leases.held import SETTLES
 
 MintTickets = Callable[[Sequence[RankAddress]], TicketMint]
 Send = Callable[[Ordered], None]  # ``EarlyAdmission.send``
@@ -38,7 +39,6 @@ PROMPT_NAME = re.compile(r"(?P<call>cmpl-.+)-(?P<number>\d{1,6})(-[0-9a-f]{8})?"
 
 PROMPT_STARTS = ("cmpl-", *"0123456789")  # start of the name of such a prompt, or of a sample of it
 
-SETTLING = frozenset(("full", "mla"))  # kinds of groups whose blocks are written once
 NEVER = 1 << 53  # more tokens than any prompt has
 
 SPECULATIVE_SHARE = 0.5
@@ -114,7 +114,7 @@ class Offering:
         settles: bool = True,
     ) -> None:
         self.groups = tuple(groups)
-        sizes = [each.group.block_size for each in groups if settles and each.group.kind in SETTLING]
+        sizes = [each.group.block_size for each in groups if settles and each.group.kind in SETTLES]
         self._whole = lcm(*sizes) if sizes else NEVER  # tokens that fill whole blocks
         self._renew_s, self._renewed_at, self._unsettled = renew_s, time.monotonic(), unsettled
         self._make_mint = mint
@@ -350,7 +350,7 @@ class Offering:
         """Return the blocks of these tokens, of groups whose blocks are written once; none of others."""
         return tuple(
             tuple(listed[each.index][first // each.group.block_size : end // each.group.block_size])
-            if each.group.kind in SETTLING
+            if each.group.kind in SETTLES
             else ()
             for each in self.groups
         )

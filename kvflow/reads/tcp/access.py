@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from handshake.rates import Bucket
 from kvflow.addresses import host_and_port
 from kvflow.config import TcpSettings
 from kvflow.errors import TransportUnavailable, quoted
@@ -76,24 +77,6 @@ BUFFERED_OF_ONE_MAX = 16 << 20
 _ACCEPTED_AT_ONCE = 64  # before others go on
 _TICK_S = 0.1
 _SPOKEN_EVERY_S = 1.0
-
-
-class _Tokens:
-    """What may be taken so many times a second."""
-
-    def __init__(self, per_s: float, at_once: float) -> None:
-        self._per_s = per_s
-        self._held = self._held_max = at_once
-        self._filled_at = 0.0
-
-    def take(self, now: float) -> bool:
-        """Take one if there is one."""
-        self._held = min(self._held_max, self._held + (now - self._filled_at) * self._per_s)
-        self._filled_at = now
-        if self._held < 1:
-            return False
-        self._held -= 1
-        return True
 
 
 class Account:
@@ -242,8 +225,8 @@ class Access:
         self.accounts = Accounts()
         self._places: dict[int, _Place] = {}  # those that were accepted first come first
         self._places_max = max(1, min(PLACES_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
-        self._accepted = _Tokens(ACCEPTED_PER_S, ACCEPTED_PER_S)
-        self._opened: defaultdict[str, _Tokens] = defaultdict(lambda: _Tokens(OPENED_PER_S, OPENED_AT_ONCE))
+        self._accepted = Bucket(ACCEPTED_PER_S, 0.0, ACCEPTED_PER_S)
+        self._opened: defaultdict[str, Bucket] = defaultdict(lambda: Bucket(OPENED_PER_S, 0.0, OPENED_AT_ONCE))
         self._accepts_from = 0.0  # while the listener is not watched
         self._spoke_at = -_SPOKEN_EVERY_S
         self._epoll = select.epoll()
@@ -298,7 +281,7 @@ class Access:
         """Accept while there are places; then newcomers wait in the backlog."""
         try:
             for _ in range(_ACCEPTED_AT_ONCE):
-                if not self._has_place(now) or not self._accepted.take(now):
+                if not self._has_place(now) or not self._accepted.take(1, now):
                     self._accepts_from = now + _TICK_S
                     break
                 sock, _ = self._listener.accept()
@@ -381,7 +364,7 @@ class Access:
         if not self._serving.admits(who.public_key) or bool(who.certificate) != (self._identity is not None):
             raise _Unproven(f"the key of {quoted(str(who))} is not allowed, or it has no certificate")
         key = who.public_key if self._serving.keys_differ else f"{who.public_key} {who}"
-        if self._opened[key].take(time.monotonic()):
+        if self._opened[key].take(1, time.monotonic()):
             place.account = self.accounts.enter(key, place.sock)
         if len(self._opened) > CONNECTIONS_MAX:  # readers that restart have new keys
             del self._opened[next(iter(self._opened))]

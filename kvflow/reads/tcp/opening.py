@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from handshake.rates import pause_s
 from kvflow.ids import Credentials, ReaderId
 from kvflow.reads.tcp.certificates import TlsIdentity, is_of
 from kvflow.reads.tcp.stream import ChannelClosed, PlainStream, Stream, TlsStream, close_socket, prepare_socket
@@ -192,7 +193,7 @@ class Opening:
         self._introduce = introduce
         self._until = until
         self._epoll = select.epoll()
-        self._pause_s = _PAUSE_S
+        self._failures = 0
         self._why = "the other side does not answer"
         self._attempt: Generator[bool | None, None, Stream] | None = None
         self._answers = False
@@ -234,8 +235,9 @@ class Opening:
         except (OSError, ChannelClosed) as error:
             self._why = str(error)
             self._attempt = None
-            self.due = min(self._until, now + self._pause_s * (0.5 + secrets.randbelow(1000) / 1000))
-            self._pause_s = min(2 * self._pause_s, _PAUSE_S_MAX)
+            rest_s = pause_s(self._failures, _PAUSE_S, _PAUSE_S_MAX, secrets.randbelow(1000) / 1000)
+            self.due = min(self._until, now + rest_s)
+            self._failures += 1
         return None
 
     def close(self) -> None:

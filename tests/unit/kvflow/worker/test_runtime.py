@@ -23,13 +23,13 @@ from kvflow.layout.shards import Shard
 from kvflow.planning import plan
 from kvflow.reads.contract import PeerAddress
 from kvflow.reads.loopback import LoopbackBackend
+from kvflow.reads.serving import order_memory
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.thread import ThreadedTransport
 from kvflow.rendezvous import dialer
 from kvflow.rendezvous.endpoint import FILES_WANTED
 from kvflow.worker import prepared, runtime
 from kvflow.worker.environment import PRODUCTION, staging_of
-from kvflow.worker.producer import order_stores
 from kvflow.worker.runtime import open_worker
 from tests.helpers.settings import flat_config
 
@@ -301,7 +301,7 @@ async def test_a_cache_that_contradicts_itself_starts_nothing():
 
 async def test_a_worker_orders_its_stores_around_every_change_of_an_epoch(monkeypatch):
     ordered = []
-    monkeypatch.setattr(runtime, "order_stores", lambda: ordered.append(order_stores()))
+    monkeypatch.setattr(runtime, "order_memory", lambda: ordered.append(order_memory()))
     async with open_worker(config(), cache_of()) as worker:
         worker.offer("r", [[1]], 4)
         assert len(ordered) == 2

@@ -350,7 +350,7 @@ def test_the_door_opens_again_after_a_burst_though_nobody_is_opening(trouble, mo
                 turned_away.set()
                 raise OSError(errno.EMFILE, "Too many open files")
 
-        def refuse(_now: float) -> bool:
+        def refuse(_tokens: float, _now: float) -> bool:
             monkeypatch.undo()
             turned_away.set()
             return False
@@ -383,7 +383,7 @@ def test_a_stranger_pushes_out_nobody_who_is_opening(tls, monkeypatch):
                 stack.enter_context(exporter.stranger())
             if stream is None:
                 [stream] = opened(reader)
-            assert reader._pause_s == opening._PAUSE_S  # it was dialed once
+            assert reader._failures == 0  # it was dialed once
         stream.close()
 
 
@@ -636,14 +636,6 @@ def test_a_reader_opens_only_so_many_connections_in_a_second_others_go_on(keys_d
         [stream] = opened(exporter.reader(another_name))
         stack.callback(stream.close)
         exporter.wait(lambda: len(exporter.members) == 257)
-
-
-def test_what_may_be_taken_comes_back_at_its_rate_and_once():
-    tokens = access._Tokens(4, 8)
-    assert [tokens.take(100.0) for _ in range(9)] == [True] * 8 + [False]
-    assert [tokens.take(100.5) for _ in range(3)] == [True, True, False]
-    assert [tokens.take(100.5) for _ in range(3)] == [False] * 3
-    assert [tokens.take(200.0) for _ in range(9)] == [True] * 8 + [False]
 
 
 def test_an_opening_that_fails_is_dialed_later_and_later(monkeypatch):
