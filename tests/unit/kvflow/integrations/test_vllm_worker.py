@@ -487,6 +487,17 @@ def test_a_lease_is_reported_when_it_has_ended():
     assert rank.take_counters()["leases"] == {"expired": 1}
 
 
+def test_the_end_of_a_withdrawn_lease_is_not_that_of_the_next():
+    first, second = (new_mint().offer("r", block_ids=[[block]], num_tokens=3)[1] for block in (1, 2))
+    fake, rank = told(Admit("r", first, number=1))
+    rank.execute([Revoke("r", number=2), Admit("r", second, number=3)])
+    assert (fake.admitted, fake.revoked) == ([first, second], ["r"])
+    fake.ends.append(Finished("r", "producer", "revoked"))
+    assert rank.collect().sent == set(), "peers may read the second"
+    fake.ends.append(Finished("r", "producer", "released"))
+    assert rank.collect().sent == {"r"}
+
+
 @pytest.mark.parametrize("refusal", [CapacityExceeded("leases", 8), MemoryError()], ids=repr)
 def test_a_grant_that_is_refused_gives_its_blocks_back_at_once(refusal):
     grant = new_mint().offer("request-2", block_ids=[[1]], num_tokens=3)[1]
