@@ -19,9 +19,7 @@ from kvflow.layout.shards import ALL_TOKENS, Stripe
 from kvflow.layout.specs import LAYER_NAME_MAX
 from kvflow.validation import find_fault
 
-MANIFEST_SCHEMA = 3
-STAGE_SCHEMA = 4
-"""Of a manifest with a group that has no layers. Releases that cannot read such a manifest refuse it by this number."""
+MANIFEST_SCHEMA = 4
 
 MANIFEST_BYTES_MAX = 256 << 10  # 128 layers of 8 components take about 60 KiB. Decoding blocks other threads
 

@@ -20,7 +20,7 @@ from kvflow.config import ENDPOINT_PATTERN, WorkerConfig
 from kvflow.errors import ProtocolViolation, ReleaseMismatch, SpecInvalid
 from kvflow.ids import Credentials, PeerId, pass_of
 from kvflow.layout.component import METADATA_BYTES_MAX, Region
-from kvflow.layout.manifest import MANIFEST_BYTES_MAX, MANIFEST_SCHEMA, STAGE_SCHEMA, Manifest
+from kvflow.layout.manifest import MANIFEST_BYTES_MAX, MANIFEST_SCHEMA, Manifest
 from kvflow.version import __version__
 
 __all__ = [
@@ -42,7 +42,7 @@ FILES_WANTED = 256 + 5 * Limits().peers_max
 """Files that a process opens for the most peers: four to dial each, one for its TCP plane, and 256 of its own."""
 
 READER = Publication.of(b"", schema=MANIFEST_SCHEMA)
-"""What a reader publishes: the oldest manifest schema that it reads, so that the producer can name a mismatch."""
+"""What a reader publishes: the manifest schema that it reads, so that the producer can name a mismatch."""
 
 SLOT_BYTES = 8
 
@@ -105,8 +105,7 @@ def encode(advertisement: Advertisement) -> Publication:
     nbytes = len(_encoder.encode(advertisement.manifest))
     if nbytes > MANIFEST_BYTES_MAX:
         raise SpecInvalid(f"the manifest has {nbytes} bytes, more than {MANIFEST_BYTES_MAX}")
-    schema = MANIFEST_SCHEMA if all(group.layers for group in advertisement.manifest.groups) else STAGE_SCHEMA
-    return Publication.of(_encoder.encode(advertisement), schema=schema)
+    return Publication.of(_encoder.encode(advertisement), schema=MANIFEST_SCHEMA)
 
 
 def decode(publication: Publication, *, peer: str, software: str = "") -> Advertisement:
@@ -118,9 +117,9 @@ def decode(publication: Publication, *, peer: str, software: str = "") -> Advert
         ReleaseMismatch: the peer writes another version of the manifest.
         ProtocolViolation: it is malformed or contradicts itself.
     """
-    if not MANIFEST_SCHEMA <= publication.schema <= STAGE_SCHEMA:
-        whose, ours = f"{peer}, which is {software!r},", f"{MANIFEST_SCHEMA} or {STAGE_SCHEMA}"
-        raise ReleaseMismatch(whose, "manifest schema", str(publication.schema), ours)
+    if publication.schema != MANIFEST_SCHEMA:
+        whose = f"{peer}, which is {software!r},"
+        raise ReleaseMismatch(whose, "manifest schema", str(publication.schema), str(MANIFEST_SCHEMA))
     try:
         nbytes = len(memoryview(_sized_decoder.decode(publication.payload).manifest))
         if nbytes > MANIFEST_BYTES_MAX:  # before it is decoded, which nothing can interrupt

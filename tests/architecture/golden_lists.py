@@ -23,7 +23,7 @@ import handshake.security
 import kvflow
 from kvflow.errors import KvflowError
 from kvflow.integrations.vllm import admission, blocks, messages, params
-from kvflow.layout.manifest import MANIFEST_SCHEMA, STAGE_SCHEMA
+from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.leases import tickets
 from kvflow.reads import backend
 from kvflow.reads.tcp import opening, wire
@@ -108,7 +108,6 @@ WORDS = {
     "ticket: bytes of a fingerprint": tickets.FINGERPRINT_BYTES,
     "ticket: a hundred block ids in a row": tickets.runs_of(tuple(range(7, 107))),
     "publication: schema": MANIFEST_SCHEMA,
-    "publication: schema, with a group without layers": STAGE_SCHEMA,
     "data plane's metadata: first bytes": backend._MAGIC,
     "data plane's metadata: bytes of the digest": backend._DIGEST_BYTES,
     "TCP: first bytes": opening.MAGIC,

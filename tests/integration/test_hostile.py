@@ -10,7 +10,7 @@ import handshake
 from handshake import Publication
 from kvflow import errors
 from kvflow.layout.component import ADDRESS_MAX, Region
-from kvflow.layout.manifest import MANIFEST_SCHEMA, STAGE_SCHEMA
+from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.planning.plan import PlanCache
 from kvflow.reads.backend import Envelope, seal
 from kvflow.rendezvous.endpoint import decode, encode
@@ -81,7 +81,7 @@ ADVERTISEMENTS = {
         errors.ProtocolViolation,
     ),
     "another version": (
-        lambda it: Publication.of(encode(it).payload, schema=STAGE_SCHEMA + 1),
+        lambda it: Publication.of(encode(it).payload, schema=MANIFEST_SCHEMA + 1),
         errors.ReleaseMismatch,
     ),
     "a region beyond all addresses": (

@@ -10,7 +10,7 @@ import handshake
 import kvflow
 from kvflow.errors import ReleaseMismatch
 from kvflow.events import ConsumerRejected
-from kvflow.layout.manifest import STAGE_SCHEMA
+from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.leases.tickets import FORMAT
 
 from .consuming import PATIENCE_S, consuming, works
@@ -96,7 +96,7 @@ async def test_a_producer_of_another_release_is_told_why_it_is_left(near_world):
         handshake.open_server(
             bind="tcp://127.0.0.1:0",
             identity=IDENTITY,
-            publication=handshake.Publication.of(b"of the future", schema=STAGE_SCHEMA + 1),
+            publication=handshake.Publication.of(b"of the future", schema=MANIFEST_SCHEMA + 1),
             security=SECURITY,
             on_event=lambda _key, event: isinstance(event, handshake.ConnectionFailed) and ended.set_result(event),
         ) as server,
@@ -106,4 +106,4 @@ async def test_a_producer_of_another_release_is_told_why_it_is_left(near_world):
         async with asyncio.timeout(PATIENCE_S):
             told = await ended
         assert (told.code, told.refused) == ("release_mismatch", True)
-        assert f"manifest schema {STAGE_SCHEMA + 1}" in told.reason
+        assert f"manifest schema {MANIFEST_SCHEMA + 1}" in told.reason

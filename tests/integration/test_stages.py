@@ -7,18 +7,14 @@ from msgspec.structs import replace
 
 import kvflow
 from kvflow import errors
-from kvflow.events import ConsumerRejected
 from kvflow.layout.component import Region
 from kvflow.rendezvous.endpoint import encode
 
-from .consuming import Consumer, consuming, until
-from .earlier import child_of, unpack
+from .consuming import Consumer
 from .producing import SECRET, Producer, configured
 from .shapes import UNTOUCHED
 from .strangers import publishing, ticket_to
 from .test_hostile import published
-from .test_records import Heard
-from .test_releases import NIXL, consuming_there
 
 COMMON = {"block_size": 4, "num_kv_heads": 4, "head_size": 8, "dtype": "bfloat16"}
 KINDS = [kvflow.FullAttention(**COMMON), kvflow.SlidingWindow(**COMMON, window=8)]
@@ -27,8 +23,6 @@ SPECS = {f"layers.{layer}": KINDS[layer % 2] for layer in range(4)}
 GROUPS = kvflow.plan_groups(SPECS, layout="BLHNC")
 FULL, SLIDING = ("layers.0", "layers.2"), ("layers.1", "layers.3")
 BLOCKS, NUM_TOKENS = [[0, 1], [2, 3]], 8
-LAST_WITHOUT = "569bc14"
-"""The last commit that reads the tickets of this release, and no manifest with a group without layers."""
 
 
 def stage_of(layers, shard=None):
@@ -160,25 +154,3 @@ async def test_parts_of_a_state_that_do_not_add_up(caches, field):
             await consumer.worker.pull(kvflow.join_tickets(tickets), [[5]])
         assert (ours.backing == UNTOUCHED).all()
         consumer.at_rest()
-
-
-@pytest.mark.nixl
-@pytest.mark.processes
-async def test_an_older_release_refuses_stages_with_groups_of_no_layers(tmp_path):
-    heard, child = Heard(), child_of(unpack(LAST_WITHOUT, tmp_path), "consumer_process")
-    try:
-        pull = await consuming_there(child)
-        caches = [stage_of(FULL), stage_of(SLIDING)]
-        async with engine(*caches, hooks=[heard], **NIXL) as producers, consuming(**NIXL) as consumer:
-            assert await pull(await ticket_of(producers)) == "release_mismatch"
-            await until(lambda: heard.of(ConsumerRejected))
-            assert {event.code for event in heard.of(ConsumerRejected)} == {"release_mismatch"}
-            assert "manifest schema 4" in heard.of(ConsumerRejected)[0].detail
-            assert [await producer.revoke("r") for producer in producers] == [True, True]
-            await consumer.pull(await ticket_of(producers), BLOCKS)
-            consumer.has("r", BLOCKS, NUM_TOKENS)
-        async with engine(stage_of(FULL + SLIDING), **NIXL) as (producer,):
-            params = await producer.offer("r", BLOCKS, NUM_TOKENS)
-            assert await pull(params) == "right", "what has layers in every group is read as ever"
-    finally:
-        child.go()

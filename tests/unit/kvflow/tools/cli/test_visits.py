@@ -52,7 +52,7 @@ async def test_a_worker_says_who_it_is_and_what_it_has(command):
     assert status == 0
     assert figures["worker"]["engine_id"] == "prefill-0"
     assert figures["worker"]["incarnation"] == worker.incarnation
-    assert (figures["worker"]["wire_version"], figures["worker"]["manifest_schema"]) == (2, 3)
+    assert (figures["worker"]["wire_version"], figures["worker"]["manifest_schema"]) == (2, 4)
     assert figures["cache"]["model"] == "a model"
     assert figures["cache"]["groups"] == [{"kind": "full", "layers": 2, "block_size": 4}]
     assert figures["cache"]["planes"] == ["loopback"]
