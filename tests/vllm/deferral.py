@@ -21,15 +21,15 @@ from .pairs import model_folder
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 
-def rows(model):
+def rows(model, patch=setattr):
     """Return for each role, runner, number of stages and kind of scheduling: whether vLLM defers, and loads wait."""
-    KVConnectorFactory.create_connector = lambda **_: SimpleNamespace(requires_kv_delivery=False)
+    patch(KVConnectorFactory, "create_connector", lambda **_: SimpleNamespace(requires_kv_delivery=False))
     found = []
     for role, second, stages, overlaps in itertools.product(ROLES, (False, True), (1, 2), (False, True)):
-        VllmConfig.use_v2_model_runner = property(lambda _: False)  # vLLM refuses the second one on CPUs
+        patch(VllmConfig, "use_v2_model_runner", property(lambda _: False))  # vLLM refuses the second one on CPUs
         transfers = KVTransferConfig(kv_connector="KVFlowConnector", kv_role=role)
         config = EngineArgs(model=model, max_model_len=64, kv_transfer_config=transfers).create_engine_config()
-        VllmConfig.use_v2_model_runner = property(lambda _, second=second: second)
+        patch(VllmConfig, "use_v2_model_runner", property(lambda _, second=second: second))
         config.scheduler_config.async_scheduling = overlaps
         config.parallel_config.pipeline_parallel_size = stages
         config.cache_config.num_gpu_blocks = None  # at which the scheduler stops, when it has decided
@@ -49,9 +49,8 @@ def rows_of(python):
     return [tuple(each == "1" for each in line) for line in lines]
 
 
-def require_waits(python):
-    """Require that loads wait exactly where steps overlap and the scheduler of a release does not defer."""
-    found = rows_of(python)
+def require_waits(found):
+    """Require of rows that loads wait exactly where steps overlap and the scheduler does not defer."""
     assert len(found) == len(ROLES) * 8
     assert {defers for defers, _, _ in found} == {False, True}
     assert [waits for *_, waits in found] == [overlaps and not defers for defers, overlaps, _ in found]

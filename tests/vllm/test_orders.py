@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from .engines import PYTHON
+from .pairs import model_folder
 from .tables import TABLES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's, when it is imported
@@ -133,7 +133,7 @@ def test_a_block_that_is_cleared_before_its_lease_ends_is_seen(world, monkeypatc
     assert changed == ["offered"]
 
 
-def test_loads_wait_exactly_where_steps_overlap_and_vllm_does_not_defer():
-    from .deferral import require_waits
+def test_loads_wait_exactly_where_steps_overlap_and_vllm_does_not_defer(monkeypatch):
+    from .deferral import require_waits, rows
 
-    require_waits(PYTHON)
+    require_waits(rows(str(model_folder("llama")), monkeypatch.setattr))

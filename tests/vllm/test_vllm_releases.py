@@ -232,9 +232,9 @@ def test_every_release_makes_the_same_digests_of_a_request():
 
 @pytest.mark.parametrize("release", PYTHONS)
 def test_loads_wait_where_the_scheduler_of_a_release_does_not_defer(release):
-    from .deferral import require_waits
+    from .deferral import require_waits, rows_of
 
-    require_waits(PYTHONS[release])
+    require_waits(rows_of(PYTHONS[release]))
 
 
 @pytest.mark.parametrize("pair_of", GROUPED_AND_NOT, ids=str, indirect=True)
