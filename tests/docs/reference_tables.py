@@ -68,7 +68,7 @@ PARITY = {
     "unequal block sizes": "yes, any two, in hybrid models too",
     "unequal tensor parallelism": "yes, any two sizes",
     "pipeline stages": "yes, by pull, on both sides",
-    "pipeline stages of models with states": "not refused",
+    "pipeline stages of models with states": "yes",
     "stages by push, prefill writes to decode (`NixlPushConnector`)": "no, decode always reads",
     "context parallelism": "refused at the start; the library moves divided tokens",
     "data parallelism": "yes, each engine has ports of its own",

@@ -41,10 +41,7 @@ from kvflow.integrations.vllm import engine as connector_engine
 BLOCK_SIZE = 16
 TARGET, DRAFT = ("layers.0", "layers.1"), ("layers.2",)
 """Layers of the model, and of the draft model, which writes when the tokens of a step are on their way."""
-ALL = (*TARGET, *DRAFT)
 SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
-STATE = "layers.1"
-"""Layer that has a state instead, in an engine that has states."""
 SECRET = "the second model runner, tested without one"
 
 
@@ -67,9 +64,9 @@ def contents(tokens, positions, layers):
     return (mixed >> 7).astype(np.int16)
 
 
-def state(tokens, number):
+def state(tokens, layer):
     """Return the state of a layer behind tokens, as many numbers as the cells of a block have."""
-    found = contents(tokens, range(len(tokens)), np.array([number]))[0].sum(axis=0, dtype=np.int16)
+    found = contents(tokens, range(len(tokens)), layer)[0].sum(axis=0, dtype=np.int16)
     return np.multiply.outer(np.arange(1, BLOCK_SIZE + 1, dtype=np.int16), found)
 
 
@@ -147,11 +144,14 @@ class Worker:
         self.stage, stages = 0 if before is None else before.stage + 1, config.parallel_config.pipeline_parallel_size
         self.is_last = self.stage == stages - 1
         each = len(TARGET) // stages
-        self.num_own = each  # its layers of the model; those of the draft model follow them
+        self.num_own = each  # its layers of the model that keep tokens; others follow them
         drafts = DRAFT if self.is_last and config.speculative_config is not None else ()
         self.layers = (*TARGET[self.stage * each : (self.stage + 1) * each], *drafts)
-        self._numbers = np.array([ALL.index(name) for name in self.layers])
         self.has_states = config.model_config.is_hybrid
+        if self.has_states:
+            self.num_own = 1
+            self.layers = (f"layers.{2 * self.stage}", f"layers.{2 * self.stage + 1}")
+        self._numbers = np.array([int(name.removeprefix("layers.")) for name in self.layers])
         self.caches = {}
         self.wrong = []
         self.order = []
@@ -170,7 +170,7 @@ class Worker:
         specs = dict.fromkeys(self.layers, SPEC)
         if self.has_states:
             shapes, length = ((SPEC.page_size_bytes // 2,),), self.config.model_config.max_model_len
-            specs[STATE] = MambaSpec(block_size=length, shapes=shapes, dtypes=(SPEC.dtype,))
+            specs[self.layers[1]] = MambaSpec(block_size=length, shapes=shapes, dtypes=(SPEC.dtype,))
         return specs
 
     def get_supported_kv_cache_layouts(self):
@@ -192,7 +192,7 @@ class Worker:
         if self.has_states:  # as vLLM lays layers of two groups over each other
             assert {each.offset for each in kv_cache_config.kv_cache_tensors} == {0}
             assert sorted(self._groups) == [[name] for name in self.layers]
-            self.caches[STATE] = self.caches[STATE].flatten(1).view(torch.uint8)[:, None, None]
+            self.caches[self.layers[1]] = memory[0].flatten(1).view(torch.uint8)[:, None, None]
         DEVICES[memory.data_ptr()] = self.device
         STAGE[0] = self.stage
         self.connector = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, kv_cache_config)
@@ -253,7 +253,7 @@ class Worker:
         self.order.append("launch")
         if self.before is not None:
             self.device.give(self.before.device.work, self.before.device.mark())
-        self.device.give(self._compute, rows, slice(self.num_own - self.has_states))
+        self.device.give(self._compute, rows, slice(self.num_own))
         if self.has_states and not self.states_late:
             self.device.give(self._move_states, rows)
         return rows
@@ -262,7 +262,7 @@ class Worker:
         """Have written what is written when the tokens of the step are on their way."""
         if self.has_states and self.states_late:
             self.device.give(self._move_states, rows)
-        if len(self.layers) > self.num_own:
+        elif len(self.layers) > self.num_own:
             self.device.give(self._compute, rows, slice(self.num_own, None))
 
     def _output(self, rows, is_sampled, transfers):
@@ -299,9 +299,9 @@ class Worker:
 
     def _add(self, name, blocks):
         for layers, more in zip(self._groups, blocks, strict=False):
-            if not (self.has_states and layers == [STATE]):
+            if layers[0] in self.layers[: self.num_own]:
                 self._blocks[name] += more
-            elif more:
+            elif more and self.has_states:
                 (self._states[name],) = more
 
     def _row(self, name, number, num_guesses):
@@ -327,13 +327,12 @@ class Worker:
 
     def _move_states(self, rows):
         """Read the state of each request, and write the next one."""
-        number = ALL.index(STATE)
         for row in rows:
             cells = self.cells[0, row.state * BLOCK_SIZE : (row.state + 1) * BLOCK_SIZE]
             self.num_read += 1
-            if row.start and (cells != state(row.tokens[: row.start], number)).any():
-                self.wrong.append((row.name, STATE, row.start))
-            cells[:] = state(row.tokens, number)
+            if row.start and (cells != state(row.tokens[: row.start], self._numbers[1:])).any():
+                self.wrong.append((row.name, self.layers[1], row.start))
+            cells[:] = state(row.tokens, self._numbers[1:])
 
     def _compute(self, rows, layers):
         """Write the tokens of all requests, and then read all that each one has: some may share blocks."""
@@ -435,7 +434,7 @@ class Engine:
         num_blocks: of its cache.
         executor: runs its worker.
         drafts: it has a draft model.
-        states: a layer of its model has states.
+        states: every other layer of its model has states; each stage has one, and one with keys and values.
         stages: pipeline stages. With the first runner, vLLM then schedules no step of a request before its last token.
         own: settings of the connector, beside the usual ones.
         transfer: fields of vLLM's ``KVTransferConfig``, beside the usual ones.

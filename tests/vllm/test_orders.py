@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's, when it is imported
 STEPS = int(os.environ.get("KVFLOW_ORDER_STEPS", "6000"))
 STEPS_OF_WORLD = 5000  # then another one begins
 RUNNERS, ROLES = ("first", "second"), ("kv_producer", "kv_consumer", "kv_both")
-HOWS = ({}, {"drafts": True}, {"stages": 2}, {"states": True})
+HOWS = ({}, {"drafts": True}, {"stages": 2}, {"states": True}, {"states": True, "stages": 2})
 WORLDS = [(role, how) for how in HOWS for role in ROLES if not (how.get("states") and role == "kv_producer")]
 KINDS = len(RUNNERS) * len(WORLDS)
 FAULT_STEPS = 3000  # within which an injected fault shows
@@ -78,6 +78,7 @@ def named(part):
 COUNTED = ("step", "step of the source", "cells", "read", "not read", "aborted", "preempted", "settled")
 
 
+@pytest.mark.proves("pipeline stages of models with states", engine="stand-in")
 @pytest.mark.parametrize(("role", "how"), WORLDS, ids=named)
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_every_cell_that_a_step_reads_is_what_it_must_be(world, runner, role, how):
@@ -100,7 +101,7 @@ def test_what_is_on_offer_is_neither_cleared_nor_written(world, monkeypatch, run
 @pytest.mark.parametrize(
     ("runner", "role", "how"),
     [(runner, "kv_producer", how) for runner in RUNNERS for how in ({}, {"stages": 2})]
-    + [("second", "kv_both", {"drafts": True}), ("second", "kv_both", {"states": True})],
+    + [("second", "kv_both", how) for how in HOWS if "drafts" in how or "states" in how],
     ids=named,
 )
 def test_a_load_that_waits_for_no_step_is_seen(world, monkeypatch, runner, role, how):
