@@ -479,12 +479,17 @@ def _explain(dialing: _Dialing, outcome: _Outcome, endpoint: str, *, denied: boo
             error = Unauthenticated(f"{endpoint} does not share our cluster secret, or does not trust our key")
         case ConnectionClosed(reason=reason):
             error = ConnectionLost(f"{endpoint} closed the connection within the handshake: {reason}")
-        case ConnectionFailed(code=code, reason=reason, remedy=remedy, refused=True):
-            error = ConnectionRefused(code, reason, remedy=remedy)
-        case ConnectionFailed(code=CloseCode.PROTOCOL_VIOLATION, reason=reason):
-            error = RemoteProtocolError(f"{endpoint} broke the protocol: {reason}", violation="unexpected")
-        case ConnectionFailed(code=CloseCode.HANDSHAKE_TIMEOUT, reason=reason):
-            error = TimedOut(f"{endpoint}: {reason}", phase="handshake", remedy=TIMEOUT_REMEDY)
-        case ConnectionFailed(reason=reason):
-            error = ConnectionLost(f"{endpoint} was lost within the handshake: {reason}")
+        case ConnectionFailed():
+            error = _explain_failed(outcome, endpoint)
     return error
+
+
+def _explain_failed(failed: ConnectionFailed, endpoint: str) -> HandshakeError:
+    """Return the error of a connection that was there: the server refused it, broke the protocol, or was lost."""
+    if failed.refused:
+        return ConnectionRefused(failed.code, failed.reason, remedy=failed.remedy)
+    if failed.code == CloseCode.PROTOCOL_VIOLATION:
+        return RemoteProtocolError(f"{endpoint} broke the protocol: {failed.reason}", violation="unexpected")
+    if failed.code == CloseCode.HANDSHAKE_TIMEOUT:
+        return TimedOut(f"{endpoint}: {failed.reason}", phase="handshake", remedy=TIMEOUT_REMEDY)
+    return ConnectionLost(f"{endpoint} was lost within the handshake: {failed.reason}")

@@ -293,12 +293,8 @@ class Conversation:
                 self._publish(message, now)
             case Publish():
                 self._become_ready(message, now)
-            case Release(leases=leases) | Renew(leases=leases) if not self._allowance.takes_leases(len(leases), now):
-                self._refuse_rate("leases", self._limits.leases_per_s_max, now)
-            case Release(leases=leases, read=read):
-                self._events.append(ReleaseReceived(leases=leases, read=read))
-            case Renew(leases=leases):
-                self._events.append(RenewReceived(leases=leases))
+            case Release() | Renew():
+                self._take_leases(message, now)
             case Released(leases=leases):
                 self._events.append(ReleaseAnswered(leases=leases))
             case Renewed(leases=leases, lease_s=lease_s):
@@ -311,6 +307,14 @@ class Conversation:
                     self._events.append(PingAnswered(rtt_s=now - self._asked_s, report=report))
             case _:
                 self._take_question(message, now)
+
+    def _take_leases(self, message: Release | Renew, now: float) -> None:
+        if not self._allowance.takes_leases(len(message.leases), now):
+            self._refuse_rate("leases", self._limits.leases_per_s_max, now)
+        elif isinstance(message, Release):
+            self._events.append(ReleaseReceived(leases=message.leases, read=message.read))
+        else:
+            self._events.append(RenewReceived(leases=message.leases))
 
     def _welcome(self, hello: Hello, now: float) -> None:
         theirs = VersionRange(hello.version_min, hello.version_max)

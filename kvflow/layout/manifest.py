@@ -197,25 +197,31 @@ class Manifest(Struct, frozen=True, dict=True, omit_defaults=True):
         used = [part.region for group in self.groups for _, part in group.components]
         if len(used) > COMPONENTS_MAX:
             raise SpecInvalid(f"the layers have more than {COMPONENTS_MAX} components together")
-        names = [layer.name for group in self.groups for layer in group.layers]
-        if not names:
-            raise SpecInvalid("the manifest names no layer")
-        if len(set(names)) != len(names):
-            raise SpecInvalid(f"layer {_first_duplicate(names)!r} is named twice")
-        if unknown := set(self.rebuilt) - set(names):
-            raise SpecInvalid(f"rebuilt names a layer that the cache does not have: {min(unknown)!r}")
+        self._check_names()
         for index, group in enumerate(self.groups):
             _check_group(index, group)
             for layer in group.layers:
-                roles = [component.role for component in layer.components]
-                if len(set(roles)) != len(roles):
-                    raise SpecInvalid(f"{layer.name}: role {_first_duplicate(roles)!r} is named twice")
                 for component in layer.components:
                     self._check_component(f"{layer.name}.{component.role}", group, component)
         if unused := set(range(len(self.regions))).difference(used):  # memory of a group without layers, say
             raise SpecInvalid(f"region {min(unused)} is memory of no layer")
         _ = self.aliases  # a pull needs them, and must not wait until thousands of components are sorted
         return True
+
+    def _check_names(self) -> None:
+        """Check that each layer has a name, and each component of a layer a role, that no other has."""
+        layers = [layer for group in self.groups for layer in group.layers]
+        names = [layer.name for layer in layers]
+        if not names:
+            raise SpecInvalid("the manifest names no layer")
+        if len(set(names)) != len(names):
+            raise SpecInvalid(f"layer {_first_duplicate(names)!r} is named twice")
+        if unknown := set(self.rebuilt) - set(names):
+            raise SpecInvalid(f"rebuilt names a layer that the cache does not have: {min(unknown)!r}")
+        for layer in layers:
+            roles = [component.role for component in layer.components]
+            if len(set(roles)) != len(roles):
+                raise SpecInvalid(f"{layer.name}: role {_first_duplicate(roles)!r} is named twice")
 
     def _check_component(self, path: str, group: ManifestGroup, component: Component) -> None:
         if component.region >= len(self.regions):
@@ -231,6 +237,11 @@ class Manifest(Struct, frozen=True, dict=True, omit_defaults=True):
             raise SpecInvalid(f"{path}: {component.num_tokens} tokens do not divide blocks of {group.block_size}")
         if component.first + component.held.count > component.total:
             raise SpecInvalid(f"{path}: holds {component.held}, which is out of range")
+        self._check_reach(path, group, component)
+        self._check_strides(path, group, component)
+
+    def _check_reach(self, path: str, group: ManifestGroup, component: Component) -> None:
+        """Check that no offset within a block overflows, and that the last block ends within the region."""
         token_stride = component.strides[component.token_axis] if component.token_axis >= 0 else 0
         if component.nbytes > ADDRESS_MAX or component.num_tokens * token_stride > ADDRESS_MAX:
             raise SpecInvalid(f"{path}: {component.extents} elements {component.strides} bytes apart are too many")
@@ -241,7 +252,6 @@ class Manifest(Struct, frozen=True, dict=True, omit_defaults=True):
         end, nbytes = component.end(self.num_blocks, group.kernel_blocks), self.regions[component.region].nbytes
         if end > nbytes:
             raise SpecInvalid(f"{path}: reaches byte {end} of a region of {nbytes}")
-        self._check_strides(path, group, component)
 
     def _check_strides(self, path: str, group: ManifestGroup, component: Component) -> None:
         """Check that each stride is at least the extent below it, so that no two elements share a byte."""

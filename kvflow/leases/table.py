@@ -181,26 +181,7 @@ class LeaseTable:
         request_id, slot, epoch, lease_ms = grant.request_id, grant.slot, int(grant.epoch), grant.lease_ms
         if request_id in self._by_request:
             raise BlockIdsInvalid(f"request {request_id!r} is on offer already", remedy="Revoke it first.")
-        if slot >= self._slots:
-            raise BlockIdsInvalid(
-                f"the grant has slot {slot}, and this worker has {self._slots}",
-                remedy="Make a new mint with the rank_address of every worker.",
-            )
-        holder = self._by_slot.get(slot)
-        if holder is not None and holder.epoch <= epoch:
-            raise CapacityExceeded(
-                f"leases in slot {slot}",
-                1,
-                remedy=f"It holds that of {holder.grant.request_id!r}. Retire a request when its lease has ended on "
-                "every rank. Before a new mint signs, let the leases of the former one end, or revoke them.",
-            )
-        if epoch <= self._epochs.numbers[slot]:
-            later = self._epochs.numbers[slot] - epoch > 1
-            raise BlockIdsInvalid(
-                f"the grant's epoch {epoch} is not newer than slot {slot}'s"
-                + (", which a later grant has had" if later else ": it was admitted before, or is void"),
-                remedy="Admit each grant once, in this incarnation of the worker, and only those of the newest mint.",
-            )
+        self._require_slot(slot, epoch)
         self._first = self._first or grant
         ended = self._end([self._kept[slot]], "revoked", now) if slot in self._kept else []
         if grant.kind == "kept":
@@ -228,6 +209,29 @@ class LeaseTable:
             if lease.released and (lease.read or not self._given_back(lease)):
                 ended += self._end([lease], "released", now)
         return ended
+
+    def _require_slot(self, slot: int, epoch: int) -> None:
+        """Refuse a slot that is not in the table, is taken, or has had this epoch or a later one."""
+        if slot >= self._slots:
+            raise BlockIdsInvalid(
+                f"the grant has slot {slot}, and this worker has {self._slots}",
+                remedy="Make a new mint with the rank_address of every worker.",
+            )
+        holder = self._by_slot.get(slot)
+        if holder is not None and holder.epoch <= epoch:
+            raise CapacityExceeded(
+                f"leases in slot {slot}",
+                1,
+                remedy=f"It holds that of {holder.grant.request_id!r}. Retire a request when its lease has ended on "
+                "every rank. Before a new mint signs, let the leases of the former one end, or revoke them.",
+            )
+        if epoch <= self._epochs.numbers[slot]:
+            later = self._epochs.numbers[slot] - epoch > 1
+            raise BlockIdsInvalid(
+                f"the grant's epoch {epoch} is not newer than slot {slot}'s"
+                + (", which a later grant has had" if later else ": it was admitted before, or is void"),
+                remedy="Admit each grant once, in this incarnation of the worker, and only those of the newest mint.",
+            )
 
     def release(
         self, leases: Sequence[LeaseKey], reader: Reader, now: float, *, read: bool = False

@@ -246,8 +246,7 @@ class Consumer:
         nbytes = 0
         for peer, at, prepared in route.sources:
             grant = grants[at]
-            if (issued_ms := grant.issued_ms or 0) > peer.issued_ms:
-                peer.issued_ms = issued_ms
+            peer.issued_ms = max(peer.issued_ms, grant.issued_ms or 0)
             if grant.slot >= peer.num_slots:
                 raise TicketInvalid(f"{peer.link.peer} has no epoch slot {grant.slot}")
             if grant.kind == "open":  # not to be read before its producer was asked

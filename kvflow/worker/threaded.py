@@ -187,15 +187,7 @@ def start_worker_thread(config: WorkerConfig, cache: Cache, hooks: Sequence[Hook
     left: Future[None] = Future()
     failures: list[BaseException] = []  # what the loop died of, until that is raised in the caller's thread
 
-    def run() -> None:
-        try:
-            uvloop.run(_serve(config, cache, hooks, opened=opened, left=left))
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread, also if there is no loop
-            if opened.done():
-                failures.append(error)
-            else:
-                opened.set_exception(error)
-
+    run = partial(_run_loop, partial(_serve, config, cache, hooks, opened=opened, left=left), opened, failures)
     # A daemon: an engine that exits without leaving this block must not wait for a thread that waits for it.
     thread = threading.Thread(target=run, name=f"kvflow-{config.engine_id}", daemon=True)
     parked = threading.Event()
@@ -229,6 +221,19 @@ def start_worker_thread(config: WorkerConfig, cache: Cache, hooks: Sequence[Hook
         end()
         raise
     return WorkerThread(worker, calls, end)
+
+
+def _run_loop(
+    serve: Callable[[], Coroutine[Any, Any, None]], opened: "Future[Any]", failures: list[BaseException]
+) -> None:
+    """Serve on this thread. What the loop dies of is for the caller's thread, also if there never was a loop."""
+    try:
+        uvloop.run(serve())
+    except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+        if opened.done():
+            failures.append(error)
+        else:
+            opened.set_exception(error)
 
 
 async def _serve(

@@ -260,7 +260,9 @@ def _hops(probe: Probe, direct: Probe, subject: str) -> Iterator[Finding]:
     prefill, decode = probe.prefill, probe.decode
     absent = f"{prefill.told('untagged', 'absent')}; {decode.told('untagged', 'absent')}"
     requests = f"{prefill.told('requests')}; {decode.told('requests')}"
-    if decode.grown.of("transfers") and prefill.grown.of("requests"):
+    skips = (("router_skips_prefill", prefill, f"{requests}; {absent}"), ("router_skips_decode", decode, requests))
+    skipped = {code: evidence for code, side, evidence in skips if not side.grown.of("requests")}
+    if decode.grown.of("transfers") and "router_skips_prefill" not in skipped:
         if not prefill.untagged:  # a prefill server with "offer": "always" needs no router that asks
             yield ok(subject, absent)
         yield ok(subject, f"{decode.told('transfers')}; {requests}")
@@ -271,16 +273,11 @@ def _hops(probe: Probe, direct: Probe, subject: str) -> Iterator[Finding]:
             f"{decode.told('failed', FailureCode.TICKET_INVALID)}; the same servers transferred without the router"
         )
         yield found("router_changes_ticket", subject, evidence)
-    elif prefill.untagged or (decode.untagged and not prefill.grown.of("requests")):
+    elif prefill.untagged or (decode.untagged and "router_skips_prefill" in skipped):
         yield found("router_does_not_ask", subject, f"{absent}; {requests}")
-    elif not probe.sent.answer.sound and not decode.grown.of("requests"):
-        return  # the answer says more
-    elif not prefill.grown.of("requests"):
-        yield found("router_skips_prefill", subject, f"{requests}; {absent}")
-        if not decode.grown.of("requests"):
-            yield found("router_skips_decode", subject, requests)
-    elif not decode.grown.of("requests"):
-        yield found("router_skips_decode", subject, requests)
+    elif skipped:
+        if probe.sent.answer.sound or "router_skips_decode" not in skipped:  # otherwise the answer says more
+            yield from (found(code, subject, evidence) for code, evidence in skipped.items())
     elif decode.untagged and direct.sent.ticket:
         yield found("router_drops_ticket", subject, absent)
     elif direct.decode.grown.of("transfers") and not decode.grown.all("failed"):
