@@ -48,21 +48,26 @@ class LateNetwork(ZeroMqNetwork):
         await asyncio.Event().wait()
 
 
+async def connect(network, limits):
+    """Open a client in vain."""
+    async with open_client(
+        LateNetwork.endpoint,
+        identity=CONSUMER,
+        publication=PRODUCED,
+        security=None,
+        on_event=lambda event: None,
+        limits=limits,
+        network=network,
+    ):
+        raise AssertionError("unreachable")
+
+
 async def test_a_connection_that_is_secured_after_the_deadline_changes_nothing():
     network = LateNetwork()
 
     async def dial():
         with pytest.raises(TimedOut) as caught:
-            async with open_client(
-                network.endpoint,
-                identity=CONSUMER,
-                publication=PRODUCED,
-                security=None,
-                on_event=lambda event: None,
-                limits=Limits(handshake_s=0.05, closing_s=60),
-                network=network,
-            ):
-                raise AssertionError("unreachable")
+            await connect(network, Limits(handshake_s=0.05, closing_s=60))
         assert caught.value.phase == "handshake"
 
     task = asyncio.ensure_future(dial())
@@ -120,16 +125,7 @@ def failed(error, outcomes, addresses=1):
 
     async def dial():
         with pytest.raises(error):
-            async with open_client(
-                LateNetwork.endpoint,
-                identity=CONSUMER,
-                publication=PRODUCED,
-                security=None,
-                on_event=lambda event: None,
-                limits=Limits(connect_s=5.0, handshake_s=6.0),
-                network=network,
-            ):
-                raise AssertionError("unreachable")
+            await connect(network, Limits(connect_s=5.0, handshake_s=6.0))
         return process.time()
 
     task = process.create_task(dial(), name="dial")

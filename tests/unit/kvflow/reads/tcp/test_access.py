@@ -249,34 +249,36 @@ def test_a_key_that_is_not_allowed_any_longer_is_refused(tls):
         stream.close()
 
 
+@contextmanager
+def greeted_by_another():
+    """Yield a reader, and the socket of who has greeted it in place of its producer."""
+    with (
+        closing(socket.create_server(("127.0.0.1", 0))) as listener,
+        exporting(tls=False) as exporter,
+        closing(exporter.reader(at=listener.getsockname())) as reader,
+    ):
+        reader.advance()
+        sock, _ = listener.accept()
+        with sock:
+            sock.sendall(opening.MAGIC + bytes(32))
+            yield reader, sock
+            with pytest.raises(Rejected, match="not proven"):
+                opened(reader)
+
+
 def test_an_exporter_without_the_pass_key_is_no_producer():
     """It greets, and can then only answer with a proof of its own."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener, exporting(tls=False) as exporter:
-        reader = exporter.reader(at=listener.getsockname())
-        with closing(reader):
-            reader.advance()
-            sock, _ = listener.accept()
-            with sock:
-                sock.sendall(opening.MAGIC + bytes(32) + b"x" * 32)
-                with pytest.raises(Rejected, match="not proven"):
-                    opened(reader)
+    with greeted_by_another() as (_, sock):
+        sock.sendall(b"x" * 32)
 
 
 def test_who_sends_a_proof_back_is_no_producer():
     """The proofs of both sides are of one pass and the same nonces."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener, exporting(tls=False) as exporter:
-        reader = exporter.reader(at=listener.getsockname())
-        with closing(reader):
-            reader.advance()
-            sock, _ = listener.accept()
-            with sock:
-                sock.sendall(opening.MAGIC + bytes(32))
-                while reader.advance() is None and not select.select([sock], [], [], 0.01)[0]:
-                    pass
-                hello = opening.decode_hello(sock.recv(opening.HELLO_BYTES, socket.MSG_WAITALL))
-                sock.sendall(hello.proof)
-                with pytest.raises(Rejected, match="not proven"):
-                    opened(reader)
+    with greeted_by_another() as (reader, sock):
+        while reader.advance() is None and not select.select([sock], [], [], 0.01)[0]:
+            pass
+        hello = opening.decode_hello(sock.recv(opening.HELLO_BYTES, socket.MSG_WAITALL))
+        sock.sendall(hello.proof)
 
 
 def test_a_reader_with_a_stolen_pass_and_another_key_stays_out():
