@@ -101,7 +101,7 @@ def test_what_is_on_offer_is_neither_cleared_nor_written(world, monkeypatch, run
 @pytest.mark.parametrize(
     ("runner", "role", "how"),
     [(runner, "kv_producer", how) for runner in RUNNERS for how in ({}, {"stages": 2})]
-    + [("second", "kv_both", how) for how in HOWS if "drafts" in how or "states" in how],
+    + [("second", "kv_both", how) for how in ({"drafts": True}, {"states": True})],
     ids=named,
 )
 def test_a_load_that_waits_for_no_step_is_seen(world, monkeypatch, runner, role, how):
