@@ -17,7 +17,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kvflow.addresses import host_and_port
+from kvflow.addresses import PORT_MAX, host_and_port
 from kvflow.config import WILDCARD_HOSTS, is_loopback
 from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm import NAME
@@ -408,9 +408,11 @@ def dial(endpoint: str) -> tuple[str, list[Finding]]:
 def accepts(endpoint: str) -> str:
     """Return why ``tcp://HOST:PORT`` accepts no connection; empty if it does."""
     host, port = host_and_port(endpoint)
+    if port > PORT_MAX:  # the system would dial another
+        return f"its port is above {PORT_MAX}"
     try:
         socket.create_connection((host.strip("[]"), port), timeout=CONNECT_S).close()
-    except (OSError, UnicodeError, OverflowError) as error:  # a port above 65535 overflows
+    except (OSError, UnicodeError) as error:
         return str(error) or type(error).__name__
     return ""
 
