@@ -182,7 +182,7 @@ BENCHMARKS = {
 
 AT_SOURCES = ("pull", "descriptors")
 
-ON_DEVICES = ("pull", "layouts", "descriptors")
+ON_DEVICES = ("pull", "layouts")
 
 PACKAGED = {"pull": "kvflow.tools.bench.pull"}
 

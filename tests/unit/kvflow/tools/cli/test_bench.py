@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from kvflow.errors import PeerLost
-from kvflow.memory import device as device_memory
 from kvflow.tools.cli import arguments, main, small
 
 
@@ -62,12 +61,6 @@ def test_a_device_that_is_not_there_is_a_typed_error(name, flags, capsys):
 def test_a_device_that_no_data_plane_reads_is_a_typed_error(device, capsys):
     assert main(["bench", "pull", "--rounds", "1", "--device", device]) == 1
     assert f"device is {device!r}: expected cpu, cuda or cuda:NUMBER" in capsys.readouterr().err
-
-
-def test_reads_between_memories_of_two_kinds_are_not_compared(capsys, monkeypatch):
-    monkeypatch.setattr(device_memory, "require_device", lambda _: None)
-    assert main(["bench", "descriptors", "--rounds", "1", "--source-device", "cuda"]) == 1
-    assert "on cuda and cpu, and reads between both kinds are never staged" in capsys.readouterr().err
 
 
 def test_a_source_that_listens_is_taken(bound):
