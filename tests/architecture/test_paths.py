@@ -19,7 +19,7 @@ def named(text: str) -> set[str]:
 
 def exists(name: str) -> bool:
     """Return whether a path, a pattern, a module or a variable of a module is there; ``module:name`` is its module."""
-    pattern = re.sub(r"%|\$\$\w+", "*", name)
+    pattern = re.sub(r"%|\$\$\w+|\*\*", "*", name)
     module = pattern.replace(".", "/")
     owner = ROOT / f"{module.rpartition('/')[0]}.py"
     return any(any(ROOT.glob(each)) for each in (pattern, module, f"{module}.py")) or (

@@ -22,6 +22,7 @@ def failed(code, phase="wire", *, quarantined=False):
         ("key_removed", errors.PeerLost),
         ("metadata_invalid", errors.ProtocolViolation),
         ("bounds", errors.ProtocolViolation),
+        ("protocol_violation", errors.ProtocolViolation),
         ("deadline_exceeded", errors.DeadlineExceeded),
         ("transport_error", errors.TransferFailed),
         ("a code of a newer transport", errors.TransferFailed),
@@ -46,6 +47,7 @@ def test_the_table_is_tested():
         "key_removed",
         "metadata_invalid",
         "bounds",
+        "protocol_violation",
     }
 
 
