@@ -222,6 +222,7 @@ def test_a_peer_that_ends_fails_staged_reads_and_frees_their_buffers(world):
     reader.transport.prepare(prepared_list)
     reader.post(world.read(1, prepared_list, [0], [0]))
     assert reader.sink.wait(("read", 1))[0].verdict == "held"
+    reader.sink.forget(("peer", "p"))
     exporter.go()
     reader.post(world.read(2, prepared_list, range(40), range(40)))
     answer, peer = reader.sink.wait(("read", 2), ("peer", "p"))
