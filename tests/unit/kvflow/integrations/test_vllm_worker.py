@@ -291,6 +291,7 @@ def test_loads_wait_in_order_for_the_steps_before_them():
     rank.end_step(7)
     rank.collect()
     assert fake.released == [TICKET]
+    rank.stop()
 
 
 def test_steps_that_have_ended_meanwhile_are_all_seen_at_once():
@@ -300,6 +301,7 @@ def test_steps_that_have_ended_meanwhile_are_all_seen_at_once():
         rank.end_step(step)
     rank.execute_written([GiveBack("t", TICKET)], step=2)
     assert fake.released == [TICKET]
+    rank.stop()
 
 
 @pytest.mark.parametrize("consumes", [True, False])
