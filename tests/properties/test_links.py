@@ -14,8 +14,6 @@ from handshake.errors import Closed
 from handshake.messages import Answered, ConnectionFailed, LeaseAnswer, RenewAnswered
 from kvflow import errors
 from kvflow.events import BreakerClosed, BreakerOpened
-from kvflow.leases.issuer import Issuer
-from kvflow.leases.tickets import RankAddress
 from kvflow.rendezvous.dialer import Awaited, Restarted
 from kvflow.rendezvous.endpoint import Distrusted, NotDialed, Replaced
 from kvflow.worker import askers
@@ -28,6 +26,7 @@ from kvflow.worker.connections import (
     Connection,
     Reachability,
 )
+from tests.helpers.members import member_of
 
 from .caches import thorough
 
@@ -43,18 +42,6 @@ OTHER_ANSWERS = (
     errors.LayoutMismatch("a", 1, 2),
 )
 NO_RESULTS = (Distrusted("another key"), NotDialed("files", 1), errors.WorkerClosed("closing"))
-
-
-def member_of(who, issued_ms):
-    incarnation, endpoint = who
-    mint = Issuer(
-        "prefill-0",
-        [RankAddress(0, incarnation * 32, endpoint, "0", 4)],
-        sign=lambda payload: bytes(32),
-        lease_s=30.0,
-        wall_clock=None if issued_ms is None else lambda: issued_ms / 1000,
-    )
-    return next(mint.offer("r", block_ids=[[1]], num_tokens=1)[0].members())
 
 
 class AddressModel:

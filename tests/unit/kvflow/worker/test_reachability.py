@@ -5,8 +5,6 @@ import pytest
 
 from kvflow import errors
 from kvflow.events import BreakerClosed, BreakerOpened
-from kvflow.leases.issuer import Issuer
-from kvflow.leases.tickets import RankAddress
 from kvflow.rendezvous.dialer import Restarted
 from kvflow.rendezvous.endpoint import Distrusted, NotDialed, Replaced
 from kvflow.worker.connections import (
@@ -18,6 +16,7 @@ from kvflow.worker.connections import (
     AddressRecord,
     Reachability,
 )
+from tests.helpers.members import member_of
 
 from .helpers import Clock, Reports
 
@@ -26,14 +25,7 @@ OTHER_ENDPOINT = "tcp://127.0.0.1:5001"
 
 
 def member(incarnation="0", endpoint=ENDPOINT, issued_ms=None):
-    mint = Issuer(
-        "prefill-0",
-        [RankAddress(0, incarnation * 32, endpoint, "0", 4)],
-        sign=lambda payload: bytes(32),
-        lease_s=30.0,
-        wall_clock=None if issued_ms is None else lambda: issued_ms / 1000,
-    )
-    return next(mint.offer("r", block_ids=[[1]], num_tokens=1)[0].members())
+    return member_of((incarnation, endpoint), issued_ms)
 
 
 class World:
