@@ -16,6 +16,7 @@ from kvflow.rendezvous.endpoint import OWN_ADDRESS
 from kvflow.worker.connections import FAILURES_MAX, SUPERSEDED_S
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
+from tests.helpers.waiting import until
 from tests.ports import free_port
 
 from .helpers import Clock, cache_of, turns
@@ -137,6 +138,8 @@ async def test_another_engine_at_the_only_address_is_a_wrong_way():
             assert caught.value.code == "peer_lost", "neither stale nor left alone"
             assert caught.value.message == f"{NAME} is 'prefill-0' rank 0 now, not 'prefill-1' rank 0"
             assert caught.value.remedy == PeerLost.default_remedy
+        # A renewal dials, too. A pull that joins its dial would hear of the old pod.
+        await until(lambda: not rollout.world.consumer.snapshot().producers)
         rollout.lead("new")
         await rollout.world.pull(ticket)
         assert rollout.world.of(BreakerOpened) == []
