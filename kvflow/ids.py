@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-FEW = 64  # up to this many block ids or units, Python is faster than NumPy, whose calls take a microsecond each
+FEW_IDS = 64  # up to this many block ids or units, Python is faster than NumPy, whose calls take a microsecond each
 ABSENT = -1  # the block id of an absent block
 
 Int64s = npt.NDArray[np.int64]

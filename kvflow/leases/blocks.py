@@ -14,7 +14,7 @@ from typing import SupportsIndex
 import numpy as np
 
 from kvflow.errors import BlockIdsInvalid, counted, shown
-from kvflow.ids import ABSENT, FEW, Ids, Int64s
+from kvflow.ids import ABSENT, FEW_IDS, Ids, Int64s
 
 RECEIVING = -1
 QUIESCED = "Wait for quiesced() of that pull"
@@ -190,13 +190,13 @@ def join_loans(loans: Sequence[tuple[Ids, ...]]) -> Sequence[Ids]:
     for lists in zip(*loans, strict=True):
         few = tuple(chain.from_iterable(ids for ids in lists if isinstance(ids, tuple)))
         many = [ids for ids in lists if not isinstance(ids, tuple)]
-        joined.append(np.concatenate([np.array(few, np.int64), *many]) if many or len(few) > FEW else few)
+        joined.append(np.concatenate([np.array(few, np.int64), *many]) if many or len(few) > FEW_IDS else few)
     return joined
 
 
 def as_ids(lists: tuple[tuple[int, ...], ...]) -> tuple[Ids, ...]:
     """Return checked lists in the form in which many ids are counted fast."""
-    return tuple([np.array(ids, np.int64) if len(ids) > FEW else ids for ids in lists])
+    return tuple([np.array(ids, np.int64) if len(ids) > FEW_IDS else ids for ids in lists])
 
 
 def block_lists(block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -208,7 +208,7 @@ def block_lists(block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ..
 
 def runs_of(ids: tuple[int, ...]) -> tuple[int, ...]:
     """Return ids with each run as its first id and, below ``ABSENT``, the negative number of its ids; if that pays."""
-    if len(ids) <= FEW:
+    if len(ids) <= FEW_IDS:
         return ids
     numbers = np.frombuffer(array("q", ids), np.int64)
     starts = np.flatnonzero(np.diff(numbers, prepend=numbers[:1]) != 1)
@@ -263,7 +263,7 @@ def check_block_ids(
     unique: bool,
     decoded: bool = False,
 ) -> tuple[Ids, ...]:
-    """Check the caller's lists, one per group. Return up to ``FEW`` ids as a tuple, more of them as an int64 array.
+    """Check the caller's lists, one per group. Return up to ``FEW_IDS`` ids as a tuple, more of them as an int64 array.
 
     Ids are in ``[0, num_blocks)``, or ``ABSENT``. An id is in only one group of an alias class, and with ``unique``
     once in a list. ``decoded``: these are tuples of a decoded ticket, whose integers are at least ``ABSENT``.
@@ -282,7 +282,7 @@ def check_block_ids(
         raise BlockIdsInvalid(f"block_ids has {lists} for {groups}")
     checked: list[Ids] = []
     for group, ids in enumerate(block_ids):
-        if type(ids) in _LISTS and 0 < len(ids) <= FEW:
+        if type(ids) in _LISTS and 0 < len(ids) <= FEW_IDS:
             few = tuple(ids)  # not a copy of a tuple
             integers = decoded or (set(map(type, few)) == _INTEGERS and min(few) >= ABSENT)
             if integers and max(few) < num_blocks:
@@ -315,7 +315,7 @@ def _as_ids(ids: Sequence[int], group: int, num_blocks: int) -> Ids:
             found = np.frombuffer(array("q", ids), np.int64)
     if found is None or np.minimum.reduce(found) < ABSENT or np.maximum.reduce(found) >= num_blocks:
         found = _as_array(ids, group, num_blocks)
-    return found if len(found) > FEW else tuple(found.tolist())
+    return found if len(found) > FEW_IDS else tuple(found.tolist())
 
 
 def _as_array(ids: Sequence[int], group: int, num_blocks: int) -> Int64s:

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvflow.errors import ReleaseMismatch, TicketInvalid, counted, quoted
-from kvflow.ids import ABSENT, FEW, PeerId
+from kvflow.ids import ABSENT, FEW_IDS, PeerId
 from kvflow.leases.blocks import NUM_BLOCKS_MAX, block_ends, blocks_for, count_runs, expand_runs, runs_of
 from kvflow.validation import find_fault
 
@@ -209,7 +209,7 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     def payload(self, fingerprint: bytes) -> bytes:
         """Return what a member signs whose cluster secret has this fingerprint: that, and the grant in msgpack."""
         grant = self
-        if max(map(len, self.block_ids), default=0) > FEW:
+        if max(map(len, self.block_ids), default=0) > FEW_IDS:
             grant = msgspec.structs.replace(self, block_ids=tuple(map(runs_of, self.block_ids)))
         return MARK + fingerprint + _encoder.encode(grant)
 

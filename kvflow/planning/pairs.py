@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct
 
 from kvflow.errors import BlockRangeMismatch, CapacityExceeded, counted
-from kvflow.ids import ABSENT, FEW, Ids, Int64s
+from kvflow.ids import ABSENT, FEW_IDS, Ids, Int64s
 from kvflow.planning.plan import GroupPlan
 from kvflow.planning.runs import UNITS_MAX, Bools, Units
 
@@ -102,7 +102,11 @@ def _ascending(source: Int64s, target: Int64s) -> UnitPairs:
     if np.count_nonzero(source[1:] < source[:-1]):
         order = np.argsort(source, kind="stable")  # takes half as long
         source, target = source[order], target[order]
-    return UnitPairs(source, target) if len(source) > FEW else UnitPairs(tuple(source.tolist()), tuple(target.tolist()))
+    return (
+        UnitPairs(source, target)
+        if len(source) > FEW_IDS
+        else UnitPairs(tuple(source.tolist()), tuple(target.tolist()))
+    )
 
 
 def _pair_few(
@@ -134,7 +138,7 @@ def _list_few(ids: tuple[int, ...], units: Units, num_tokens: int) -> tuple[int,
     if not tokens:
         return ids if len(ids) <= 1 else None
     blocks_held = -(-num_tokens // (tokens * per_block * stripe.size))
-    if len(ids) > blocks_held or len(ids) * per_block > FEW:
+    if len(ids) > blocks_held or len(ids) * per_block > FEW_IDS:
         return None
     if per_block == stripe.size == 1:
         return ids

@@ -22,7 +22,7 @@ INDEX_MAX = (1 << 31) - 1  # descriptors are numbered by int32
 
 EPOCH_MAX = (1 << 63) - 1
 
-FEW = 128  # up to this many descriptors, a loop is faster than arrays
+FEW_DESCRIPTORS = 128  # up to this many descriptors, a loop is faster than arrays
 
 _INTEGERS = {int}
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -201,7 +201,11 @@ def _check_index(bound: Bound, source_count: int, target_count: int) -> int:
     """Check both index arrays and the cuts. Return the number of descriptors."""
     source, target, cuts = bound.source_index, bound.target_index, bound.cuts
     n = source.size
-    if 0 < n <= FEW and source.shape == target.shape == (n,) and (source.dtype, target.dtype, cuts.dtype) == _DTYPES:
+    if (
+        0 < n <= FEW_DESCRIPTORS
+        and source.shape == target.shape == (n,)
+        and (source.dtype, target.dtype, cuts.dtype) == _DTYPES
+    ):
         here, there = source.tolist(), target.tolist()
         inside = min(here + there) >= 0 and max(here) < source_count and max(there) < target_count
         if inside and cuts.tolist() == [0, n]:
@@ -311,7 +315,7 @@ class Places:
 
         Neighbors that touch are joined.
         """
-        if len(index) > FEW:
+        if len(index) > FEW_DESCRIPTORS:
             row = _row_of(self._rows, index)
             return np.stack(joined(_addresses(self._rows, index, row), self._rows.table[row, 1]), axis=1)
         parts = []

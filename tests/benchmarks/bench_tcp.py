@@ -37,7 +37,7 @@ import numpy.typing as npt
 import uvloop
 
 import kvflow
-from kvflow.ids import FEW
+from kvflow.ids import FEW_IDS
 from kvflow.memory.cache import KVCache
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.contract import RankRead, ReadEnded, Transport, TransportEvent
@@ -187,7 +187,7 @@ class Tapped:
     def read(self, pattern: RankRead, source: Numbers, target: Numbers) -> None:
         """Read blocks as a pull has read them, to the judged fence. Thread: any but the event loop."""
         (part,) = pattern.parts
-        few = len(source) <= FEW
+        few = len(source) <= FEW_IDS
         pairs = UnitPairs(*(tuple(ids.tolist()) if few else ids for ids in (source, target)))
         parts = (msgspec.structs.replace(part, pairs=pairs),)
         answers = self._inner.post([RankRead(next(self._ids), pattern.peer, pattern.lease, parts)])

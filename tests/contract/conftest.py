@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvflow.ids import FEW
+from kvflow.ids import FEW_IDS
 from kvflow.layout.component import Region
 from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs
@@ -255,7 +255,7 @@ class Descriptors:
 def units(numbers):
     """Numbers of units as pairs have them: few as a tuple, many as an array."""
     numbers = tuple(map(int, numbers))
-    return numbers if len(numbers) <= FEW else np.array(numbers, np.int64)
+    return numbers if len(numbers) <= FEW_IDS else np.array(numbers, np.int64)
 
 
 class StagedUnits:

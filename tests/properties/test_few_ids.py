@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import force_setattr, replace
 
 from kvflow.errors import BlockIdsInvalid, KvflowError
-from kvflow.ids import FEW
+from kvflow.ids import FEW_IDS
 from kvflow.layout.shards import Stripe
 from kvflow.leases import blocks
 from kvflow.leases.blocks import check_block_ids
@@ -22,7 +22,7 @@ from tests.unit.kvflow.planning.helpers import full, manifest_of
 from .caches import thorough
 
 NUM_BLOCKS = 12
-CHECKED_AS_MANY = patch.object(blocks, "FEW", -1)
+CHECKED_AS_MANY = patch.object(blocks, "FEW_IDS", -1)
 BY_SORTING = patch.object(blocks, "BLOCKS_PER_ID", 0)
 
 
@@ -49,7 +49,7 @@ lists = st.one_of(
     st.lists(ids, max_size=6).map(tuple),
     st.lists(ids, max_size=6).map(lambda few: np.array(few, np.int32)),
     st.sampled_from([None, 7, "12", b"12", {1: 2}, range(3), np.array([[1]]), np.array([1.0]), np.array(["a"])]),
-    st.integers(FEW - 1, FEW + 1).map(lambda count: [0] + [-1] * count),
+    st.integers(FEW_IDS - 1, FEW_IDS + 1).map(lambda count: [0] + [-1] * count),
 )
 
 
@@ -86,14 +86,14 @@ def test_ids_of_a_decoded_ticket_are_checked_like_any_others(block_ids, data):
         assert outcome(lambda: check(decoded=True)) == few
 
 
-@pytest.mark.parametrize("count", [FEW - 1, FEW, FEW + 1])
+@pytest.mark.parametrize("count", [FEW_IDS - 1, FEW_IDS, FEW_IDS + 1])
 @pytest.mark.parametrize("form", [list, tuple, np.array])
 def test_up_to_64_ids_become_tuples_and_more_arrays(form, count):
     given = list(range(1, 2 * count, 2))
     (checked,) = check_block_ids([form(given)], num_blocks=2 * count, aliases=[0], unique=True)
     pairs = pair_units(PLANS[16, 16], checked, checked, num_tokens=16 * count)
     for found in (checked, pairs.source, pairs.target):
-        assert type(found) is (tuple if count <= FEW else np.ndarray)
+        assert type(found) is (tuple if count <= FEW_IDS else np.ndarray)
         assert list(found) == given
     for wrong, words in (
         ([*given, 1], "block 1 is a target twice"),
@@ -104,7 +104,7 @@ def test_up_to_64_ids_become_tuples_and_more_arrays(form, count):
 
 
 def test_a_checked_list_does_not_follow_the_callers():
-    for mine in ([3, 4], list(range(FEW + 1))):
+    for mine in ([3, 4], list(range(FEW_IDS + 1))):
         (checked,) = check_block_ids([mine], num_blocks=100, aliases=[0], unique=True)
         mine[0] = 7
         assert checked[0] != 7
@@ -152,7 +152,7 @@ def test_few_and_many_units_are_paired_alike(pairing):
     def pair(*given):
         found = pair_units(plan, *given, num_tokens=num_tokens)
         assert len(found.source) == len(found.target)
-        assert {type(found.source), type(found.target)} == {tuple if len(found.source) <= FEW else np.ndarray}
+        assert {type(found.source), type(found.target)} == {tuple if len(found.source) <= FEW_IDS else np.ndarray}
         assert (np.diff(found.source) >= 0).all()
         # A source block that is listed twice has no order among its targets.
         order = np.lexsort((found.target, found.source))

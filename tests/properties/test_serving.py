@@ -18,7 +18,7 @@ from kvflow.reads.bounds import OutOfBounds, check_rows, joined, merge
 from kvflow.reads.contract import Serving
 from kvflow.reads.serving import LeasedBlocks
 from kvflow.reads.tcp import wire
-from kvflow.reads.tcp.runs import FEW, ServedGroup, SourceList
+from kvflow.reads.tcp.runs import FEW_RUNS, ServedGroup, SourceList
 from tests.fakes.staging import plan_at
 
 from .caches import descriptors, thorough
@@ -110,7 +110,14 @@ def require_served(source, binding):
     published = wire.decode_layout(wire.encode_layout(source.tracks))
     listed = SourceList(check_rows(table), published.groups[group], published.num_blocks, binding.source.memory)
     served = ServedGroup(source.tracks[group])
-    for some in (index[:1], index[:FEW], np.sort(index[:FEW]), np.sort(index[: 2 * FEW]), index, np.sort(index)):
+    for some in (
+        index[:1],
+        index[:FEW_RUNS],
+        np.sort(index[:FEW_RUNS]),
+        np.sort(index[: 2 * FEW_RUNS]),
+        index,
+        np.sort(index),
+    ):
         require_runs(listed, served, source, binding, some[: wire.RUNS_MAX])
     require_few_runs(listed, binding, source.manifest.num_blocks)
 
@@ -193,7 +200,7 @@ def test_runs_that_are_served_have_bytes_of_their_blocks_only():
         for _ in range(12):
             group = choose.randrange(len(owned.tracks))
             # Few runs are looked up one by one, and many by arrays.
-            runs = [random_run(choose, owned.tracks[group])] * choose.choice((1, FEW + 1))
+            runs = [random_run(choose, owned.tracks[group])] * choose.choice((1, FEW_RUNS + 1))
             try:
                 found = ServedGroup(owned.tracks[group]).resolve(wire.encode_read(0, 0, 0, runs)[wire.REQUEST.size :])
             except OutOfBounds:
@@ -210,7 +217,7 @@ def test_runs_that_are_served_have_bytes_of_their_blocks_only():
                 assert owners <= {block + 1 for block in found.blocks}
 
     ask()
-    assert min(tries[each, count] for each in ("served", "refused") for count in (1, FEW + 1)) > 50, tries
+    assert min(tries[each, count] for each in ("served", "refused") for count in (1, FEW_RUNS + 1)) > 50, tries
 
 
 @thorough

@@ -14,7 +14,7 @@ from kvflow.layout.tracks import Track
 from kvflow.reads.bounds import CheckedRows, OutOfBounds, joined, joined_few
 from kvflow.reads.tcp.wire import RUN, RUNS_MAX, Row
 
-FEW = 32  # up to this many descriptors or runs, a loop is faster than arrays
+FEW_RUNS = 32  # up to this many descriptors or runs, a loop is faster than arrays
 OFFSET_MAX = 1 << 46  # most bytes of an offset: products with ``RUNS_MAX`` fit int64
 ENTRIES_MAX = 1 << 20  # units of a block in stretches of their own, for all rows of a list
 
@@ -58,7 +58,7 @@ class SourceList:
 
     def runs(self, index: Int32s) -> Int64s | list[list[int]]:
         """Return the runs of checked descriptors, int32 of shape (n,), in their order: seven numbers each."""
-        return self._few(index.tolist()) if len(index) <= FEW else self._many(index.astype(np.int64))
+        return self._few(index.tolist()) if len(index) <= FEW_RUNS else self._many(index.astype(np.int64))
 
     def _few(self, index: list[int]) -> list[list[int]]:
         pieces: list[list[int]] = []  # place of the first unit, unit, block, times, row
@@ -157,7 +157,7 @@ class ServedGroup:
         """Return where the bytes of runs lie, as a READ has them. Raises ``OutOfBounds``."""
         if not self._list:
             raise OutOfBounds("this group is not served")
-        few = len(body) <= FEW * RUN.size and self._few(body)
+        few = len(body) <= FEW_RUNS * RUN.size and self._few(body)
         return few or self._many(np.frombuffer(body, "<i8").reshape(-1, 7))
 
     def _few(self, body: bytes) -> "Resolved | None":
@@ -171,7 +171,7 @@ class ServedGroup:
             address, every, span, device = self._list[stretch]
             if first + count > self.num_blocks or offset + stride * (times - 1) + nbytes > span:
                 raise OutOfBounds(f"a run leaves the blocks or the bytes of stretch {stretch}")
-            if len(pieces) + count * times > 4 * FEW:
+            if len(pieces) + count * times > 4 * FEW_RUNS:
                 return None
             devices.add(device)
             blocks.append(range(first, first + count))

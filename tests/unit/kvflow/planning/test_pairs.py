@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvflow.errors import BlockIdsInvalid, BlockRangeMismatch, CapacityExceeded
-from kvflow.ids import FEW
+from kvflow.ids import FEW_IDS
 from kvflow.leases.blocks import check_block_ids
 from kvflow.planning.pairs import UNITS_MAX, UnitPairs, located, merged_pairs, pair_units
 
@@ -76,10 +76,10 @@ def test_any_sequence_of_integers_will_do(right):
 @pytest.mark.parametrize("form", [list, tuple, np.array])
 @pytest.mark.parametrize("unique", [True, False])
 def test_few_ids_are_a_tuple_and_many_an_array(form, unique):
-    for count in (FEW, FEW + 1):
+    for count in (FEW_IDS, FEW_IDS + 1):
         given = form(range(count))
         (checked,) = check(given, num_blocks=count, unique=unique)
-        assert isinstance(checked, tuple) == (count == FEW)
+        assert isinstance(checked, tuple) == (count == FEW_IDS)
         assert list(checked) == list(range(count))
     assert checked.dtype == np.int64
     assert checked is not given
@@ -289,7 +289,7 @@ def test_a_window_does_not_excuse_other_tokens(sizes, source, target, num_tokens
         paired(plan, source, target, num_tokens)
 
 
-@pytest.mark.parametrize("count", [2, FEW])
+@pytest.mark.parametrize("count", [2, FEW_IDS])
 def test_pairs_of_blocks_that_are_told_later_are_those_of_the_blocks(count):
     group = group_plan(64, 16) if count == 2 else group_plan()
     blocks = [*range(count, 1, -1), 70][:count]

@@ -13,7 +13,7 @@ from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.staging import COLUMNS, FIXED, Scatter
 from kvflow.reads.bounds import (
-    FEW,
+    FEW_DESCRIPTORS,
     INDEX_MAX,
     OutOfBounds,
     check_bound,
@@ -182,8 +182,8 @@ units = st.lists(st.sampled_from([-(1 << 63), -1, 0, 1, 7, 8, 9, 1 << 31, (1 << 
 @example([0, 0], [0, -1], False)
 def test_exactly_the_units_that_both_sides_have_pass(source, target, many):
     """Few are checked one by one and many as an array."""
-    count = min(len(source), len(target)) if not many else FEW + 1
-    source, target = ((side * (FEW + 1))[:count] for side in (source, target))
+    count = min(len(source), len(target)) if not many else FEW_DESCRIPTORS + 1
+    source, target = ((side * (FEW_DESCRIPTORS + 1))[:count] for side in (source, target))
     right = all(0 <= unit < 8 for unit in source) and all(0 <= unit < 9 for unit in target)
     for pairs in (UnitPairs(np.array(source), np.array(target)), UnitPairs((*source,), (*target,))):
         with nullcontext() if right else pytest.raises(OutOfBounds):

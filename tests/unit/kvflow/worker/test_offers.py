@@ -18,7 +18,7 @@ from kvflow.errors import (
     WorkerDraining,
 )
 from kvflow.events import LeaseEnded, OfferAdmitted
-from kvflow.ids import FEW
+from kvflow.ids import FEW_IDS
 from kvflow.layout.groups import Group
 from kvflow.leases.table import Reader
 from kvflow.rendezvous.issuer import TicketMint
@@ -308,7 +308,7 @@ async def test_a_hook_may_ask_and_act_when_it_hears_of_an_end():
 
 
 async def test_one_message_releases_short_lists_long_lists_and_shared_blocks(producer):
-    lists = {"a": ((1, 2, 2, -1), (3, -1, -1, -1)), "c": ((1,) * (FEW + 1), (-1,) * (FEW + 1))}
+    lists = {"a": ((1, 2, 2, -1), (3, -1, -1, -1)), "c": ((1,) * (FEW_IDS + 1), (-1,) * (FEW_IDS + 1))}
     lists["b"] = lists["a"]
     for names in ("ab", "abc"):
         grants = [producer.offer(name, lists[name], 4 * len(lists[name][0])).grants[0] for name in names]
