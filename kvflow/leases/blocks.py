@@ -5,15 +5,15 @@ cannot be lent. Several requests may share a prefix, so the account counts the r
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
 from itertools import chain
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 
-from kvflow.errors import BlockIdsInvalid, counted, shown
+from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, counted, shown
 from kvflow.ids import ABSENT, FEW_IDS, Ids, Int64s
 
 RECEIVING = -1
@@ -294,6 +294,44 @@ def check_block_ids(
         if len(members) > 1 or not isinstance(first, tuple) or len(set(first)) < len(first):
             _check_class(checked, members, num_blocks, unique=unique)
     return tuple(checked)
+
+
+def complete_digests(
+    digests: Any, block_sizes: Sequence[int], num_tokens: Sequence[int]
+) -> tuple[tuple[bytes, ...], ...] | None:
+    """Return the digests of an open lease as tuples; None while they do not reach its last token.
+
+    They do not depend on the ids of the blocks, so they may be there before. Raises as ``as_digest_lists``.
+    """
+    most = [range(blocks_for(tokens, size)) for tokens, size in zip(num_tokens, block_sizes, strict=True)]
+    lists = as_digest_lists("digests", digests, most, fewer=True)
+    reached = [len(found) == len(all_) for found, all_, size in zip(lists, most, block_sizes, strict=True) if size]
+    return lists if any(reached) or not reached else None
+
+
+def as_digest_lists(
+    name: str, digests: Any, block_ids: Sequence[Sized], *, fewer: bool = False
+) -> tuple[tuple[bytes, ...], ...]:
+    """Return a caller's digests as tuples; raise ``ArgumentInvalid`` unless they are lists of bytes, one per group.
+
+    ``fewer``: a list may have fewer digests than blocks.
+    """
+    remedy = "Pass one list per group, with one digest (bytes) for each of its blocks."
+    if not isinstance(digests, Collection) or len(digests) != len(block_ids):
+        raise ArgumentInvalid(name, f"{counted(len(block_ids), 'list')}, one per group", digests, remedy=remedy)
+    for group, (found, ids) in enumerate(zip(digests, block_ids, strict=True)):
+        if (
+            not isinstance(found, Collection)
+            or isinstance(found, str | bytes)
+            or (len(found) > len(ids) if fewer else len(found) != len(ids))
+        ):
+            raise ArgumentInvalid(
+                f"{name}[{group}]", f"{counted(len(ids), 'digest')}, one per block", found, remedy=remedy
+            )
+        for at, digest in enumerate(found):
+            if not isinstance(digest, bytes):
+                raise ArgumentInvalid(f"{name}[{group}][{at}]", "bytes", digest, remedy=remedy)
+    return tuple(tuple(found) for found in digests)
 
 
 @lru_cache(maxsize=64)

@@ -3,9 +3,8 @@
 It is pure and needs no NIXL, so it can run in another process than the workers, such as an engine's scheduler.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
 from operator import index
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from kvflow.errors import (
     counted,
     shown,
 )
-from kvflow.leases.blocks import block_lists, blocks_for
+from kvflow.leases.blocks import as_digest_lists, block_lists, complete_digests
 from kvflow.leases.tickets import FINGERPRINT_BYTES, Content, Grant, Kind, RankAddress, Sign, Ticket, is_traceparent
 from kvflow.validation import find_fault
 
@@ -283,44 +282,6 @@ _REMEDIES = {
 def _unfit(fault: str) -> BlockIdsInvalid:
     remedy = next((told for field, told in _REMEDIES.items() if fault.startswith(field)), "")
     return BlockIdsInvalid(f"a ticket cannot hold the offer: {fault}", remedy=remedy)
-
-
-def complete_digests(
-    digests: Any, block_sizes: Sequence[int], num_tokens: Sequence[int]
-) -> tuple[tuple[bytes, ...], ...] | None:
-    """Return the digests of an open lease as tuples; None while they do not reach its last token.
-
-    They do not depend on the ids of the blocks, so they may be there before. Raises as ``as_digest_lists``.
-    """
-    most = [range(blocks_for(tokens, size)) for tokens, size in zip(num_tokens, block_sizes, strict=True)]
-    lists = as_digest_lists("digests", digests, most, fewer=True)
-    reached = [len(found) == len(all_) for found, all_, size in zip(lists, most, block_sizes, strict=True) if size]
-    return lists if any(reached) or not reached else None
-
-
-def as_digest_lists(
-    name: str, digests: Any, block_ids: Sequence[Sized], *, fewer: bool = False
-) -> tuple[tuple[bytes, ...], ...]:
-    """Return a caller's digests as tuples; raise ``ArgumentInvalid`` unless they are lists of bytes, one per group.
-
-    ``fewer``: a list may have fewer digests than blocks.
-    """
-    remedy = "Pass one list per group, with one digest (bytes) for each of its blocks."
-    if not isinstance(digests, Collection) or len(digests) != len(block_ids):
-        raise ArgumentInvalid(name, f"{counted(len(block_ids), 'list')}, one per group", digests, remedy=remedy)
-    for group, (found, ids) in enumerate(zip(digests, block_ids, strict=True)):
-        if (
-            not isinstance(found, Collection)
-            or isinstance(found, str | bytes)
-            or (len(found) > len(ids) if fewer else len(found) != len(ids))
-        ):
-            raise ArgumentInvalid(
-                f"{name}[{group}]", f"{counted(len(ids), 'digest')}, one per block", found, remedy=remedy
-            )
-        for at, digest in enumerate(found):
-            if not isinstance(digest, bytes):
-                raise ArgumentInvalid(f"{name}[{group}][{at}]", "bytes", digest, remedy=remedy)
-    return tuple(tuple(found) for found in digests)
 
 
 def _as_tokens(num_tokens: int | Sequence[int], num_groups: int) -> tuple[int, ...]:

@@ -23,8 +23,7 @@ from kvflow.errors import (
 )
 from kvflow.events import PullFailed, ReaderReset, TransferQuiesced, TransferRetried, TransferStarted
 from kvflow.ids import PeerId
-from kvflow.leases.blocks import check_block_ids
-from kvflow.leases.issuer import as_digest_lists
+from kvflow.leases.blocks import as_digest_lists, check_block_ids
 from kvflow.leases.tickets import MAC_BYTES, Member, Ticket
 from kvflow.reads import contract
 from kvflow.reads.contract import (

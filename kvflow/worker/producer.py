@@ -22,9 +22,16 @@ from typing import NamedTuple
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid, KvflowError, RequestUnknown, shown
 from kvflow.events import LeaseEnded, OfferAdmitted, OfferRefused, Outcome
 from kvflow.ids import Ids, LeaseKey, worker_name
-from kvflow.leases.blocks import as_ids, blocks_for, check_block_ids, join_loans
+from kvflow.leases.blocks import (
+    as_digest_lists,
+    as_ids,
+    blocks_for,
+    check_block_ids,
+    complete_digests,
+    join_loans,
+)
 from kvflow.leases.held import OpenGroups
-from kvflow.leases.issuer import Issuer, as_digest_lists, complete_digests
+from kvflow.leases.issuer import Issuer
 from kvflow.leases.table import LeaseState, LeaseTable, Reader, ReaderAnswer
 from kvflow.leases.tickets import Grant, Kind, RankAddress, Ticket
 from kvflow.reads.serving import order_memory
