@@ -1,4 +1,4 @@
-"""The page on architecture names every package, modules that exist, and the function behind each behavior."""
+"""The page on architecture names every package, modules and records that exist, and the code behind each behavior."""
 
 import ast
 import re
@@ -9,6 +9,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
 WORDS_MAX = 2500
+PATHS = (
+    "A pull, from a router's ticket to its report",
+    "A prompt that is read while it is computed",
+    "A prefix, from question to kept lease",
+)
 
 
 def chapter(heading):
@@ -16,11 +21,29 @@ def chapter(heading):
     return re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)[1]
 
 
+def drawing(heading):
+    """Return the drawing of a chapter."""
+    _, drawn, _ = chapter(heading).split("```")
+    return drawn
+
+
 def modules():
     """Return the modules of the tree; a package stands for its folder and is not listed."""
     paths = [path.relative_to(ROOT) for package in ("kvflow", "handshake") for path in (ROOT / package).rglob("*.py")]
     names = {".".join(path.with_suffix("").parts) for path in paths}
     return {name for name in names if not name.endswith(("__init__", "__main__"))}
+
+
+def rooms(text):
+    """Return the modules that a drawing or a text names, below kvflow."""
+    named = re.findall(r"(?<![\w.])[a-z]+(?:\.[a-z_]+)+(?![\w.(])", text)
+    return {re.sub(r"^vllm\.", "integrations.vllm.", name) for name in named}
+
+
+def records():
+    """Return the classes of the tree."""
+    trees = [ast.parse((ROOT / (name.replace(".", "/") + ".py")).read_text()) for name in modules()]
+    return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
 def definition(name):
@@ -36,27 +59,43 @@ def definition(name):
     return node
 
 
-BEHAVIORS = re.findall(r"\| `([\w.]+:[\w.]+)` \|$", chapter("Where each behavior is implemented"), re.MULTILINE)
+BEHAVIORS = re.findall(r": `([\w.]+:[\w.]+)`$", chapter("Where each behavior is implemented"), re.MULTILINE)
 
 
 def test_the_page_is_short():
     assert len(PAGE.split()) <= WORDS_MAX
 
 
-def test_the_page_has_two_diagrams():
-    assert len(re.findall(r"^```\n", PAGE, re.MULTILINE)) == 4
-
-
 def test_every_package_is_in_the_diagram():
     packages = {path.parent.name for path in (ROOT / "kvflow").glob("*/__init__.py")}
-    diagram = chapter("Packages").split("```")[1]
-    assert set(re.findall(r"kvflow\.(\w+)", diagram)) - {"config"} == packages
+    assert set(re.findall(r"kvflow\.(\w+)", drawing("Packages"))) - {"config"} == packages
 
 
-def test_modules_of_the_path_are_there():
-    named = re.findall(r"`([a-z_]+\.[a-z_.]+)`", chapter("The path of one request"))
-    assert len(named) > 15
-    assert {f"kvflow.{name}" for name in named} <= modules()
+@pytest.mark.parametrize("path", PATHS)
+def test_rooms_and_records_of_a_path_are_there(path):
+    known, drawn = modules(), drawing(path)
+    named = rooms(drawn)
+    assert len(named) >= 8
+    assert {name for name in named if f"kvflow.{name}" not in known} == set()
+    handed = set(re.findall(r"\b[A-Z]\w+", drawn))
+    assert len(handed) >= 4
+    assert handed - records() == set()
+
+
+@pytest.mark.parametrize("path", [*PATHS, "How layouts become copies"])
+def test_files_to_read_first_are_there(path):
+    listed = re.search(r"^Read first: (.*?\.)\n(?=\n|\Z)", chapter(path), re.MULTILINE | re.DOTALL)[1]
+    named = re.findall(r"`([\w/]+\.py)`", listed)
+    assert len(named) >= 3
+    assert [name for name in named if not (ROOT / "kvflow" / name).is_file()] == []
+
+
+def test_modules_in_the_text_are_there():
+    named = rooms(" ".join(re.findall(r"`([\w.]+)`", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL))))
+    named -= {"integrations.vllm.", "vllm."}
+    roots = {"handshake.rates"}
+    assert {name for name in named - roots if f"kvflow.{name}" not in modules()} == set()
+    assert roots <= modules()
 
 
 @pytest.mark.parametrize("name", BEHAVIORS)
@@ -68,3 +107,7 @@ def test_at_least_ten_behaviors_are_named():
     assert len(BEHAVIORS) >= 10
     assert definition("kvflow.leases.epochs:EpochTable.lower") is None
     assert definition("kvflow.leases.nothing:EpochTable") is None
+
+
+def test_what_is_not_there_is_noticed():
+    assert rooms("vllm.nothing --Widget--> the lease") - modules() == {"integrations.vllm.nothing"}
