@@ -3,6 +3,8 @@
 import ast
 import importlib.util
 import re
+from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,29 +21,48 @@ def test_folders_are_there(folder):
 
 
 def test_paths_of_the_page_on_extending_are_there():
-    named = re.findall(r"`((?:kvflow|tests)/[\w/.]+)`", (ROOT / "docs" / "contributing" / "extend.md").read_text())
+    page = (ROOT / "docs" / "contributing" / "extend.md").read_text()
+    named = re.findall(r"`((?:kvflow|handshake|tests)/[\w/.]+)`", page)
     assert len(named) > 10
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def listed(heading):
-    """Return the modules of kvflow that a check list on extending names, and other paths."""
+    """Return the modules of kvflow and handshake that a check list on extending names, and other paths."""
     page = (ROOT / "docs" / "contributing" / "extend.md").read_text()
     section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)[1]
     items = "".join(line for line in section.splitlines() if line.startswith("- [ ] "))
-    paths = set(re.findall(r"`((?:kvflow|tests)/[\w/.]+)`", items))
-    return {path for path in paths if path.startswith("kvflow/")}, {path for path in paths if path.startswith("tests/")}
+    paths = set(re.findall(r"`((?:kvflow|handshake|tests)/[\w/.]+)`", items))
+    tests = {path for path in paths if path.startswith("tests/")}
+    return paths - tests, tests
+
+
+@cache
+def _words(folder):
+    """Return each name or text in the code of a folder, and each attribute or class, with the modules that have it."""
+    names, others = defaultdict(set), defaultdict(set)
+    for path in [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.pyi")]:
+        module = str(path.relative_to(ROOT))
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Name(id=word) | ast.Constant(value=str(word)):
+                    names[word].add(module)
+                case ast.alias(name=word) if path.suffix == ".pyi":
+                    names[word].add(module)
+                case ast.Attribute(attr=word) | ast.ClassDef(name=word):
+                    others[word].add(module)
+    return names, others
 
 
 def naming(word, folder="kvflow"):
     """Return the modules whose code has a name, or a text that is nothing else; imports and comments do not count."""
-    found = set()
-    for path in [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.pyi")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            exported = path.suffix == ".pyi" and isinstance(node, ast.alias) and node.name == word
-            if exported or getattr(node, "value", None) == word or getattr(node, "id", None) == word:
-                found.add(str(path.relative_to(ROOT)))
-    return found
+    return set(_words(folder)[0][word])
+
+
+def having(word, folder="kvflow"):
+    """Return these modules, and those that have it as an attribute, or as a class of theirs."""
+    names, others = _words(folder)
+    return names[word] | others[word]
 
 
 def test_the_list_for_a_data_plane_is_that_of_the_smallest():
@@ -57,6 +78,31 @@ def test_the_list_for_a_kind_of_layer_is_that_of_a_chunked_one():
     assert modules == naming("ChunkedLocal") | {"kvflow/layout/specs.py", "kvflow/__init__.pyi"}
     assert tests - {"tests/integration/combinations.py"} <= naming("ChunkedLocal", "tests")
     assert "ChunkedLocal" in (ROOT / "tests" / "integration" / "combinations.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("heading", "words"),
+    [
+        ("Add a setting", ["peer_weights"]),
+        ("Add an event", ["ReaderReset"]),
+        ("Add an error code", ["ContentMismatch", "CONTENT_MISMATCH"]),
+        ("Add a message", ["Renew", "Renewed"]),
+    ],
+)
+def test_a_list_is_that_of_its_neighbor(heading, words):
+    modules, tests = listed(heading)
+    assert modules == {path for word in words for folder in ("kvflow", "handshake") for path in having(word, folder)}
+    pattern = re.compile("|".join(words), re.IGNORECASE)
+    assert tests
+    assert [path for path in tests if not pattern.search((ROOT / path).read_text())] == []
+
+
+def test_the_list_for_a_kind_of_lease_has_what_knows_kept_ones():
+    modules, tests = listed("Add a kind of lease")
+    paths = {str(path.relative_to(ROOT)): path for path in (ROOT / "kvflow").rglob("*.py")}
+    assert modules == {name for name, path in paths.items() if '"kept"' in path.read_text()}
+    assert tests
+    assert [path for path in tests if '"kept"' not in (ROOT / path).read_text()] == []
 
 
 def test_the_list_for_an_engine_has_what_needs_no_vllm():
