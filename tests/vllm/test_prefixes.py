@@ -3,6 +3,8 @@
 From the second turn on the prefill engines compute only what no engine holds, and the answers are those of one server.
 """
 
+from itertools import product
+
 import pytest
 
 from .chats import ANSWER, TURNS, WORDS, Chats, Kind
@@ -15,18 +17,23 @@ CHATS_MAX = 5
 """Chats, until one has had an answer in time in each turn."""
 
 FRONTS = ("kvflow proxy", "vllm-router")
-KINDS = [Kind("llama-chat", 32, 32), Kind("gptoss-chat", 32, 32)]
+LLAMA, GPTOSS = Kind("llama-chat", 32, 32), Kind("gptoss-chat", 32, 32)
 if FULL:
-    KINDS += [
+    KINDS = [
+        LLAMA,
+        GPTOSS,
         Kind("llama-chat", 128, 128),
         Kind("llama-chat", 128, 32, keeping_ranks=2),
         Kind("llama-chat", 32, 128, asking_ranks=2),
         Kind("gptoss-chat", 128, 128, keeping_ranks=2),
         Kind("gptoss-chat", 32, 128, asking_ranks=2),
     ]
+    TALKS, KILLED = list(product(KINDS, FRONTS)), KINDS
+else:  # each model with the front that differs
+    TALKS, KILLED = [(LLAMA, "vllm-router"), (GPTOSS, "kvflow proxy")], [LLAMA]
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=str)
+@pytest.fixture(scope="module")
 def chats(request, pairs, tmp_path_factory):
     pairs.stop()
     with Chats(request.param, model_folder(request.param.model), tmp_path_factory.mktemp("chats")) as chats:
@@ -36,8 +43,8 @@ def chats(request, pairs, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def fronts(chats):
-    return {"kvflow proxy": chats.proxy, "vllm-router": STARTS["vllm-router"](chats, chats.second)}
+def front(request, chats):
+    return STARTS["vllm-router"](chats, chats.second) if request.param == "vllm-router" else chats.proxy
 
 
 def grown(chats, computed, prompt, held):
@@ -74,17 +81,15 @@ def has_found(chats, front, name):
 
 
 @pytest.mark.proves("next turn read from decode (`bidirectional_kv_xfer`)", engine="real")
-@pytest.mark.parametrize("name", FRONTS)
-def test_a_chat_computes_only_what_no_engine_holds(chats, fronts, name):
-    assert any(has_found(chats, fronts[name], f"{name} {chat}") for chat in range(CHATS_MAX))
-
-
-def test_the_records_are_those_that_the_page_looks_for(chats):
+@pytest.mark.parametrize(("chats", "front"), TALKS, indirect=True, ids=str)
+def test_a_chat_computes_only_what_no_engine_holds(chats, front):
+    assert any(has_found(chats, front, f"{front.name} {chat}") for chat in range(CHATS_MAX))
     shown = chats.run(command("grep", page=SHARING_PAGE)).splitlines()
     assert len(shown) == sum(each["event"] == "prefix.fetched" for each in chats.records("prefill")) > 0
 
 
-def test_what_died_with_the_decode_engine_is_computed_again(chats, fronts):
+@pytest.mark.parametrize("chats", KILLED, indirect=True, ids=str)
+def test_what_died_with_the_decode_engine_is_computed_again(chats):
     messages = [{"role": "user", "content": text_of(WORDS, "killed")}]
     first = chats.say(chats.proxy, messages)
     assert first.answer == chats.say(chats.alone, messages).answer
