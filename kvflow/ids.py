@@ -1,9 +1,9 @@
-"""The types that all of kvflow uses: identities, block ids, and time as an argument."""
+"""What all of kvflow uses: identities, block ids, time as an argument, and the step of a state machine."""
 
 import hashlib
 import hmac
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -107,3 +107,19 @@ def pass_of(
 def pass_of_digest(pass_key: bytes, digest: bytes) -> bytes:
     """Return the pass of the reader whose ``ReaderId``, as MessagePack, has this SHA-256."""
     return hmac.digest(pass_key, digest, "sha256")
+
+
+S = TypeVar("S", bound=str)
+E = TypeVar("E", bound=str)
+
+
+class IllegalTransition(Exception):
+    """An event that a state does not have: a defect of kvflow. Nothing has changed."""
+
+
+def advance(table: Mapping[tuple[S, E], S], state: S, event: E, what: str) -> S:
+    """Return the next state of ``what``; raise ``IllegalTransition`` if the table has no such entry."""
+    try:
+        return table[state, event]
+    except KeyError:
+        raise IllegalTransition(f"{what} that is {state} cannot be {event}") from None

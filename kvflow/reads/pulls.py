@@ -12,13 +12,13 @@ state          what holds                                                  deadl
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from msgspec import Struct
 
 from kvflow.events import PullFailed, TracedGroup, TransferTraced
-from kvflow.ids import PeerId
+from kvflow.ids import PeerId, advance
 from kvflow.planning.pairs import joined, merged_pairs
 from kvflow.reads.contract import Part, RankRead, ReadEnded
 from kvflow.report import TransferReport
@@ -42,22 +42,6 @@ PROBE_S_MIN = 0.005
 PROBE_S_MAX = 0.5
 """Pause between probes while a producer reports no admission, as one that refuses the question. It grows with the
 time since the last lease was found early, because an engine may take seconds."""
-
-
-S = TypeVar("S", bound=str)
-E = TypeVar("E", bound=str)
-
-
-class IllegalTransition(Exception):
-    """An event that a state does not have: a defect of kvflow. Nothing has changed."""
-
-
-def advance(table: Mapping[tuple[S, E], S], state: S, event: E, what: str) -> S:
-    """Return the next state of ``what``; raise ``IllegalTransition`` if the table has no such entry."""
-    try:
-        return table[state, event]
-    except KeyError:
-        raise IllegalTransition(f"{what} that is {state} cannot be {event}") from None
 
 
 class SourceRank(Struct, eq=False, gc=False):

@@ -48,10 +48,9 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.events import BreakerClosed, BreakerOpened, Hook
-from kvflow.ids import Clock, PeerId
+from kvflow.ids import Clock, PeerId, advance
 from kvflow.leases.tickets import Member
 from kvflow.reads.contract import REQUIRED, Carrier, PeerAddress, Published
-from kvflow.reads.pulls import advance
 from kvflow.rendezvous.dialer import Link, Restarted
 from kvflow.rendezvous.endpoint import Advertisement, Distrusted, Network, NotDialed, Replaced
 from kvflow.validation import Name, Number

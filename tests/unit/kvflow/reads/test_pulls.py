@@ -4,15 +4,14 @@ from typing import get_args
 
 import pytest
 
+from kvflow.ids import IllegalTransition, advance
 from kvflow.reads.contract import LeaseName, RankRead
 from kvflow.reads.pulls import (
     TRANSITIONS,
-    IllegalTransition,
     Pull,
     RankEvent,
     RankState,
     SourceRank,
-    advance,
 )
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from kvflow import errors
 from kvflow.events import PeerDropped
+from kvflow.ids import IllegalTransition
 from kvflow.leases.issuer import Issuer
 from kvflow.leases.tickets import RankAddress
-from kvflow.reads.pulls import IllegalTransition
 from kvflow.worker.connections import TRANSITIONS, Connection, ConnectionEvent, ConnectionState
 from kvflow.worker.runtime import open_worker
 
