@@ -141,12 +141,12 @@ class Issuer:
             request_id, block_ids, num_tokens, digests, kind="open", chained=True, traceparent=traceparent
         )
 
-    def seal(self, grant: Grant) -> Ticket:
+    def sign(self, grant: Grant) -> Ticket:
         """Sign a grant of this engine, and return its ticket. Raises ``TicketInvalid`` if no reader could read it."""
-        return Ticket(grants=(grant,), signed=(grant.seal(self._sign, self._fingerprint),))
+        return Ticket(grants=(grant,), signed=(grant.signed(self._sign, self._fingerprint),))
 
-    def seal_again(self, grant: Grant) -> Ticket:
-        """Sign a grant that ``seal`` has signed before: in half of the time, if its block ids are scattered."""
+    def sign_again(self, grant: Grant) -> Ticket:
+        """Sign a grant that ``sign`` has signed before: in half of the time, if its block ids are scattered."""
         payload = grant.payload(self._fingerprint)
         return Ticket(grants=(grant,), signed=(self._sign(payload) + payload,))
 
@@ -196,7 +196,7 @@ class Issuer:
             traceparent=traceparent or (None if self._draw_trace is None else _drawn_trace(self._draw_trace)),
         )
         try:
-            ticket = self.seal(grant)
+            ticket = self.sign(grant)
         except TicketInvalid as error:
             raise _unfit(error.message) from error
         except (UnicodeEncodeError, OverflowError) as error:

@@ -213,7 +213,7 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
             grant = msgspec.structs.replace(self, block_ids=tuple(map(runs_of, self.block_ids)))
         return MARK + fingerprint + _encoder.encode(grant)
 
-    def seal(self, sign: Sign, fingerprint: bytes) -> bytes:
+    def signed(self, sign: Sign, fingerprint: bytes) -> bytes:
         """Return the grant as a ticket carries it: its MAC and its payload; raise if no reader could decode it."""
         payload = self.payload(fingerprint)
         try:
@@ -265,7 +265,7 @@ class _InRuns(_Received, frozen=True, kw_only=True, array_like=True):
     block_ids: Annotated[tuple[Runs, ...], Meta(min_length=1, max_length=256)]
 
 
-def unseal(signed: bytes, room: int = BLOCKS_MAX) -> Grant:
+def grant_of(signed: bytes, room: int = BLOCKS_MAX) -> Grant:
     """Decode a grant of a ticket, whose MAC the caller checks first. ``room``: blocks that other grants leave.
 
     Raises:
@@ -381,7 +381,7 @@ class Ticket(Struct, frozen=True, kw_only=True, weakref=True):
             # fields than the grant has.
             if (
                 _encoder.encode(grant) != payload[HEAD_BYTES:]
-                and unseal(signed) != grant  # before runs are made again, which takes longer
+                and grant_of(signed) != grant  # before runs are made again, which takes longer
                 and grant.payload(fingerprint_of(payload)) != payload
             ):
                 raise TicketInvalid("the ticket was changed after it was signed")
@@ -413,7 +413,7 @@ class Ticket(Struct, frozen=True, kw_only=True, weakref=True):
         grants: list[Grant] = []
         room = UNSIGNED_BLOCKS_MAX if verify is None else BLOCKS_MAX
         for each in signed:
-            grants.append(unseal(each, room))
+            grants.append(grant_of(each, room))
             room -= sum(map(len, grants[-1].block_ids))
         return _checked(tuple(grants), signed)
 

@@ -280,25 +280,25 @@ class Envelope(Struct, frozen=True):
 _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
-def seal(envelope: Envelope) -> bytes:
+def encode_envelope(envelope: Envelope) -> bytes:
     """Encode an envelope. Raises ValueError: the result would be larger than ``METADATA_BYTES_MAX``."""
     body = msgspec.msgpack.encode(envelope)
-    sealed = _MAGIC + _digest(body) + body
-    if len(sealed) > METADATA_BYTES_MAX:
-        raise ValueError(f"{len(sealed)} bytes of metadata; the limit is {METADATA_BYTES_MAX}")
-    return sealed
+    encoded = _MAGIC + _digest(body) + body
+    if len(encoded) > METADATA_BYTES_MAX:
+        raise ValueError(f"{len(encoded)} bytes of metadata; the limit is {METADATA_BYTES_MAX}")
+    return encoded
 
 
-def unseal(sealed: bytes, *, transport: str, agent: str | None = None) -> Envelope:
-    """Decode the result of ``seal`` for the same transport, from this agent; None accepts any.
+def decode_envelope(encoded: bytes, *, transport: str, agent: str | None = None) -> Envelope:
+    """Decode the result of ``encode_envelope`` for the same transport, from this agent; None accepts any.
 
     Raises:
         ValueError: it is too large, truncated, changed, or from another agent or transport.
     """
-    if len(sealed) > METADATA_BYTES_MAX:
-        raise ValueError(f"{len(sealed)} bytes of metadata; the limit is {METADATA_BYTES_MAX}")
-    digest, body = sealed[len(_MAGIC) :][:_DIGEST_BYTES], sealed[len(_MAGIC) + _DIGEST_BYTES :]
-    if not sealed.startswith(_MAGIC):
+    if len(encoded) > METADATA_BYTES_MAX:
+        raise ValueError(f"{len(encoded)} bytes of metadata; the limit is {METADATA_BYTES_MAX}")
+    digest, body = encoded[len(_MAGIC) :][:_DIGEST_BYTES], encoded[len(_MAGIC) + _DIGEST_BYTES :]
+    if not encoded.startswith(_MAGIC):
         raise ValueError("not the metadata of a transport")
     if digest != _digest(body):
         raise ValueError("the metadata was changed or truncated on its way")

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from kvflow.errors import FailureCode, TransportUnavailable
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
-from kvflow.reads.backend import Backend, BackendError, CheckedList, Chunk, Envelope, PostedWork, seal, unseal
+from kvflow.reads.backend import (
+    Backend,
+    BackendError,
+    CheckedList,
+    Chunk,
+    Envelope,
+    PostedWork,
+    decode_envelope,
+    encode_envelope,
+)
 from kvflow.reads.bounds import OutOfBounds, check_inside, merge
 from kvflow.reads.contract import Carrier, LeaseName, PeerAddress
 
@@ -42,7 +51,7 @@ class LoopbackBackend(Backend):
     def __init__(self, agent_name: str, regions: Sequence[Region], epochs: Region) -> None:
         self._agent_name = agent_name
         self._peers: dict[PeerId, _Attachment] = {}
-        self.metadata = seal(Envelope("loopback", agent_name, b""))
+        self.metadata = encode_envelope(Envelope("loopback", agent_name, b""))
         if any(region.memory != "DRAM" for region in (*regions, epochs)):
             raise TransportUnavailable("loopback copies DRAM only", remedy="Use transport='nixl' for VRAM.")
         self._exporter = _Exporter((*regions, epochs))
@@ -53,7 +62,7 @@ class LoopbackBackend(Backend):
 
     def add(self, address: PeerAddress) -> Carrier:
         try:
-            envelope = unseal(address.planes["loopback"], transport="loopback", agent=address.agent)
+            envelope = decode_envelope(address.planes["loopback"], transport="loopback", agent=address.agent)
         except ValueError as error:
             raise BackendError(FailureCode.METADATA_INVALID, str(error)) from error
         with _exporters_lock:

@@ -256,11 +256,11 @@ class Asker:
         return ticket, places[held.count - 1] + 1
 
     async def settled(
-        self, lease: LeaseKey, sealed: bytes, *, known: Sequence[int], above: int, wait_s: float, within_s: float
+        self, lease: LeaseKey, signed: bytes, *, known: Sequence[int], above: int, wait_s: float, within_s: float
     ) -> AnswerSettled:
         """Ask what has settled of an open offer; the fields are those of ``AskSettled``. Cancellation: safe.
 
-        ``sealed``: its grant as its ticket has it, or the MAC alone. ``within_s``: seconds to wait for an answer beyond
+        ``signed``: its grant as its ticket has it, or the MAC alone. ``within_s``: seconds to wait for an answer beyond
         ``wait_s``, for which the worker may wait.
 
         Raises:
@@ -268,7 +268,7 @@ class Asker:
             CapacityExceeded: as ``held``.
             ProtocolViolation: the answer is malformed, or empty.
         """
-        (slot, epoch), mac, wait_ms = lease, sealed[:MAC_BYTES], math.ceil(1e3 * wait_s)
+        (slot, epoch), mac, wait_ms = lease, signed[:MAC_BYTES], math.ceil(1e3 * wait_s)
         question = AskSettled(slot=slot, epoch=epoch, mac=mac, known=tuple(known), above=above, wait_ms=wait_ms)
         answer = await self.ask(questions.encode(question), within_s + wait_s)
         return questions.decode_settled(answer, peer=self.endpoint)

@@ -66,7 +66,7 @@ class _OpenQuestion:
 
 
 class Answers:
-    """The questions of members. ``lock`` guards ``leases`` and this object; ``seal`` signs a ticket again.
+    """The questions of members. ``lock`` guards ``leases`` and this object; ``sign`` signs a ticket again.
 
     ``found`` and ``not_held``: how many questions for content were answered with a ticket, and how many with nothing.
     Thread: the event loop; ``note`` from any thread that holds the lock.
@@ -78,7 +78,7 @@ class Answers:
         groups: OpenGroups,
         lock: Lock,
         *,
-        seal: Callable[[Grant], Ticket],
+        sign: Callable[[Grant], Ticket],
         vouches: Vouches,
         clock: Clock,
         keys_differ: bool,
@@ -86,7 +86,7 @@ class Answers:
         self._leases = leases
         self._groups = groups
         self._lock = lock
-        self._seal = seal
+        self._sign = sign
         self._vouches = vouches
         self._clock = clock
         self._keys_differ = keys_differ
@@ -243,7 +243,7 @@ class Answers:
         if isinstance(found, tuple):
             lease, count = found
             self.found += 1
-            lease.text = lease.text or self._seal(lease.grant).to_params()["kvflow"]  # too slow for the lock
+            lease.text = lease.text or self._sign(lease.grant).to_params()["kvflow"]  # too slow for the lock
             found = AnswerHeld(ticket=lease.text, count=count + max(0, getattr(question, "at_least", 0) - 1))
         self.not_held += found is None
         if not asked.answer(found or AnswerHeld()):

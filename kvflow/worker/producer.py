@@ -97,7 +97,7 @@ class LeaseManager:
             leases,
             self._groups,
             self._lock,
-            seal=issuer.seal_again,
+            sign=issuer.sign_again,
             vouches=vouches,
             clock=self._clock,
             keys_differ=shared.local.security.allowed is not None,

@@ -9,7 +9,7 @@ import msgspec
 from kvflow.ids import ABSENT, ReaderId
 from kvflow.layout.tracks import Track
 from kvflow.leases.tickets import FINGERPRINT_BYTES, Content, Grant, RankAddress, Ticket
-from kvflow.reads.backend import Envelope, seal
+from kvflow.reads.backend import Envelope, encode_envelope
 from kvflow.reads.tcp import opening, wire
 from tests.unit.kvflow.reads.tcp.peers import EPOCH, block, credentials, frame, piece
 
@@ -53,7 +53,7 @@ def sign(payload: bytes) -> bytes:
 def tickets() -> str:
     """Return a ticket of each kind, as a router carries it."""
     made = {
-        name: Ticket(grants=(grant,), signed=(grant.seal(sign, FINGERPRINT),)).to_params()
+        name: Ticket(grants=(grant,), signed=(grant.signed(sign, FINGERPRINT),)).to_params()
         for name, grant in GRANTS.items()
     }
     return json.dumps(made, indent=2) + "\n"
@@ -73,7 +73,7 @@ def tcp() -> str:
     tracks = ((Track(1 << 20, BLOCK_BYTES, BLOCK_BYTES, BLOCKS),), (Track(1 << 21, 8, 16, BLOCKS),))
     refusal = f"block 5 of group 0 is not one of the lease in slot {SLOT}".encode()
     said = [
-        ("producer", "publication", seal(Envelope("tcp", "producer", wire.encode_layout(tracks)))),
+        ("producer", "publication", encode_envelope(Envelope("tcp", "producer", wire.encode_layout(tracks)))),
         ("exporter", "greeting", opening.MAGIC + NONCES[0]),
         ("reader", "hello", opening._HELLO.pack(NONCES[1], digest, proofs[0], len(reader)) + reader),
         ("exporter", "welcome", proofs[1]),

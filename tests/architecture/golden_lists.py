@@ -94,7 +94,7 @@ def _alias(name: str) -> str:
 # --- wire formats ---
 
 TICKET = tickets.Ticket(
-    grants=(OFFER,), signed=(OFFER.seal(lambda _: bytes(tickets.MAC_BYTES), bytes(tickets.FINGERPRINT_BYTES)),)
+    grants=(OFFER,), signed=(OFFER.signed(lambda _: bytes(tickets.MAC_BYTES), bytes(tickets.FINGERPRINT_BYTES)),)
 )
 
 WORDS = {

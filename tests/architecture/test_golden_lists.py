@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvflow.leases.tickets import Ticket
-from kvflow.reads.backend import seal, unseal
+from kvflow.reads.backend import decode_envelope, encode_envelope
 from kvflow.reads.tcp import wire
 
 from .golden_bytes import GRANTS, sign
@@ -44,16 +44,16 @@ def test_a_recorded_ticket_is_read_and_written_again_byte_by_byte(kind):
     ticket = Ticket.from_params(params, verify=lambda payload, mac: sign(payload) == mac)
     assert (ticket.grants, ticket.to_params()) == ((GRANTS[kind],), params)
     (grant,), (fingerprint,) = ticket.grants, ticket.fingerprints
-    assert (grant.seal(sign, fingerprint),) == ticket.signed
+    assert (grant.signed(sign, fingerprint),) == ticket.signed
 
 
 def test_recorded_frames_over_tcp_are_read_and_written_again_byte_by_byte():
     """What both ends make of them is in ``tests/unit/kvflow/reads/tcp/test_golden.py``."""
     said = json.loads((GOLDEN / "tcp.json").read_text())
     (publication,) = [bytes.fromhex(content) for who, _, content in said if who == "producer"]
-    envelope = unseal(publication, transport="tcp", agent="producer")
+    envelope = decode_envelope(publication, transport="tcp", agent="producer")
     assert msgspec.msgpack.encode(wire.decode_layout(envelope.blob)) == envelope.blob
-    assert seal(envelope) == publication
+    assert encode_envelope(envelope) == publication
     requests = [bytes.fromhex(content) for who, what, content in said if who == "reader" and what != "hello"]
     assert {write_again(each) for each in requests} == {*requests}
 

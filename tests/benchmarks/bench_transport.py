@@ -29,7 +29,7 @@ import numpy.typing as npt
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
 from kvflow.planning.pairs import UnitPairs
-from kvflow.reads.backend import unseal
+from kvflow.reads.backend import decode_envelope
 from kvflow.reads.contract import (
     INLINE_S_MAX,
     LeaseName,
@@ -126,7 +126,7 @@ def measure(about: dict[str, object], rounds: int) -> None:
         reader.events.get(timeout=30)
     bare = Agent(load_binding(), f"bare-{os.getpid()}", progress=False)
     bare.register([region])
-    remote_name = bare.add_remote(unseal(planes["nixl"], transport="nixl").blob)
+    remote_name = bare.add_remote(decode_envelope(planes["nixl"], transport="nixl").blob)
     for number, case in enumerate(CASES):
         theirs, ours = (
             np.array([[at.address, case.block, 0, case.block, case.count]]) for at in (source_region, region)

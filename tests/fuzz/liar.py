@@ -12,7 +12,7 @@ from kvflow.ids import agent_name, worker_name
 from kvflow.layout.component import Region
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.leases.tickets import FORMAT, MARK, RankAddress
-from kvflow.reads.backend import Envelope, seal, unseal
+from kvflow.reads.backend import Envelope, decode_envelope, encode_envelope
 from kvflow.reads.nixl.backend import NixlBackend, exporter_name
 from kvflow.reads.nixl.metadata import inspect
 from kvflow.rendezvous.endpoint import Advertisement
@@ -56,7 +56,7 @@ class Truth:
         self._table = np.zeros(SLOTS, np.uint64)
         self._epochs = Region(self._table.ctypes.data, self._table.nbytes)
         self._backend = NixlBackend(agent_of(0), self._manifest.regions, self._epochs)
-        self._blob = unseal(self._backend.metadata, transport="nixl").blob
+        self._blob = decode_envelope(self._backend.metadata, transport="nixl").blob
 
     def close(self):
         self._backend.close()
@@ -68,8 +68,8 @@ class Truth:
     def advertisement(self, number, blob):
         """What a worker publishes, around a blob."""
         name = exporter_name(agent_of(number))
-        sealed = seal(Envelope("nixl", name, blob, self._backend._settings))
-        return Advertisement(manifest=self._manifest, epochs=self._epochs, planes={"nixl": sealed})
+        encoded = encode_envelope(Envelope("nixl", name, blob, self._backend._settings))
+        return Advertisement(manifest=self._manifest, epochs=self._epochs, planes={"nixl": encoded})
 
     def honest(self, number):
         """What a worker publishes, encoded."""

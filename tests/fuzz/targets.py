@@ -29,7 +29,7 @@ from kvflow.leases.table import LeaseReader, LeaseState
 from kvflow.leases.tickets import FORMAT, HEAD_BYTES, MAC_BYTES, MARK, RankAddress, Ticket
 from kvflow.planning.pairs import pair_units
 from kvflow.planning.plan import plan_transfer
-from kvflow.reads.backend import Envelope, seal, unseal
+from kvflow.reads.backend import Envelope, decode_envelope, encode_envelope
 from kvflow.reads.bounds import OutOfBounds, check_rows
 from kvflow.reads.nixl.metadata import inspect
 from kvflow.reads.tcp import wire as tcp_wire
@@ -66,7 +66,7 @@ ADVERTISED = msgspec.msgpack.encode(
     Advertisement(
         manifest=MANIFEST,
         epochs=Region(address=4096, nbytes=512),
-        planes={"nixl": seal(Envelope("nixl", AGENT, METADATA))},
+        planes={"nixl": encode_envelope(Envelope("nixl", AGENT, METADATA))},
     )
 )
 REPORT = encode_inspection(
@@ -135,7 +135,7 @@ def take_manifest(data):
     """Read a publication, plan with it, and read its metadata. That a plan is unsound is a defect of the planner."""
     try:
         theirs = decode(Publication.of(data, schema=MANIFEST_SCHEMA), peer="a liar")
-        unseal(theirs.planes.get("nixl", b""), transport="nixl", agent=AGENT)
+        decode_envelope(theirs.planes.get("nixl", b""), transport="nixl", agent=AGENT)
         plan_transfer(theirs.manifest, MANIFEST)
     except PlanUnsound:
         raise
@@ -157,9 +157,9 @@ def take_report(data):
 
 def take_metadata(data):
     """Read what NIXL would be given."""
-    for sealed in (data, seal(Envelope("nixl", AGENT, data))):
+    for encoded in (data, encode_envelope(Envelope("nixl", AGENT, data))):
         try:
-            envelope = unseal(sealed, transport="nixl")
+            envelope = decode_envelope(encoded, transport="nixl")
             inspect(envelope.blob, envelope.agent)
         except ValueError:
             continue

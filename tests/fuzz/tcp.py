@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from kvflow.reads.backend import BackendError, Envelope, seal
+from kvflow.reads.backend import BackendError, Envelope, encode_envelope
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.access import Access
 from kvflow.reads.tcp.certificates import draw_identity
@@ -280,7 +280,7 @@ class _Liar:
             self._access.endpoint,
             encryption,
             b"" if identity is None else identity.certificate,
-            seal(Envelope("tcp", "producer", wire.encode_layout(leases.serving.tracks))),
+            encode_envelope(Envelope("tcp", "producer", wire.encode_layout(leases.serving.tracks))),
             tuple(each.ctypes.data for each in leases.cache),
             BLOCK_BYTES,
             BLOCKS,

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvflow.reads.backend import Envelope, seal
+from kvflow.reads.backend import Envelope, encode_envelope
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.certificates import draw_identity
 from kvflow.reads.tcp.exporter import TcpExporter
@@ -87,7 +87,7 @@ def main(encryption):
         exporter.endpoint,
         encryption,
         b"" if identity is None else identity.certificate,
-        seal(Envelope("tcp", "producer", wire.encode_layout(serving.tracks))),
+        encode_envelope(Envelope("tcp", "producer", wire.encode_layout(serving.tracks))),
         tuple(region_of(each).address for each in leases.cache),
         BLOCK_BYTES,
         BLOCKS,

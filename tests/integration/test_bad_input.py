@@ -69,7 +69,7 @@ def elsewhere(grant):
 
 def new_mac(params, mac):
     """Return parameters with another MAC."""
-    return tickets.damage(params, lambda sealed: mac + sealed[MAC_BYTES:])
+    return tickets.damage(params, lambda signed: mac + signed[MAC_BYTES:])
 
 
 def new_text(params, change):

@@ -12,7 +12,7 @@ from kvflow import errors
 from kvflow.layout.component import ADDRESS_MAX, Region
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.planning.plan import PlanCache
-from kvflow.reads.backend import Envelope, seal
+from kvflow.reads.backend import Envelope, encode_envelope
 from kvflow.rendezvous.endpoint import decode, encode
 
 from .consuming import works
@@ -119,7 +119,7 @@ ADVERTISEMENTS = {
         lambda it: with_metadata(it, lambda good: good[:-1] + bytes([good[-1] ^ 1])), errors.ProtocolViolation
     ),
     "metadata that cannot be read": (
-        lambda it: with_metadata(it, lambda _: sealed(b"\x93\xa2\xff\xff\xa1a\xc4\x00")), errors.ProtocolViolation
+        lambda it: with_metadata(it, lambda _: encoded(b"\x93\xa2\xff\xff\xa1a\xc4\x00")), errors.ProtocolViolation
     ),
     "no data plane": (lambda it: encode(replace(it, planes={})), errors.ProtocolViolation),
     "a data plane that is nowhere": (
@@ -131,9 +131,9 @@ ADVERTISEMENTS = {
 }  # fmt: skip
 
 
-def sealed(body):
+def encoded(body):
     """Put an intact envelope around any bytes."""
-    honest = seal(Envelope("loopback", "nobody", b""))
+    honest = encode_envelope(Envelope("loopback", "nobody", b""))
     return honest[:4] + hashlib.blake2b(body, digest_size=16).digest() + body
 
 

@@ -13,7 +13,17 @@ from msgspec.structs import replace
 
 from kvflow.errors import TransportUnavailable
 from kvflow.layout.component import Region
-from kvflow.reads.backend import BackendError, CheckedList, Chunk, Envelope, Portion, PostedWork, Share, seal, unseal
+from kvflow.reads.backend import (
+    BackendError,
+    CheckedList,
+    Chunk,
+    Envelope,
+    Portion,
+    PostedWork,
+    Share,
+    decode_envelope,
+    encode_envelope,
+)
 from kvflow.reads.bounds import check_rows
 from kvflow.reads.contract import LeaseName, PeerAddress, PreparedList
 from kvflow.reads.nixl import backend as nixl
@@ -297,7 +307,7 @@ def test_a_reset_without_a_reader_makes_one():
 
 @pytest.mark.nixl
 def test_a_consumer_knows_that_its_cache_is_on_a_device(ends):
-    envelope = unseal(ends.reader.metadata, transport="nixl", agent=None)
+    envelope = decode_envelope(ends.reader.metadata, transport="nixl", agent=None)
     assert [nixl.inspect_own(envelope, on_device=each).on_device for each in (True, False)] == [True, False]
 
 
@@ -308,7 +318,7 @@ def test_nixl_that_cannot_be_compared_is_told_before_a_read(ends, monkeypatch, o
     """Between GPUs, with what to do about it: bytes then go over TCP."""
     monkeypatch.setattr(ends.reader, "_known_only", True)
     monkeypatch.setattr(ends.reader, "_facts", replace(ends.reader._facts, on_device=on_device))
-    envelope = unseal(ends.exporter.metadata, transport="nixl")
+    envelope = decode_envelope(ends.exporter.metadata, transport="nixl")
     envelope = replace(envelope, facts=replace(envelope.facts, on_device=on_device))
     words = "the transports of UCX on both sides cannot be compared"
     if case == "a newer NIXL there":
@@ -317,7 +327,7 @@ def test_nixl_that_cannot_be_compared_is_told_before_a_read(ends, monkeypatch, o
     else:
         monkeypatch.setattr(ends.reader, "_ours", None)
     with pytest.raises(BackendError, match="plane_unfit") as refused:
-        ends.reader.add(PeerAddress("q", {"nixl": seal(envelope)}, ends.table))
+        ends.reader.add(PeerAddress("q", {"nixl": encode_envelope(envelope)}, ends.table))
     assert words in refused.value.reason.detail
     assert refused.value.reason.remedy == (nixl_binding.SAME_NIXL if on_device else "")
 
@@ -398,7 +408,7 @@ def test_the_published_environment_is_bounded_and_holds_what_must_agree():
     published = nixl_binding.published_settings(binding, many, {})
     envelope = Envelope("nixl", "agent", b"", published)
     assert len(published) == 32
-    assert unseal(seal(envelope), transport="nixl") == envelope
+    assert decode_envelope(encode_envelope(envelope), transport="nixl") == envelope
 
 
 def test_parameters_of_the_user_win_and_ours_stay():

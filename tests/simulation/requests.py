@@ -613,5 +613,5 @@ def _forged(params: dict[str, Any], world: World) -> dict[str, Any]:
     which = world.chance.randrange(len(grants_of(params)))
     kind = world.chance.randrange(4)
     if kind == 3:
-        return damage(params, lambda sealed: bytes(MAC_BYTES) + sealed[MAC_BYTES:], grant=which)
+        return damage(params, lambda signed: bytes(MAC_BYTES) + signed[MAC_BYTES:], grant=which)
     return forge(params, change, grant=which)

@@ -60,11 +60,11 @@ def forge(params: dict[str, Any], change: Change, *, grant: int = 0, sign: Sign 
         sign: makes a new MAC; without it the grant keeps its old one, as a forger would have to.
     """
 
-    def changed(sealed: bytes) -> bytes:
-        fields = fields_of(sealed[MAC_BYTES:])
+    def changed(signed: bytes) -> bytes:
+        fields = fields_of(signed[MAC_BYTES:])
         change(fields)
-        payload = payload_of(fields, sealed[MAC_BYTES:])
-        return (sealed[:MAC_BYTES] if sign is None else sign(payload)) + payload
+        payload = payload_of(fields, signed[MAC_BYTES:])
+        return (signed[:MAC_BYTES] if sign is None else sign(payload)) + payload
 
     return damage(params, changed, grant=grant)
 
@@ -81,6 +81,6 @@ def unpacked(part: str) -> bytes:
     return base64.urlsafe_b64decode(part + "=" * (-len(part) % 4))
 
 
-def packed(sealed: bytes) -> str:
+def packed(signed: bytes) -> str:
     """Return the text of a grant: of its MAC and its encoding."""
-    return base64.urlsafe_b64encode(sealed).rstrip(b"=").decode("ascii")
+    return base64.urlsafe_b64encode(signed).rstrip(b"=").decode("ascii")

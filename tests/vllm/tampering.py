@@ -57,7 +57,7 @@ def in_grant(**fields: Any) -> Callable[[Params], Params]:
 
 def with_mac(mac: bytes) -> Callable[[Params], Params]:
     """Return what replaces the MAC of the ticket's grant."""
-    return lambda params: damage(params, lambda sealed: mac + sealed[MAC_BYTES:])
+    return lambda params: damage(params, lambda signed: mac + signed[MAC_BYTES:])
 
 
 def with_text(change: Callable[[str], str]) -> Callable[[Params], Params]:

@@ -27,8 +27,8 @@ from kvflow.reads.backend import (
     Chunk,
     Envelope,
     PostedWork,
-    seal,
-    unseal,
+    decode_envelope,
+    encode_envelope,
 )
 from kvflow.reads.contract import REQUIRED, SHARED_BYTES_MIN, UNKNOWN_CARRIER, Carrier, LeaseName, PeerAddress, Serving
 from kvflow.reads.device import device_order_of
@@ -144,7 +144,7 @@ class NixlBackend(Backend):
                 on_device = any(region.memory == "VRAM" for region in regions)
                 self._facts = host_facts(on_device=on_device, prefixes=("UCX_TLS",))
                 envelope = Envelope("nixl", exporter_name(agent_name), exporter.metadata(), self._settings, self._facts)
-                self.metadata = seal(envelope)
+                self.metadata = encode_envelope(envelope)
                 self._ours = inspect_own(envelope, on_device=on_device)
                 # Within a host it reads without a message to the exporter's process, in which nothing can then fail.
                 self._connects = self._ours is None or self._ours.has_network
@@ -167,7 +167,7 @@ class NixlBackend(Backend):
     def add(self, address: PeerAddress) -> Carrier:
         try:
             agent = None if address.agent is None else exporter_name(address.agent)
-            envelope = unseal(address.planes["nixl"], transport="nixl", agent=agent)
+            envelope = decode_envelope(address.planes["nixl"], transport="nixl", agent=agent)
             carrier = self._carrier_of(envelope, encrypted=address.encrypted)
         except ValueError as error:
             raise BackendError(FailureCode.METADATA_INVALID, str(error)) from error

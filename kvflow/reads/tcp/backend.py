@@ -33,9 +33,9 @@ from kvflow.reads.backend import (
     Envelope,
     PostedWork,
     Share,
-    seal,
+    decode_envelope,
+    encode_envelope,
     share_numbers,
-    unseal,
 )
 from kvflow.reads.bounds import Places
 from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, Serving
@@ -116,7 +116,7 @@ class TcpBackend(Backend):
         self._exporter = TcpExporter(settings, epochs, serving, self._identity)
         self.data_endpoint = self._exporter.endpoint
         self.certificate = b"" if self._identity is None else self._identity.certificate
-        self.metadata = seal(Envelope(NAME, agent_name, wire.encode_layout(serving.tracks)))
+        self.metadata = encode_envelope(Envelope(NAME, agent_name, wire.encode_layout(serving.tracks)))
 
     def fileno(self) -> int:
         """Return the epoll of all connections."""
@@ -125,7 +125,7 @@ class TcpBackend(Backend):
     def add(self, address: PeerAddress) -> Carrier:
         """Prepare to dial a peer's exporter; its first read connects."""
         try:
-            envelope = unseal(address.planes[NAME], transport=NAME, agent=address.agent)
+            envelope = decode_envelope(address.planes[NAME], transport=NAME, agent=address.agent)
             place = place_of(address.data_endpoint)
             layout = wire.decode_layout(envelope.blob)
         except (ValueError, msgspec.DecodeError) as error:

@@ -26,8 +26,8 @@ from kvflow.leases.tickets import (
     Content,
     Grant,
     Ticket,
+    grant_of,
     join_tickets,
-    unseal,
 )
 from tests.simulation.tickets import damage, fields_of, forge, grants_of, payload_of
 
@@ -143,7 +143,7 @@ def test_what_is_remembered_of_ranks_is_what_they_say(field, value):
         payload = payload_of(fields_of(signed) | {field: change}, signed)
         for _ in range(2):
             try:
-                found = unseal(bytes(MAC_BYTES) + payload)
+                found = grant_of(bytes(MAC_BYTES) + payload)
             except TicketInvalid:
                 found = None
             assert found == decoded_whole(payload)
@@ -153,16 +153,16 @@ def test_ranks_of_any_number_are_the_same_decoded_apart():
     for count in (1, 2, RANKS_KEPT_BYTES_MAX // 40, 1024):
         ticket = mint_of(*map(address, range(count))).offer("r", block_ids=[[1]], num_tokens=1)[0]
         payload = ticket.signed[0][MAC_BYTES:]
-        assert unseal(ticket.signed[0]) == decoded_whole(payload)
-        assert type(unseal(ticket.signed[0])) is Grant
+        assert grant_of(ticket.signed[0]) == decoded_whole(payload)
+        assert type(grant_of(ticket.signed[0])) is Grant
         assert [member.peer.rank for member in ticket.members()] == list(range(count))
 
 
 @given(st.integers(0), st.binary(min_size=1, max_size=40))
 def test_a_grant_with_other_bytes_is_refused(at, junk):
-    def change(sealed):
-        where = at % len(sealed)
-        return sealed[:where] + junk + sealed[where + len(junk) :]
+    def change(signed):
+        where = at % len(signed)
+        return signed[:where] + junk + signed[where + len(junk) :]
 
     forged = damage(PARAMS, change)
     if forged != PARAMS:
@@ -245,7 +245,7 @@ def test_every_grant_of_a_ticket_is_checked():
     joined = join_tickets([ticket_of(rank=0), ticket_of(rank=1)])
     for grant in (0, 1):
         with pytest.raises(TicketInvalid, match="wrong signature"):
-            checked(damage(joined.to_params(), lambda sealed: bytes(MAC_BYTES) + sealed[MAC_BYTES:], grant=grant))
+            checked(damage(joined.to_params(), lambda signed: bytes(MAC_BYTES) + signed[MAC_BYTES:], grant=grant))
 
 
 def test_what_is_used_is_what_was_signed():
@@ -275,7 +275,7 @@ def test_a_ticket_of_another_release_says_so(text, theirs):
 
 
 def test_a_signed_payload_without_its_mark_is_malformed():
-    forged = damage(PARAMS, lambda sealed: sign(b"x" + sealed[MAC_BYTES + 1 :]) + b"x" + sealed[MAC_BYTES + 1 :])
+    forged = damage(PARAMS, lambda signed: sign(b"x" + signed[MAC_BYTES + 1 :]) + b"x" + signed[MAC_BYTES + 1 :])
     with pytest.raises(TicketInvalid, match="the ticket is malformed: it was cut or changed"):
         checked(forged)
 
@@ -507,7 +507,7 @@ def test_the_most_blocks_of_a_ticket_are_those_of_all_its_grants():
 
 @pytest.mark.parametrize("start", [b"\x93\xa5offer\xc0", b"\x93\xc0\xc0", b"\x92\xa5offer", b""])
 def test_a_deep_nest_is_malformed(start):
-    forged = damage(PARAMS, lambda sealed: sealed[: MAC_BYTES + HEAD_BYTES] + start + b"\x91" * 5000)
+    forged = damage(PARAMS, lambda signed: signed[: MAC_BYTES + HEAD_BYTES] + start + b"\x91" * 5000)
     with pytest.raises(TicketInvalid, match="malformed"):
         Ticket.from_params(forged)
 
@@ -524,7 +524,7 @@ def open_ticket():
     """A ticket with no block yet, whose contents are known."""
     ticket = mint_of(block_sizes=[16, 0]).offer("r", block_ids=[[1], [2]], num_tokens=9, digests=[[b"a"], [b"b"]])[0]
     open_grant = msgspec.structs.replace(ticket.grants[0], kind="open", block_ids=((), ()))
-    return Ticket(grants=(open_grant,), signed=(open_grant.seal(sign, bytes(8)),))
+    return Ticket(grants=(open_grant,), signed=(open_grant.signed(sign, bytes(8)),))
 
 
 def test_an_open_ticket_is_read_back_and_never_seems_over():
@@ -533,7 +533,7 @@ def test_an_open_ticket_is_read_back_and_never_seems_over():
     assert not ticket.grants[0].seems_over(1e12, 0.0)
     one = msgspec.structs.replace(ticket.grants[0], contents=(Content(16, (b"a", b"b")), Content(0, ())))
     with pytest.raises(TicketInvalid, match="2 digests"):
-        one.seal(sign, bytes(8))
+        one.signed(sign, bytes(8))
 
 
 def test_a_mint_without_block_sizes_takes_no_digests():
@@ -546,4 +546,4 @@ def test_a_ticket_that_is_signed_again_is_the_same_and_not_decoded(step, monkeyp
     mint = mint_of()
     ticket, grant = mint.offer("r", block_ids=[[block * step for block in range(500)]], num_tokens=500)
     monkeypatch.setattr(tickets, "_runs_decoder", None)
-    assert mint.seal_again(grant).signed == ticket.signed
+    assert mint.sign_again(grant).signed == ticket.signed

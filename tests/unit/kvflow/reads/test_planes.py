@@ -6,7 +6,7 @@ import pytest
 from kvflow.errors import TransportUnavailable
 from kvflow.events import PlaneOmitted
 from kvflow.layout.component import Region
-from kvflow.reads.backend import BackendError, CheckedList, Chunk, Envelope, Portion, PostedWork, Share, seal
+from kvflow.reads.backend import BackendError, CheckedList, Chunk, Envelope, Portion, PostedWork, Share, encode_envelope
 from kvflow.reads.bounds import check_rows
 from kvflow.reads.contract import SERVES_NOTHING, Carrier, LeaseName, PeerAddress, PreparedList, Published
 from kvflow.reads.loopback import LoopbackBackend
@@ -281,7 +281,7 @@ def quiet(*given):
 
 
 def metadata_of(name):
-    return seal(Envelope("loopback", name, b""))
+    return encode_envelope(Envelope("loopback", name, b""))
 
 
 def test_what_is_published_names_every_plane_and_where_one_listens():

@@ -378,7 +378,7 @@ def issued_before(ticket, seconds):
     issued_ms = None if seconds is None else ticket.grants[0].issued_ms - int(1000 * seconds)
     grant = msgspec.structs.replace(ticket.grants[0], issued_ms=issued_ms)
     key = TicketKey.of(config())
-    return Ticket(grants=(grant,), signed=(grant.seal(key.sign, key.fingerprint),))
+    return Ticket(grants=(grant,), signed=(grant.signed(key.sign, key.fingerprint),))
 
 
 async def failure(awaitable):

@@ -112,7 +112,7 @@ def as_open(ticket, **named):
         msgspec.structs.replace(grant, kind="open", **{"block_ids": ((),) * len(grant.block_ids)} | named)
         for grant in ticket.grants
     )
-    return Ticket(grants=grants, signed=tuple(grant.seal(key.sign, key.fingerprint) for grant in grants))
+    return Ticket(grants=grants, signed=tuple(grant.signed(key.sign, key.fingerprint) for grant in grants))
 
 
 def open_ticket(world, name="request-1", **named):

@@ -11,7 +11,7 @@ from kvflow.config import TcpSettings
 from kvflow.ids import Credentials, PeerId, pass_of
 from kvflow.layout.component import Region
 from kvflow.layout.tracks import Track
-from kvflow.reads.backend import BackendError, CheckedList, Chunk, Envelope, Portion, Share, seal
+from kvflow.reads.backend import BackendError, CheckedList, Chunk, Envelope, Portion, Share, encode_envelope
 from kvflow.reads.bounds import check_rows
 from kvflow.reads.contract import LeaseName, PeerAddress, PreparedList, Serving
 from kvflow.reads.tcp import wire
@@ -198,7 +198,7 @@ class Consumer:
         peer = PeerId("producer", number, "0" * 32, "tcp://127.0.0.1:1", "")
         blob = wire.encode_layout(leases.serving.tracks) if blob is None else blob
         who = credentials(ours=certificate_of(self.identity), theirs=certificate)
-        planes = {"tcp": seal(Envelope("tcp", "producer", blob))}
+        planes = {"tcp": encode_envelope(Envelope("tcp", "producer", blob))}
         self.backend.add(PeerAddress(peer, planes, Region(8, 8), None, endpoint, who))
         return peer
 

@@ -16,7 +16,7 @@ import pytest
 from kvflow.errors import FailureCode, ProtocolViolation
 from kvflow.ids import Credentials
 from kvflow.layout.component import Region
-from kvflow.reads.backend import BackendError, Envelope, seal
+from kvflow.reads.backend import BackendError, Envelope, encode_envelope
 from kvflow.reads.bounds import OutOfBounds
 from kvflow.reads.contract import PeerAddress
 from kvflow.reads.tcp import backend, opening, wire
@@ -176,7 +176,7 @@ def test_without_a_pass_nobody_is_dialed(consumer, producer):
 
 
 def producer_metadata(producer):
-    return seal(Envelope("tcp", "producer", wire.encode_layout(producer.serving.tracks)))
+    return encode_envelope(Envelope("tcp", "producer", wire.encode_layout(producer.serving.tracks)))
 
 
 @pytest.mark.parametrize(
