@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvflow.integrations.vllm.admission import Contact, EarlyAdmission
-from kvflow.integrations.vllm.messages import Admit
+from kvflow.integrations.vllm.messages import Hold
 from kvflow.tools.cli import PIPE_CLOSED
 from tests.unit.kvflow.integrations.vllm_like import new_ticket
 
 PROGRAM = (sys.executable, "-c", "import sys; from kvflow.tools.cli import main; sys.exit(main())")
-COMMAND = Admit("r", new_ticket().grants[0], number=1)
+COMMAND = Hold("r", new_ticket().grants[0], number=1)
 
 UNCLOSED = """
 import kvflow
@@ -63,7 +63,7 @@ def test_a_rank_that_is_killed_costs_the_scheduler_nothing():
             early.send(COMMAND)
         process.send_signal(signal.SIGSTOP)
         ticket = new_ticket(num_tokens=16 * 4096, block_ids=(tuple(range(4096)),))
-        large = Admit("large", ticket.grants[0], number=2)
+        large = Hold("large", ticket.grants[0], number=2)
         for _ in range(1000):  # more than its queues keep
             early.send(large)
         process.kill()

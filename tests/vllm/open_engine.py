@@ -21,23 +21,23 @@ class Opened:
 
     def watch(self) -> None:
         """Watch from now on; ranks that are forked later do, too."""
-        from kvflow.integrations.vllm.messages import Advance
         from kvflow.integrations.vllm.worker import RankWorker
 
         tell, withdraw = RankWorker._tell, RankWorker._withdraw
 
         def told(rank: Any, command: Any) -> None:
             name = command.request_id
-            if isinstance(command, Advance):
+            if command.num_tokens is not None:
                 if command.block_ids:  # otherwise it only renews the lease
                     self.told.setdefault(name, []).append((command.block_ids, contents(command.block_ids)))
             else:
                 self.leave(name, "sealed")
             tell(rank, command)
 
-        def withdrawn(rank: Any, name: str) -> None:
-            self.leave(name, "withdrawn")
-            withdraw(rank, name)
+        def withdrawn(rank: Any, names: Any) -> None:
+            for name in names:
+                self.leave(name, "withdrawn")
+            withdraw(rank, names)
 
         RankWorker._tell, RankWorker._withdraw = told, withdrawn  # type: ignore[method-assign]
 

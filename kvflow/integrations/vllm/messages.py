@@ -13,8 +13,8 @@ BlocksByGroup = tuple[tuple[int, ...], ...]  # one list of block ids for each gr
 # Commands: the scheduler's side sends those of a step to every rank. ``request_id`` is the name in this engine.
 
 
-class Admit(Struct, frozen=True, tag=True):
-    """Hold the lease of a grant, and report it as sent when it ends, but not before ``Seal`` if it is open."""
+class Hold(Struct, frozen=True, tag=True):
+    """Hold the lease of a grant. Report it as sent when it ends, but an open one not before its last ``Tell``."""
 
     request_id: str
     grant: Grant
@@ -23,29 +23,20 @@ class Admit(Struct, frozen=True, tag=True):
     number: int = 0
 
 
-class Advance(Struct, frozen=True, tag=True):
+class Tell(Struct, frozen=True, tag=True):
     """Say which tokens of an open lease have settled, once a step has written, and renew the lease."""
 
     request_id: str
-    num_tokens: int
+    num_tokens: int | None  # None: all, and nothing more comes
     block_ids: BlocksByGroup  # those behind what the ranks know
     step: int
     number: int = 0
 
 
-class Seal(Struct, frozen=True, tag=True):
-    """Say that all tokens of an open lease have settled, and report it as sent when it ends."""
+class End(Struct, frozen=True, tag=True):
+    """End leases now, before this step writes, and report none that is open."""
 
-    request_id: str
-    block_ids: BlocksByGroup  # those behind what the ranks know
-    step: int
-    number: int = 0
-
-
-class Revoke(Struct, frozen=True, tag=True):
-    """End an open lease now, before this step writes, and report nothing."""
-
-    request_id: str
+    request_ids: tuple[str, ...]
     number: int = 0
 
 
@@ -104,9 +95,9 @@ class KeepBlocks(Struct, frozen=True, tag=True):
     step: int  # the last one that may write into its blocks
 
 
-Command = Admit | Advance | Seal | Revoke | Load | RenewLeases | Cancel | GiveBack | Fail | Reset | KeepBlocks
+Command = Hold | Tell | End | Load | RenewLeases | Cancel | GiveBack | Fail | Reset | KeepBlocks
 
-Ordered = Admit | Advance | Seal | Revoke
+Ordered = Hold | Tell | End
 """Commands for leases. Their ``number`` grows by one: ranks get them twice, over ``admission`` and with a step."""
 
 _encoder = msgspec.msgpack.Encoder()

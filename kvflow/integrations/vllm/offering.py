@@ -26,7 +26,7 @@ from msgspec import Struct
 from kvflow import Grant, RankAddress, Ticket, TicketMint
 from kvflow.errors import KvflowError
 from kvflow.integrations.vllm.blocks import NULL_BLOCK, DigestLists, TransferGroup, offered_blocks
-from kvflow.integrations.vllm.messages import Admit, Advance, BlocksByGroup, Command, Ordered, Revoke, Seal
+from kvflow.integrations.vllm.messages import BlocksByGroup, Command, End, Hold, Ordered, Tell
 from kvflow.integrations.vllm.params import SAMPLE, no_ticket_params, ticket_params
 from kvflow.integrations.vllm.settings import logger, warn
 from kvflow.leases.held import SETTLES
@@ -286,7 +286,7 @@ class Offering:
     def _drop(self, request_id: str, wanted: _Prefill) -> None:
         """End an open lease, and give back the slot of a ticket that is not answered. The caller holds the lock."""
         if wanted.told >= 0:
-            self._order(Revoke, request_id)
+            self._order(End, (request_id,))
         if wanted.signed is not None and self._mint is not None:
             self._mint.retire(request_id)
         wanted.signed, wanted.told = None, -1
@@ -321,7 +321,7 @@ class Offering:
         with self._lock:
             if self._wanted.get(request_id) is wanted and wanted.signed is None:
                 wanted.signed = self._sign(request_id, wanted, None, wanted.num_tokens)
-                self._order(Admit, request_id, wanted.signed[0].grants[0], 0, wanted.signed[2])
+                self._order(Hold, request_id, wanted.signed[0].grants[0], 0, wanted.signed[2])
                 wanted.told = 0  # only now: another thread orders what follows
 
     def _tell(self, request_id: str, wanted: _Prefill, before: int, end: int) -> None:
@@ -335,7 +335,7 @@ class Offering:
             settled = min(end, wanted.num_tokens) - self._unsettled
             if (settled := settled - settled % self._whole) > wanted.told:
                 block_ids = self._between(wanted.listed, wanted.told, settled)
-                self._order(Advance, request_id, settled, block_ids, wanted.step)
+                self._order(Tell, request_id, settled, block_ids, wanted.step)
                 wanted.told = settled
 
     def _renew(self) -> None:
@@ -344,7 +344,7 @@ class Offering:
             self._renewed_at = time.monotonic()
             with self._lock:
                 for name in [name for name, each in list(self._wanted.items()) if each.told >= 0]:
-                    self._order(Advance, name, 0, (), 0)
+                    self._order(Tell, name, 0, (), 0)
 
     def _between(self, listed: Sequence[Sequence[int]], first: int, end: int) -> BlocksByGroup:
         """Return the blocks of these tokens, of groups whose blocks are written once; none of others."""
@@ -423,9 +423,9 @@ class Offering:
             if origin.sampled:
                 self._answered[origin.prompt] = params
             if rest:
-                self._order(Seal, request_id, rest, step)
+                self._order(Tell, request_id, None, rest, step)
             else:
-                self._order(Admit, request_id, ticket.grants[0], step, digests)
+                self._order(Hold, request_id, ticket.grants[0], step, digests)
         except BaseException:
             # vLLM frees the blocks of a request that is not offered, so no lease of them may be admitted.
             self.retire(request_id)

@@ -31,21 +31,20 @@ from kvflow.errors import (
 )
 from kvflow.integrations.vllm.engine import LOAD_WAIT, LoadWait
 from kvflow.integrations.vllm.messages import (
-    Admit,
-    Advance,
     Cancel,
     Command,
     Counters,
+    End,
     Fail,
     GiveBack,
+    Hold,
     KeepBlocks,
     Load,
     Ordered,
     RenewLeases,
     Reset,
-    Revoke,
-    Seal,
     Tally,
+    Tell,
 )
 from kvflow.integrations.vllm.settings import logger, warn
 from kvflow.observability.logs import EventLog
@@ -108,7 +107,7 @@ class RankWorker:
         self._tally = Tally()
         self._lock = threading.RLock()
         self._taken = self._confirmed = 0  # numbers of the last ordered command, and of the last that came with a step
-        self._unwritten: list[Admit | Advance | Seal | KeepBlocks] = []  # their steps may not have written
+        self._unwritten: list[Hold | Tell | KeepBlocks] = []  # their steps may not have written
         self._awaited = threading.Event()  # set while one of them waits for the device
         self._leases: dict[str, _HeldLease] = {}
         self._refused: list[str] = []  # kept leases that this rank does not hold, until the scheduler's side knows
@@ -268,15 +267,16 @@ class RankWorker:
             for command in commands:
                 if command.number > self._taken and (with_step or command.number == self._taken + 1):
                     self._taken = command.number
-                    if isinstance(command, Revoke):
-                        self._withdraw(command.request_id)
+                    if isinstance(command, End):
+                        self._withdraw(command.request_ids)
                     else:
                         self._unwritten.append(command)
             self._execute_unwritten()
             if with_step:
                 for command in commands:
                     self._confirmed = max(self._confirmed, command.number)
-                    self._report(command.request_id)
+                    if not isinstance(command, End):
+                        self._report(command.request_id)
 
     def _execute_unwritten(self) -> None:
         """Execute the commands whose steps have written, and look again soon for others. The caller holds ``_lock``."""
@@ -287,7 +287,7 @@ class RankWorker:
         at = 0
         while at < len(self._unwritten):
             if (command := self._unwritten[at]).step <= self._written:
-                if isinstance(command, Admit):
+                if isinstance(command, Hold):
                     self._hold(command)
                 elif isinstance(command, KeepBlocks):
                     self._keep_blocks(command)
@@ -330,7 +330,7 @@ class RankWorker:
     def prepare(self, commands: Sequence[Command]) -> None:
         """Execute what must end leases before a step writes, and the commands for leases that come with it."""
         ordered = [each for each in commands if isinstance(each, Ordered)]
-        if any(isinstance(each, Revoke) for each in ordered):
+        if any(isinstance(each, End) for each in ordered):
             self.take(ordered, with_step=True)
 
     def revoke(self, names: Iterable[str]) -> None:
@@ -361,7 +361,7 @@ class RankWorker:
             self._written, _ = self._marks.popleft()
         return step <= self._written
 
-    def _hold(self, command: Admit) -> None:
+    def _hold(self, command: Hold) -> None:
         """Hold the lease of a grant."""
         name, held = command.request_id, command.request_id not in self._void
         try:
@@ -376,16 +376,16 @@ class RankWorker:
         self._leases[name] = _HeldLease(inf if command.grant.kind == "open" else command.number, ended=not held)
         self._report(name)
 
-    def _tell(self, command: Advance | Seal) -> None:
+    def _tell(self, command: Tell) -> None:
         """Say what has settled of an open lease."""
         name = command.request_id
         lease = self._leases.setdefault(name, _HeldLease(inf, ended=True))
-        if isinstance(command, Seal):
+        if command.num_tokens is None:
             lease.number = command.number
         try:
             if lease.ended:
                 self._report(name)
-            elif isinstance(command, Seal):
+            elif command.num_tokens is None:
                 self._worker.seal(name, command.block_ids)
             else:
                 lease.settled = max(lease.settled, command.num_tokens)
@@ -394,16 +394,17 @@ class RankWorker:
             self._worker.revoke(name)  # what follows would be taken for the blocks of other tokens
             logger.info("kvflow: the lease of request %s has ended while it was computed: %s", name, error)
 
-    def _withdraw(self, request_id: str) -> None:
-        """End an open lease. Its end must not be taken for that of a later lease of the request."""
-        void = [each.grant for each in self._unwritten if isinstance(each, Admit) and each.request_id == request_id]
-        self._unwritten = [each for each in self._unwritten if each.request_id != request_id]
-        lease = self._leases.pop(request_id, None)
-        if lease is not None and not lease.ended:
-            self._unreported[request_id] += 1
-        self._worker.revoke(request_id)
-        for grant in void:
-            self._worker.revoke(request_id, grant)
+    def _withdraw(self, names: Sequence[str]) -> None:
+        """End open leases. Their ends must not be taken for those of later leases of the requests."""
+        void = [each for each in self._unwritten if isinstance(each, Hold) and each.request_id in names]
+        self._unwritten = [each for each in self._unwritten if each.request_id not in names]
+        for name in names:
+            lease = self._leases.pop(name, None)
+            if lease is not None and not lease.ended:
+                self._unreported[name] += 1
+            self._worker.revoke(name)
+        for each in void:
+            self._worker.revoke(each.request_id, each.grant)
 
     def _report(self, request_id: str) -> None:
         """Tell vLLM if a lease has ended. The caller holds ``_lock``."""

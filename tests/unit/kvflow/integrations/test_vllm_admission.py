@@ -18,7 +18,7 @@ from kvflow import FullAttention, TicketMint, WorkerConfig, allocate, run_worker
 from kvflow.integrations.vllm import admission
 from kvflow.integrations.vllm import worker as rank_side
 from kvflow.integrations.vllm.admission import MESSAGE_BYTES_MAX, Contact, EarlyAdmission, GrantReceiver, reachable
-from kvflow.integrations.vllm.messages import Admit, Reset
+from kvflow.integrations.vllm.messages import Hold, Reset
 from kvflow.integrations.vllm.runtime import RankRuntime
 from kvflow.integrations.vllm.worker import MARKS_MAX
 from tests.helpers.settings import flat_config
@@ -68,7 +68,7 @@ class Rank:
 
 
 def admit(ticket):
-    return Admit(ticket.request_id, ticket.grants[0], STEP, number=1)
+    return Hold(ticket.request_id, ticket.grants[0], STEP, number=1)
 
 
 def packed(command):
@@ -96,8 +96,8 @@ class World:
         self.ticket, self.grant = mint.offer("r", block_ids=[[1]], num_tokens=4)
         if slots == 1:
             mint.retire("r")
-        self.admit = Admit("r", self.grant, STEP, number=1)
-        self.next = Admit("next", mint.offer("next", block_ids=[[1]], num_tokens=4)[1], STEP, number=2)
+        self.admit = Hold("r", self.grant, STEP, number=1)
+        self.next = Hold("next", mint.offer("next", block_ids=[[1]], num_tokens=4)[1], STEP, number=2)
         if device is None:
             self.runtime.rank.end_step(STEP)
 

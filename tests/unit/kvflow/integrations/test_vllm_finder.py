@@ -17,7 +17,7 @@ from kvflow.errors import CapacityExceeded, DeadlineExceeded, PeerLost, Protocol
 from kvflow.integrations.vllm import finder as finder_module
 from kvflow.integrations.vllm import scheduler
 from kvflow.integrations.vllm.finder import Finder
-from kvflow.integrations.vllm.messages import Admit, Cancel, GiveBack, Load, Tally
+from kvflow.integrations.vllm.messages import Cancel, GiveBack, Hold, Load, Tally
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
 from kvflow.layout.specs import FullAttention, Mamba, State
 from kvflow.rendezvous import dialer
@@ -663,7 +663,7 @@ def test_a_prefill_loads_what_a_source_holds_and_offers_all_of_it(engine):
     assert offered
     assert params["do_remote_prefill"]
     (command,) = prefill.take_commands()
-    assert isinstance(command, Admit)
+    assert isinstance(command, Hold)
     assert command.grant.num_tokens == (200,)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvflow.errors import CapacityExceeded
 from kvflow.integrations.vllm.admission import Contact
-from kvflow.integrations.vllm.messages import Admit, KeepBlocks, Reset
+from kvflow.integrations.vllm.messages import Hold, KeepBlocks, Reset
 from kvflow.integrations.vllm.worker import RankWorker
 
 from .test_vllm_worker import FakeWorker
@@ -200,7 +200,7 @@ def test_requests_that_have_computed_something_right_are_kept(pool, status, para
     found = keeper(pool)
     end(found, pool, filled(pool, 2), status=status, params=params)
     told = [type(each) for each in commands(found)]
-    assert (KeepBlocks in told, Admit in told) == (is_kept, params is not None and status == "FINISHED_STOPPED")
+    assert (KeepBlocks in told, Hold in told) == (is_kept, params is not None and status == "FINISHED_STOPPED")
 
 
 @pytest.mark.parametrize("computed", [-1, 0, 15])

@@ -9,7 +9,7 @@ from kvflow.errors import BlockIdsInvalid, TicketInvalid
 from kvflow.integrations.vllm import loading as loading_module
 from kvflow.integrations.vllm.blocks import loaded_blocks, offered_blocks
 from kvflow.integrations.vllm.loading import Loading
-from kvflow.integrations.vllm.messages import Admit, Cancel, Fail, Found, GiveBack, Load, RenewLeases, pack, unpack
+from kvflow.integrations.vllm.messages import Cancel, Fail, Found, GiveBack, Hold, Load, RenewLeases, pack, unpack
 
 from .vllm_like import TOKENS_MAX, FullAttentionSpec, MambaSpec, SlidingWindowSpec, groups_of, new_ticket
 
@@ -338,7 +338,7 @@ def test_a_producer_without_enough_blocks_offers_none():
 @pytest.mark.parametrize("name", ["r", "half of a character \ud83d"])
 def test_orders_are_the_same_in_another_process(name):
     commands = [
-        Admit(name, TICKET.grants[0]),
+        Hold(name, TICKET.grants[0]),
         Load(name, TICKET, ((1, -1), ())),
         RenewLeases(name, TICKET),
         Cancel(name),

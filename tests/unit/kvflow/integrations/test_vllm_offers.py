@@ -5,7 +5,7 @@ import re
 import pytest
 
 from kvflow.errors import ConfigInvalid
-from kvflow.integrations.vllm.messages import Admit
+from kvflow.integrations.vllm.messages import Hold
 
 from .vllm_like import (
     ABORTED,
@@ -42,7 +42,7 @@ class Prefill:
         request.all_token_ids.extend(range(made + 1))
         request.status = status or request.status
         keeps, params = self.side.on_finished(request, (list(blocks),))
-        admitted = [command.request_id for command in self.side.take_commands() if isinstance(command, Admit)]
+        admitted = [command.request_id for command in self.side.take_commands() if isinstance(command, Hold)]
         assert admitted == ([name] if keeps else [])
         self.held |= set(admitted)
         return params

@@ -10,7 +10,7 @@ import pytest
 from kvflow import FullAttention, Mamba, SlidingWindow, State, Ticket, allocate
 from kvflow.integrations.vllm import offering
 from kvflow.integrations.vllm import worker as rank_side
-from kvflow.integrations.vllm.messages import Admit, Advance, Reset, Revoke, Seal
+from kvflow.integrations.vllm.messages import End, Hold, Reset, Tell
 from kvflow.integrations.vllm.runtime import RankRuntime
 from tests.helpers.settings import flat_config
 from tests.helpers.waiting import wait_until
@@ -160,7 +160,7 @@ def test_each_step_settles_whole_blocks_once_it_has_written(engines, early):
     if not early:
         engine.step()
     assert engine.lease() == ("sealed", 64, ((1, 2, 3, 4),))
-    assert engine.kinds() == ["Admit", "Advance", "Advance", "Advance", "Seal"]
+    assert engine.kinds() == ["Hold", "Tell", "Tell", "Tell", "Tell"]
 
 
 def test_a_prefix_hit_settles_when_the_step_that_found_it_has_written(engine):
@@ -382,7 +382,7 @@ def test_a_request_that_ends_before_its_ticket_is_signed_is_offered_then(engine)
     hold.set()
     engine.flush()
     assert (keeps, params["transfer_mode"]) == (True, "push")
-    assert engine.kinds() == ["Admit"]
+    assert engine.kinds() == ["Hold"]
     assert engine.lease()[0] == "offer"
 
 
@@ -404,7 +404,7 @@ def test_peers_find_what_is_offered_by_its_digests(engine):
     engine.step({name: 64}, new={name: (0, [[5, 6, 7, 8]])})
     engine.end(name)
     engine.kinds()
-    opened, offered = (each for each in engine.ordered if isinstance(each, Admit))
+    opened, offered = (each for each in engine.ordered if isinstance(each, Hold))
     assert opened.digests == offered.digests
     assert len(opened.digests[0]) == 4
 
@@ -431,7 +431,7 @@ def test_a_queued_request_is_renewed_and_nothing_settles_by_that(engine, monkeyp
     monkeypatch.setattr(offering, "time", SimpleNamespace(monotonic=lambda: now))
     engine.flush()
     engine.flush()
-    assert engine.kinds()[len(before) :] == ["Advance"] * 2
+    assert engine.kinds()[len(before) :] == ["Tell"] * 2
     assert engine.rank._taken == engine.ordered[-1].number, "no step was needed"
     assert (engine.lease(), engine.lease("computed")) == (("open", 0, ((),)), ("open", 16, ((1,),)))
     engine.write()
@@ -482,12 +482,12 @@ def test_a_command_that_was_lost_is_not_missed(engine):
     engine.arrive()
     engine.step({"r": 64}, new={"r": (0, [[1, 2, 3, 4]])})
     assert engine.lease() == ("open", 64, ((1, 2, 3, 4),))
-    assert [type(each) for each in engine.ordered] == [Admit, Advance]
+    assert [type(each) for each in engine.ordered] == [Hold, Tell]
 
 
 def test_advances_that_are_refused_end_the_lease(engine):
     engine.arrive()
     engine.step()
-    engine.rank.take([Advance("r", 32, ((1,),), 1, number=2), Advance("r", 48, ((2, 3),), 1, number=3)])
-    engine.rank.take([Seal("r", ((4,),), 1, number=4), Revoke("r", number=5)])
+    engine.rank.take([Tell("r", 32, ((1,),), 1, number=2), Tell("r", 48, ((2, 3),), 1, number=3)])
+    engine.rank.take([Tell("r", None, ((4,),), 1, number=4), End(("r",), number=5)])
     assert (engine.lease(), engine.rank._leases) == (None, {})

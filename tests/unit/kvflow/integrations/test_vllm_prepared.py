@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from kvflow import Ticket
-from kvflow.integrations.vllm.messages import Admit
+from kvflow.integrations.vllm.messages import Hold
 
 from .vllm_like import (
     ABORTED,
@@ -73,7 +73,7 @@ class Prefill:
         keeps, params = self.side.on_finished(request, [list(ids) for ids in blocks])
         if not keeps:
             return None
-        (command,) = [each for each in self.side.take_commands() if isinstance(each, Admit)]
+        (command,) = [each for each in self.side.take_commands() if isinstance(each, Hold)]
         (grant,) = Ticket.from_params(params, verify=new_key().verifies).grants
         assert command.grant == grant
         return grant

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from kvflow.integrations.vllm.messages import Admit, Cancel, Fail, GiveBack, Load, Reset
+from kvflow.integrations.vllm.messages import Cancel, Fail, GiveBack, Hold, Load, Reset
 
 from .vllm_like import (
     OFFER,
@@ -40,7 +40,7 @@ def test_a_prefilled_request_is_offered_and_its_blocks_are_kept():
     assert keep
     assert (params["remote_block_ids"], params["remote_num_tokens"]) == ([[3]], 48)
     (command,) = producer.take_commands()
-    assert isinstance(command, Admit)
+    assert isinstance(command, Hold)
     assert command.grant.block_ids == ((1, 2, 3),)
     producer.on_reported(None, {"r"})
 

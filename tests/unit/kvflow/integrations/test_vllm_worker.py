@@ -25,15 +25,15 @@ from kvflow.integrations.vllm import settings
 from kvflow.integrations.vllm import worker as worker_module
 from kvflow.integrations.vllm.engine import BRIEF_WAIT, LOAD_WAIT, NO_WAIT, load_wait, writes_late
 from kvflow.integrations.vllm.messages import (
-    Admit,
     Cancel,
+    End,
     Fail,
     GiveBack,
+    Hold,
     KeepBlocks,
     Load,
     RenewLeases,
     Reset,
-    Revoke,
     add_counters,
     empty_counters,
     is_empty,
@@ -429,7 +429,7 @@ def test_orders_that_come_while_the_engine_sleeps_end_at_once():
     grant = new_mint().offer("request-2", block_ids=[[1]], num_tokens=3)[1]
     _, rank = told()
     rank.suspend()
-    rank.execute([PULL, Cancel("r"), Admit("request-2", grant, number=1), GiveBack("t", TICKET)])
+    rank.execute([PULL, Cancel("r"), Hold("request-2", grant, number=1), GiveBack("t", TICKET)])
     results = rank.collect()
     assert (results.received, results.failed, results.sent) == ({"r"}, {"r"}, {"request-2"})
 
@@ -481,7 +481,7 @@ def test_a_ticket_is_given_back_unread():
 
 def test_a_lease_is_reported_when_it_has_ended():
     grant = new_mint().offer("request-2", block_ids=[[1]], num_tokens=3)[1]
-    fake, rank = told(Admit("request-2", grant, number=1))
+    fake, rank = told(Hold("request-2", grant, number=1))
     assert fake.admitted == [grant]
     assert not rank.collect().sent
     fake.ends.append(Finished("request-2", "producer", "expired"))
@@ -491,8 +491,8 @@ def test_a_lease_is_reported_when_it_has_ended():
 
 def test_the_end_of_a_withdrawn_lease_is_not_that_of_the_next():
     first, second = (new_mint().offer("r", block_ids=[[block]], num_tokens=3)[1] for block in (1, 2))
-    fake, rank = told(Admit("r", first, number=1))
-    rank.execute([Revoke("r", number=2), Admit("r", second, number=3)])
+    fake, rank = told(Hold("r", first, number=1))
+    rank.execute([End(("r",), number=2), Hold("r", second, number=3)])
     assert (fake.admitted, fake.revoked) == ([first, second], ["r"])
     fake.ends.append(Finished("r", "producer", "revoked"))
     assert rank.collect().sent == set(), "peers may read the second"
@@ -503,7 +503,7 @@ def test_the_end_of_a_withdrawn_lease_is_not_that_of_the_next():
 @pytest.mark.parametrize("refusal", [CapacityExceeded("leases", 8), MemoryError()], ids=repr)
 def test_a_grant_that_is_refused_gives_its_blocks_back_at_once(refusal):
     grant = new_mint().offer("request-2", block_ids=[[1]], num_tokens=3)[1]
-    _, rank = told(Admit("request-2", grant, number=1), refusal=refusal)
+    _, rank = told(Hold("request-2", grant, number=1), refusal=refusal)
     assert rank.collect().sent == {"request-2"}
 
 
@@ -629,7 +629,7 @@ def test_a_look_that_lasts_keeps_no_event_loop_waiting():
         rank = RankWorker(worker, device.mark)
         rank.end_step(STEP)
         mint = TicketMint("engine", [worker.rank_address], cluster_secret=SECRET, block_sizes=(4,))
-        rank.execute([Admit("a", mint.offer("a", block_ids=[[1]], num_tokens=4)[1], STEP, number=1)])
+        rank.execute([Hold("a", mint.offer("a", block_ids=[[1]], num_tokens=4)[1], STEP, number=1)])
         device.wrote.set()
         assert entered.wait(60)
         assert worker.snapshot().leases == 0, "the loop has answered"
@@ -748,7 +748,7 @@ def test_a_reset_does_not_end_before_the_last_write(monkeypatch):
     assert rank.reset(("r",))
 
 
-ADMIT, RESET = Admit("a", new_mint().offer("a", block_ids=[[1]], num_tokens=3)[1], number=1), Reset(("a",))
+ADMIT, RESET = Hold("a", new_mint().offer("a", block_ids=[[1]], num_tokens=3)[1], number=1), Reset(("a",))
 
 
 @pytest.mark.parametrize("ending", ["reset before", "reset after", "revoked", "refused"])
@@ -766,7 +766,7 @@ def test_a_lease_that_will_not_be_held_is_void(ending):
             rank.take()
         case "revoked":
             rank.take([later])
-            rank.take([Revoke("a", number=2)])
+            rank.take([End(("a",), number=2)])
         case _:
             fake.refusal = WorkerClosed("closed")
             rank.take([ADMIT])
