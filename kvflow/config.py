@@ -130,8 +130,8 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
         quarantine_bytes_max: most bytes of blocks that failed pulls may keep for more than 5 s, all pulls together.
             Above it the reader is reset.
         http_public: allows ``http`` to listen on an address that other hosts reach.
-        trace_offers: gives each offer without a ``traceparent`` a drawn one, marked as sampled, so that the records and
-            spans of both sides have one trace id.
+        trace_offers: gives each offer without a ``traceparent`` a drawn one, with the flag ``sampled``, so that the
+            records and spans of both sides have one trace id.
     """
 
     model_revision: Annotated[str, Meta(max_length=256)] = ""

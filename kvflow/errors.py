@@ -254,7 +254,7 @@ class RequestUnknown(KvflowError):
     """
 
     code = FailureCode.REQUEST_UNKNOWN
-    default_remedy = "Offer the request first. The outcome of an ended offer is kept for a limited time."
+    default_remedy = "Offer the request first. The outcome of an ended offer is remembered for a limited time."
 
     def __init__(self, request_id: str) -> None:
         super().__init__(f"no offer has the request id {request_id!r}")

@@ -42,7 +42,7 @@ class WorkerDrained(Struct, frozen=True):
     """The worker has stopped draining, because nothing is left or because the deadline has passed."""
 
     leases_left: int  # leases that the worker still holds
-    pulls_left: int  # pulls that are still open or quarantined
+    pulls_left: int  # pulls that have not ended, or are quarantined
     quarantined_left: int  # pulls whose target blocks may still be written
     waited_s: float  # seconds spent draining
 
@@ -87,7 +87,7 @@ class PeerConnected(Struct, frozen=True):
     # transport that carries the bytes, by UCX's name: ``cma`` (shared memory), ``tcp``, ``rc_mlx5``, ``cuda_ipc``; or
     # ``loopback``. Several names with a bar between them: one of these. ``unknown`` if nobody can tell.
     transport: str = ""
-    transport_known_by: str = ""  # source of that knowledge: ``kind``, ``addresses``, ``candidates`` or ``nothing``
+    transport_known_by: str = ""  # how that is known: ``kind``, ``addresses``, ``candidates`` or ``nothing``
     plane: str = ""  # data plane that was chosen for the peer: ``nixl``, ``tcp`` or ``loopback``
     # model that both sides name; empty if a side names none. Then only shapes and dtypes were compared.
     model: str = ""
@@ -234,7 +234,7 @@ class PullFailed(Struct, frozen=True):
     peer: str  # ``engine/rank/incarnation`` of the source rank concerned; empty if none is
     detail: str  # what happened
     quarantined: bool  # True while a read in flight may still write into the target blocks
-    cause: str = ""  # code of the transport or the scheduler, where it says more than ``code``
+    cause: str = ""  # code of the data plane or the scheduler, where it says more than ``code``
     remedy: str = ""  # what to do about it
     local_request_id: str = ""  # the consumer's own name of the request; empty if it gave none
     nbytes: int = 0  # bytes that have certainly arrived, without those in flight

@@ -55,7 +55,7 @@ class AskSettled(Struct, frozen=True, tag_field="type", tag="ask_settled"):
     Attributes:
         slot, epoch: of the lease.
         mac: of its ticket. With another one the lease is unknown.
-        known: how many blocks of each group the asker has been told.
+        known: how many blocks of each group the reader has been told.
         above: the answer waits for so many tokens, for the seal, or for the end of the lease.
         wait_ms: how long the answer may wait.
     """
@@ -73,7 +73,7 @@ class AnswerSettled(Struct, frozen=True, tag_field="type", tag="settled"):
 
     Attributes:
         num_tokens: tokens whose blocks are written; before the seal, those in whole blocks of every group that settles.
-        block_ids: the blocks that hold them, group by group, behind those that the asker knows.
+        block_ids: the blocks that hold them, group by group, behind those that the reader knows.
         sealed: whether that is all of it. Only then are there blocks of windows and states.
         ended: how the lease has ended; empty while it is held, and before it is admitted.
     """

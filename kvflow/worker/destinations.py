@@ -20,7 +20,7 @@ from kvflow.validation import Count, Name, Number
 
 
 class Quarantined(Struct, frozen=True):
-    """Blocks that are kept from reuse.
+    """Blocks that must not be reused yet.
 
     Attributes:
         pull_id: the pull that took them.

@@ -37,7 +37,7 @@ TEXT_MAX = 300
 
 
 class PullState(Struct, frozen=True, kw_only=True):
-    """One pull that is open or draining.
+    """One pull that is under way or draining.
 
     Attributes:
         pull_id: number of the pull, as in ``PullHandle.id`` and in the events.
@@ -74,14 +74,14 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     Attributes:
         leases: how many leases are held.
-        pulls: how many pulls are open or draining.
+        pulls: how many pulls are under way or draining.
         quarantined: destinations that something may still write into.
         staging: staging buffers: how many there are, are in use, and are in quarantine.
         rejected: connections to this worker that have failed since the start, by code, unauthenticated ones included.
         dropped: producers that were dropped since the start, by code.
         found: questions of peers for content that were answered with a ticket since the start.
         not_held: those that were answered with nothing.
-        open_pulls: the oldest pulls that are open or draining, at most as many as the caller asked for.
+        open_pulls: the oldest pulls that are under way or draining, at most as many as the caller asked for.
         held_leases: the oldest leases that are held, likewise.
         producers: workers that this one reads from, or connects to, likewise.
         readers: workers that are connected to this one to read from it, likewise.

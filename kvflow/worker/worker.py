@@ -31,7 +31,7 @@ class DrainReport(Struct, frozen=True, kw_only=True):
 
     Attributes:
         leases: requests whose leases are held. Their readers would get ``StaleLease``.
-        pulls: requests whose pulls are open or draining. They would be cancelled.
+        pulls: requests whose pulls are not over. They would be cancelled.
         quarantined: destinations that something may still write into.
         waited_s: how many seconds ``drain`` waited.
     """
@@ -415,7 +415,7 @@ class Worker:
             AuthenticationFailed, PeerRefused: the producer refused the connection, or has another secret.
             StaleLease, PeerLost, DeadlineExceeded, ProtocolViolation, TransferFailed: nothing was delivered;
                 ``.quarantined`` says whether the target blocks must wait for ``quiesced``.
-            CapacityExceeded: too many pulls are open.
+            CapacityExceeded: too many pulls are under way.
             WorkerDraining, WorkerClosed: the worker starts no new pulls.
 
         Cancellation: cancels the pull; its blocks are quarantined until ``quiesced`` returns.

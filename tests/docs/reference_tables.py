@@ -76,7 +76,7 @@ PARITY = {
     "drafts from n-grams": "not refused",
     "prefix caching": "yes: the missing blocks are read",
     "next turn read from decode (`bidirectional_kv_xfer`)": "[prefixes](../howto/share-prefixes.md) of any engine",
-    "KV events": "those of vLLM: what was read is told like what was computed",
+    "KV events": "those of vLLM: what was read is reported like what was computed",
     "`kv_load_failure_policy`": "yes, with the reason in the log",
     "leases, renewed": "yes, without an engine step, and fenced",
     "restart of prefill": "yes, old tickets are refused",

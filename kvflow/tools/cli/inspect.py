@@ -82,7 +82,7 @@ def add_parser(commands: Subparsers) -> None:
         "inspect",
         summary="check that a worker answers, and show its peers, pulls and leases",
         description="Dial a worker as its readers do, with the secret of the environment. Show who it is, the round "
-        "trip, its cache, and what it holds now: peers, open pulls, held leases and quarantined blocks. "
+        "trip, its cache, and what it holds now: peers, pulls, held leases and quarantined blocks. "
         "Any member of the cluster may ask.",
         examples="kvflow inspect decode-0:7000\nkvflow inspect decode-0:7000 --watch",
     )
