@@ -471,7 +471,7 @@ class Consumer:
             self.pulls.by_id.pop(pull.pull_id, None)
         self.pulls.fail(pull, error)
         if not pull.submitted:
-            pull.handle.settle()
+            pull.handle.quiesce()
 
     def _cancel_by_id(self, pull_id: int) -> None:
         pull = self.pulls.by_id.get(pull_id)

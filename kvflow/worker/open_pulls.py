@@ -47,7 +47,7 @@ class PullHandle:
     _error: KvflowError | None = None
     _quiescent = False
     _waiters: "tuple[asyncio.Future[None], ...]" = ()
-    _on_settled: "Sequence[Callable[[PullHandle], object]]" = ()
+    _on_quiesced: "Sequence[Callable[[PullHandle], object]]" = ()
 
     def __init__(self, pull_id: int, cancel: Callable[[int], None]) -> None:
         self.id = pull_id
@@ -116,18 +116,18 @@ class PullHandle:
             finally:
                 self._drop_waiter(waiter)
 
-    def on_settled(self, callback: Callable[["PullHandle"], object]) -> None:
+    def on_quiesced(self, callback: Callable[["PullHandle"], object]) -> None:
         """Call ``callback`` once the pull is done and nothing writes into its blocks; now if that is already true."""
         if self._quiescent:
             callback(self)
         else:
-            self._on_settled = [*self._on_settled, callback]
+            self._on_quiesced = [*self._on_quiesced, callback]
 
     def complete(self, report: TransferReport) -> None:
         """Record that the pull has completed. The worker calls it."""
         self._report, self._quiescent = report, True
-        if self._waiters or self._on_settled:
-            self.settle()
+        if self._waiters or self._on_quiesced:
+            self.quiesce()
         if report.nbytes > KEPT_BYTES_MAX:
             asyncio.get_running_loop().call_soon(report.compute)
 
@@ -136,11 +136,11 @@ class PullHandle:
         self._error = error
         self._wake()
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         """Record that the pull is done and nothing writes into its blocks. The worker calls it once."""
         self._quiescent = True
         self._wake()
-        callbacks, self._on_settled = self._on_settled, ()
+        callbacks, self._on_quiesced = self._on_quiesced, ()
         for callback in callbacks:
             try:
                 callback(self)
@@ -352,13 +352,13 @@ class OpenPulls:
         pull.handle.fail(ours)
         if pull.quiesced is not None:
             self._report(pull.quiesced)
-            pull.handle.settle()
+            pull.handle.quiesce()
 
     def quiesce(self, pull: OpenPull, event: TransferQuiesced) -> None:
-        """Settle a failed pull into whose blocks nothing writes now; the record of its failure comes first."""
+        """Quiesce a failed pull into whose blocks nothing writes now; the record of its failure comes first."""
         if pull.recorded:
             self._report(event)
-            pull.handle.settle()
+            pull.handle.quiesce()
         else:
             pull.quiesced = event
 

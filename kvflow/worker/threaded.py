@@ -573,7 +573,7 @@ def _run(
     loop = asyncio.get_running_loop()
     for (ticket, _, name), handle, future in zip(batch, start(worker), futures, strict=True):
         request_id = getattr(ticket, "request_id", "")  # an argument of any type was passed; its end is reported
-        handle.on_settled(partial(finished.settle, request_id, name, future))
+        handle.on_quiesced(partial(finished.settle, request_id, name, future))
         if not handle.done():
             future.add_done_callback(partial(_cancel, loop, handle.cancel))
 

@@ -485,7 +485,7 @@ def _tell_at_the_failure(patch):
 
     def fail_and_tell(self, error):
         fail(self, error)
-        callbacks, self._on_settled = self._on_settled, []
+        callbacks, self._on_quiesced = self._on_quiesced, []
         for callback in callbacks:
             callback(self)
 

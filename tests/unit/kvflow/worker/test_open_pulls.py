@@ -319,7 +319,7 @@ async def test_a_caller_that_goes_when_its_pull_is_complete_leaves_one_record(wo
     await world.connect()
     handle = world.start()
     task = asyncio.ensure_future(wait_for(handle))
-    handle.on_settled(lambda _: task.cancel())
+    handle.on_quiesced(lambda _: task.cancel())
     await failure(task)
     assert isinstance(await world.record(), TransferCompleted)
 
@@ -423,7 +423,7 @@ async def test_a_failure_does_not_say_that_nothing_writes():
     handle.fail(errors.TransferCancelled("as the test says"))
     late = await awaiting(handle.quiesced())  # by then, those before it have been woken
     assert not any(task.done() for task in quiet)
-    handle.settle()
+    handle.quiesce()
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*quiet, late)
 
@@ -440,7 +440,7 @@ async def test_a_settled_pull_is_told_once_whenever_it_was_asked_for(world, befo
     kept = weakref.ref(callback)
     handle = await hung(world)
     if before:
-        handle.on_settled(callback)
+        handle.on_quiesced(callback)
     handle.cancel()
     await failure(handle)
     assert told == []
@@ -448,7 +448,7 @@ async def test_a_settled_pull_is_told_once_whenever_it_was_asked_for(world, befo
     async with asyncio.timeout(PATIENCE_S):
         await handle.quiesced()
     if not before:
-        handle.on_settled(callback)
+        handle.on_quiesced(callback)
     assert told == [handle]
     del callback
     gc.collect()
@@ -462,11 +462,11 @@ async def test_a_callback_that_fails_keeps_no_other_from_being_told():
         raise error
 
     handle = lone_handle()
-    handle.on_settled(fail)
-    handle.on_settled(told.append)
+    handle.on_quiesced(fail)
+    handle.on_quiesced(told.append)
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
     handle.fail(errors.TransferCancelled("as the test says"))
-    handle.settle()
+    handle.quiesce()
     assert told == [error, handle]
 
 

@@ -181,7 +181,7 @@ async def test_a_callback_may_cancel_other_pulls_of_its_turn(inline_s_max):
             before = [world.start(world.ticket(f"{turn}.{at}", (at,)), (at,)) for at in range(10, 20)]
             # The turn has taken so long by now that these are posted together, at its end.
             first, early, last = [world.consumer.start_pull(*item) for item in items]
-            first.on_settled(lambda _, others=(early, last): [other.cancel() for other in others])
+            first.on_quiesced(lambda _, others=(early, last): [other.cancel() for other in others])
             ends = await outcomes([first, early, last])
             await outcomes(before)
             assert ends[0].nbytes
@@ -197,7 +197,7 @@ async def test_a_callback_that_fails_is_told_to_the_loop_and_ends_no_other_pull(
     told = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
     handles = world.consumer.pull_many(items_of(world))
-    handles[0].on_settled(lambda _: 1 / 0)
+    handles[0].on_quiesced(lambda _: 1 / 0)
     reports = await outcomes(handles)
     assert [report.nbytes > 0 for report in reports] == [True] * 6
     assert [type(error) for error in told] == [ZeroDivisionError]
