@@ -97,6 +97,11 @@ def test_every_term_has_one_entry():
     assert [term for term, count in Counter(rows()).items() if count > 1] == []
 
 
+def test_common_words_with_a_meaning_of_their_own_are_explained():
+    words = {"told", "kept", "settled", "open", "meet", "source", "route", "sample", "asker", "reader", "trace", "bind"}
+    assert words - set(rows()) == set()
+
+
 def test_every_term_is_in_use():
     texts = [path.read_text() for folder in ("kvflow", "handshake") for path in (ROOT / folder).rglob("*.py")]
     texts += [path.read_text() for path in (ROOT / "docs").rglob("*.md") if path.name != "glossary.md"]
