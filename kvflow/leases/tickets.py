@@ -192,6 +192,21 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
         return int(self.epoch)
 
     @property
+    def ends_by_readers(self) -> bool:
+        """Whether the lease ends when its readers have released it, or it runs out; otherwise its producer ends it."""
+        return self.kind != "kept"
+
+    @property
+    def found_by_all(self) -> bool:
+        """Whether all who ask for the content find the lease; otherwise one question at a time may."""
+        return self.kind == "kept"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its producer tells blocks, and what has settled, while the lease is held."""
+        return self.kind == "open"
+
+    @property
     def lease_s(self) -> float:
         """How long the promise lasts from admission, in seconds."""
         return self.lease_ms / 1000
@@ -238,7 +253,7 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
             zip(self.contents, self.block_ids, self.num_tokens, strict=True)
         ):
             most = blocks_for(tokens, content.block_size)
-            if len(content.digests) > (most if self.kind == "open" else len(ids)) or len(ids) > most:
+            if len(content.digests) > (most if self.is_open else len(ids)) or len(ids) > most:
                 raise TicketInvalid(
                     f"group {group}: {len(content.digests)} digests and {len(ids)} blocks for {tokens} tokens, "
                     f"which {most} blocks hold"

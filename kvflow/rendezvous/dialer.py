@@ -248,8 +248,9 @@ class Asker:
             raise ProtocolViolation(
                 f"the peer answered with a bad ticket: {error.message}", peer=self.endpoint
             ) from error
-        engines, kinds = ({getattr(grant, name) for grant in ticket.grants} for name in ("engine_id", "kind"))
-        is_ours = engines == {self.identity.engine_id} and (wait_s > 0 or kinds == {"kept"})
+        engines = {grant.engine_id for grant in ticket.grants}
+        may_find = wait_s > 0 or all(grant.found_by_all for grant in ticket.grants)
+        is_ours = engines == {self.identity.engine_id} and may_find
         if not is_ours or not 0 < held.count <= len(asked):
             detail = f"{ticket!r}, of which {held.count} digests were asked for"
             raise ProtocolViolation(f"the peer answered another question: {detail}", peer=self.endpoint)

@@ -248,7 +248,7 @@ class Consumer:
             peer.issued_ms = max(peer.issued_ms, grant.issued_ms or 0)
             if grant.slot >= peer.num_slots:
                 raise TicketInvalid(f"{peer.link.peer} has no epoch slot {grant.slot}")
-            if grant.kind == "open":  # not to be read before its producer was asked
+            if grant.is_open:  # not to be read before its producer was asked
                 self._follow(
                     pull, Following(pull, ticket, self._shared.manifest, self._shared.config.tuning, self._clock)
                 )

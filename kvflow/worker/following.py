@@ -188,7 +188,7 @@ class Following:
     task: "asyncio.Task[None]"
 
     def __init__(self, pull: OpenPull, ticket: Ticket, ours: Manifest, budgets: Tuning, clock: Clock) -> None:
-        if any(grant.kind != "open" for grant in ticket.grants):
+        if not all(grant.is_open for grant in ticket.grants):
             raise TicketInvalid("the ticket joins open offers with others")
         self.error: KvflowError | None = None
         totals = {grant.num_tokens[0] for grant in ticket.grants}

@@ -210,7 +210,7 @@ class Contents:
         if len(set(sizes)) > BLOCK_SIZES_MAX:
             raise TicketInvalid(f"the ticket has {len(set(sizes))} block sizes: at most {BLOCK_SIZES_MAX} are allowed")
         # Of an open offer the ticket has no blocks yet, and the digest of the last that there will be.
-        block_ids = [(0,)] * len(sizes) if grant.kind == "open" else grant.block_ids
+        block_ids = [(0,)] * len(sizes) if grant.is_open else grant.block_ids
         expected = self.digests(request, block_ids, sizes, covered, links=links)
         for group, (content, digests) in enumerate(zip(contents, expected, strict=True)):
             last = digests[len(digests) - len(content.digests) :]

@@ -313,7 +313,7 @@ class Finder:
         self._contents.require(request, ticket)
         meeting.given, grant = ticket, ticket.grants[0]
         lease, known = (grant.slot, grant.epoch_value), [0] * len(grant.num_tokens)
-        has_begun = grant.kind != "open"
+        has_begun = not grant.is_open
         while not has_begun:
             settled = await asker.settled(
                 lease, ticket.signed[0], known=known, above=1, wait_s=SETTLED_S, within_s=ANSWER_S

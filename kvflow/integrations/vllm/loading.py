@@ -144,7 +144,7 @@ class Loading:
                 held = found.source, found.num_tokens, num_tokens, found.asked_s
                 prefix = events.PrefixFetched(load.ticket.request_id, request_id[:TEXT_MAX], *held)
             self._commands.append(Load(request_id, load.ticket, block_ids, prefix))
-            if load.ticket.grants[0].kind == "open":
+            if load.ticket.grants[0].is_open:
                 load.num_blocks = sum([block >= 0 for ids in block_ids for block in ids])
         except KvflowError as error:
             if load.refusal is None:

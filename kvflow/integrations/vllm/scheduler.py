@@ -262,7 +262,7 @@ class SchedulerSide:
         if found is None:
             return True
         if not isinstance(found, BaseException):
-            if found.grants[0].kind == "open" and not self._has_room(wanted):
+            if found.grants[0].is_open and not self._has_room(wanted):
                 return False
             try:
                 finder.require(request, found)

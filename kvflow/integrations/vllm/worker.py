@@ -238,7 +238,7 @@ class RankWorker:
     def _wait(self) -> None:
         """Wait for all open pulls, while pulls end."""
         # Prompts that are still computed take seconds. Behind a step that reports nothing no output is on its way.
-        follows = self._is_quiet and all(load.ticket.grants[0].kind == "open" for load, _ in self._pulls.values())
+        follows = self._is_quiet and all(load.ticket.grants[0].is_open for load, _ in self._pulls.values())
         each_s, all_s = LOAD_WAIT if follows else self._load_wait
         until = time.monotonic() + all_s
         while open_pulls := len(self._pulls):
@@ -373,7 +373,7 @@ class RankWorker:
         if not held:
             self._worker.revoke(name, command.grant)  # also if the admission was interrupted: vLLM frees the blocks
             self._tally.count("leases", "refused")
-        self._leases[name] = _HeldLease(inf if command.grant.kind == "open" else command.number, ended=not held)
+        self._leases[name] = _HeldLease(inf if command.grant.is_open else command.number, ended=not held)
         self._report(name)
 
     def _tell(self, command: Tell) -> None:
