@@ -82,8 +82,8 @@ class Issuer:
         self._fingerprint = fingerprint
         self.slots = min(address.slots for address in ranks)
         self._free = list(range(self.slots - 1, -1, -1))
-        self._slots: dict[str, int | None] = {}
-        self._kept: dict[str, int] = {}  # the slots of what is kept, the oldest first
+        self._slots: dict[str, int] = {}  # -1 if it is free again
+        self._kept: dict[str, None] = {}  # those that leave their slots to others, the oldest first
         self._epoch = max(int(address.epoch_base) for address in ranks) + 1 + head_start
 
     def offer(
@@ -107,7 +107,7 @@ class Issuer:
             ArgumentInvalid, BlockIdsInvalid: as in ``Worker.offer``, but the ranks compare the ids with their caches.
             CapacityExceeded: every slot is taken by an offer. What is kept leaves its slot to an offer, as in ``keep``.
         """
-        return self.issue(request_id, block_ids, num_tokens, digests, chained=chained, traceparent=traceparent)
+        return self.issue(request_id, block_ids, num_tokens, digests, traceparent, chained=chained)
 
     def keep(
         self,
@@ -122,7 +122,7 @@ class Issuer:
         The digests are chained. If no slot is free, the oldest of what is kept is forgotten, and the new grant has its
         slot: a rank that admits the grant ends that lease.
         """
-        return self.issue(request_id, block_ids, num_tokens, digests or (), kind="kept", chained=True)
+        return self.issue(request_id, block_ids, num_tokens, digests or (), kind="kept")
 
     def offer_progressive(
         self,
@@ -137,9 +137,7 @@ class Issuer:
         The result and the errors are those of ``offer``. Each rank admits the grant, then calls ``Worker.advance`` and
         ``Worker.seal``.
         """
-        return self.issue(
-            request_id, block_ids, num_tokens, digests, kind="open", chained=True, traceparent=traceparent
-        )
+        return self.issue(request_id, block_ids, num_tokens, digests, traceparent, kind="open")
 
     def sign(self, grant: Grant) -> Ticket:
         """Sign a grant of this engine, and return its ticket. Raises ``TicketInvalid`` if no reader could read it."""
@@ -156,36 +154,35 @@ class Issuer:
         block_ids: Sequence[Sequence[int]],
         num_tokens: int | Sequence[int],
         digests: Sequence[Sequence[bytes]] | None,
+        traceparent: str = "",
         *,
         kind: Kind = "offer",
         chained: bool = False,
-        traceparent: str = "",
     ) -> tuple[Ticket, Grant]:
-        """Sign the ticket of a lease of this kind, as its method says."""
+        """Sign the ticket of a lease of this kind, as its method says. ``chained``: always, unless it is an offer."""
         # A ticket returns any other type, such as a UUID, as text, which would not find the slot again.
         if not isinstance(request_id, str):
             raise ArgumentInvalid("request_id", "text", request_id, remedy="Pass str(request_id).")
         request_id = str.__str__(request_id)  # a ticket cannot encode a subclass, such as NumPy's
-        if request_id in self._slots or request_id in self._kept:
+        if request_id in self._slots:
             raise BlockIdsInvalid(f"request {request_id!r} is on offer already", remedy="Revoke it first.")
         if traceparent and not is_traceparent(traceparent):
             remedy = "Pass the header traceparent as it came, or an empty text."
             raise ArgumentInvalid("traceparent", "a W3C trace context of version 00", traceparent, remedy=remedy)
         lists = block_lists(block_ids)
         tokens = _as_tokens(num_tokens, len(lists))
-        contents = None
-        if digests is not None:
-            contents = self._contents(digests, lists, chained=chained, open_tokens=tokens if kind == "open" else None)
+        chained = chained or kind != "offer"
+        open_tokens = tokens if kind == "open" else None
+        contents = None if digests is None else self._contents(digests, lists, open_tokens, chained=chained)
         if not self._free and not self._kept:
             raise CapacityExceeded("leases", self.slots, remedy="Wait for a lease to end, or raise lease_slots.")
         oldest = None if self._free else next(iter(self._kept))
-        slot = self._free[-1] if oldest is None else self._kept[oldest]
         grant = Grant(
             kind=kind,
             engine_id=self.engine_id,
             request_id=request_id,
             ranks=self.ranks,
-            slot=slot,
+            slot=self._free[-1] if oldest is None else self._slots[oldest],
             epoch=str(self._epoch),
             block_ids=lists,
             num_tokens=tokens,
@@ -206,8 +203,10 @@ class Issuer:
         if oldest is None:
             self._free.pop()
         else:
-            del self._kept[oldest]
-        (self._kept if kind == "kept" else self._slots)[request_id] = slot
+            del self._kept[oldest], self._slots[oldest]
+        self._slots[request_id] = grant.slot
+        if kind == "kept":
+            self._kept[request_id] = None
         self._epoch += EPOCH_STEP
         return ticket, grant
 
@@ -215,9 +214,9 @@ class Issuer:
         self,
         digests: Sequence[Sequence[bytes]],
         block_ids: tuple[tuple[int, ...], ...],
+        open_tokens: tuple[int, ...] | None,
         *,
         chained: bool,
-        open_tokens: tuple[int, ...] | None,
     ) -> tuple[Content, ...] | None:
         if len(self._block_sizes) != len(block_ids):
             raise ConfigInvalid(
@@ -240,23 +239,19 @@ class Issuer:
 
     def vacate(self, request_ids: Iterable[str]) -> None:
         """Free the slots of leases that have ended on every rank. Their request ids stay taken until ``retire``."""
-        slots = self._slots
         for request_id in request_ids:
-            slot = slots.get(request_id)
-            if slot is None:
-                slot = self._kept.pop(request_id, None)
-            slots[request_id] = None
-            if slot is not None:
+            self._kept.pop(request_id, None)
+            slot = self._slots.get(request_id, -1)
+            self._slots[request_id] = -1
+            if slot >= 0:
                 self._free.append(slot)
 
     def retire(self, request_id: str) -> bool:
         """Free the slot and the request id of a lease that has ended on every rank. Return False if it is unknown."""
-        slot = self._slots.pop(request_id, -1)
-        if slot == -1:
-            slot = self._kept.pop(request_id, -1)
-        if slot is not None and slot >= 0:
-            self._free.append(slot)
-        return slot != -1
+        is_known = request_id in self._slots
+        self.vacate([request_id])
+        del self._slots[request_id]
+        return is_known
 
 
 def _from_last(digests: tuple[bytes, ...]) -> tuple[bytes, ...]:
