@@ -1,4 +1,4 @@
-"""One lease that is held, and the indexes by which peers find it."""
+"""One lease that is held, and the index by which peers find it."""
 
 from collections.abc import Collection, Hashable, Sequence
 from math import lcm
@@ -7,7 +7,6 @@ from typing import Self
 from msgspec import Struct
 
 from kvflow.errors import BlockIdsInvalid
-from kvflow.ids import LeaseKey
 from kvflow.layout.groups import Group, window_blocks
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import blocks_for
@@ -20,47 +19,39 @@ SETTLES = frozenset(("full", "mla"))  # kinds of layers whose blocks settle one 
 ADVANCES_MAX = 256  # of one lease that are listed at its end. Beyond them every second is left out.
 
 
-class Lease(Struct, eq=False):
-    """One lease that is held.
+class Lease(Struct, eq=False, kw_only=True):
+    """One lease that is held: the blocks told so far, who ends it, and who finds it.
 
+    ``blocks``: those told so far; ``served``: of these, those that have settled; ``settled``: their tokens. ``sealed``:
+    no more are told; until then ``told``: the blocks, as ``OpenGroups`` compares them. ``advances``: of each time that
+    more settled, the seconds since the admission, and the tokens.
+    ``ends_by_readers``: it ends when they have released it, or at ``ends_at``; otherwise only the producer ends it.
     ``released_by``: by engine and number of its ranks, those that have released it; ``named_by``: the key that has
-    named this engine first; ``text``: of its ticket, once a peer has found it. ``digests``: of the first group of a
-    kept one, and the last one of others that peers may find; ``first``: blocks of the request before these; ``before``:
-    the lease that was found by the last digest that it shares. ``found``: by which question, until that reader gives it
-    back unread. ``served``: of its blocks, those that have settled, which is all of them unless it is open.
-    Of an open one, ``settled``: tokens; ``told``: its blocks, as ``OpenGroups`` compares them; ``advances``: seconds
-    since the admission, and the tokens that had settled.
+    named this engine first.
+    ``digests``: of its blocks, by which peers find it; without any, nobody does. ``found_by_all``: whether all who
+    ask find it; otherwise one question does, ``found_by``, until that reader gives it back unread. ``text``: of its
+    ticket, once a peer has found it.
     """
 
     grant: Grant
     epoch: int
     admitted_at: float
     ends_at: float
+    ends_by_readers: bool
+    blocks: Blocks
+    served: Blocks
+    settled: int
+    sealed: bool
+    told: set[int]
+    digests: tuple[bytes, ...]
+    found_by_all: bool
+    advances: list[tuple[float, int]] = []
     read: bool = False
     released_by: dict[tuple[str, int], set[int]] = {}
-    macs: Sequence[bytes] = ()
     named_by: dict[tuple[str, int], str] = {}
-    digests: tuple[bytes, ...] = ()
-    first: int = 0
-    before: LeaseKey = (0, 0)
-    found: Hashable = None
+    macs: Sequence[bytes] = ()
+    found_by: Hashable = None
     text: str = ""
-    blocks: Blocks = ()
-    served: Blocks = ()
-    sealed: bool = True
-    settled: int = 0
-    told: set[int] = set()
-    advances: list[tuple[float, int]] = []
-
-    @property
-    def kept(self) -> bool:
-        """Whether only the producer ends it."""
-        return self.grant.kind == "kept"
-
-    def digest_at(self, place: int) -> bytes:
-        """Return the digest of the block behind so many others of the request; empty if it is not listed."""
-        at = place - self.first
-        return self.digests[at] if 0 <= at < len(self.digests) else b""
 
     @property
     def released(self) -> bool:
@@ -68,120 +59,83 @@ class Lease(Struct, eq=False):
         return any(len(ranks) == num_ranks for (_, num_ranks), ranks in self.released_by.items())
 
 
-def first_place(grant: Grant, num_digests: int) -> int:
-    """Return how many blocks of a request, of its first group, are before those that have these digests."""
-    size = grant.contents[0].block_size if grant.contents else 0
-    return max(0, -(-grant.num_tokens[0] // size) - num_digests) if size else 0
+_ByDigest = dict[bytes, Lease | dict[int, Lease]]
+"""The lease that has a digest; or several by slot, the oldest first."""
 
 
 class Index:
-    """Of each digest, the newest kept lease that has it, and how many others have it.
+    """The leases that peers find by a digest: some are found by all, others by one question at a time.
 
-    A digest covers all tokens up to the end of its block, so leases that share one share all before it, at the same
-    places behind the start of the request. Thread: as ``LeaseTable``.
+    A digest covers all tokens up to the end of its block, so a question lists the digests of a prompt, and the lease
+    that has the last possible of them holds most of it. Thread: as ``LeaseTable``.
     """
 
     def __init__(self) -> None:
-        self._newest: dict[bytes, Lease] = {}
-        self._others: dict[bytes, int] = {}
+        self._for_all: _ByDigest = {}
+        self._for_one: _ByDigest = {}  # those that no question has found
+        self._by_question: dict[Hashable, Lease] = {}  # the others
 
-    def find(self, digests: Sequence[bytes]) -> tuple[Lease, int] | None:
-        """Return the lease that has the last possible of these digests, and how many lead to it; None if none has."""
-        newest = self._newest
-        for at in range(len(digests) - 1, -1, -1):
-            if digests[at] in newest:
-                return newest[digests[at]], at + 1
+    def find(self, digests: Sequence[bytes], question: Hashable = None) -> tuple[Lease, int] | None:
+        """Return the lease that has the last possible of these digests, and how many lead to it; None if none has.
+
+        ``question``: which is given what it alone finds, the oldest of equal ones, before what all find.
+        """
+        if question is not None and (found := _find(self._for_one, digests)):
+            leases, count = found
+            lease = next(iter(leases.values()))
+            self.remove(lease)
+            lease.found_by = question
+            self._by_question[question] = lease
+            return lease, count
+        if found := _find(self._for_all, digests):
+            leases, count = found
+            return next(reversed(leases.values())), count
         return None
 
     def add(self, lease: Lease) -> None:
-        """Add a kept lease, which is then the newest."""
-        newest, others = self._newest, self._others
+        """Let peers find a lease, unless a question has found it. Of equal ones it is then the newest."""
+        if lease.found_by is not None:
+            return
+        by_digest, slot = self._for_all if lease.found_by_all else self._for_one, lease.grant.slot
         for digest in lease.digests:
-            if digest in newest:
-                others[digest] = others.get(digest, 0) + 1
-                lease.before = (newest[digest].grant.slot, newest[digest].epoch)
-            newest[digest] = lease
-        newest.pop(b"", None)  # of absent blocks
-        others.pop(b"", None)
+            there = by_digest.setdefault(digest, lease)
+            if isinstance(there, dict):
+                there[slot] = lease
+            elif there is not lease:
+                by_digest[digest] = {there.grant.slot: there, slot: lease}
 
-    def remove(self, lease: Lease, left: dict[int, Lease]) -> None:
-        """Remove a lease; of the digests that others have, the newest of those takes its place. ``left``: by slot."""
-        newest, others = self._newest, self._others
-        orphaned: list[tuple[int, bytes]] = []
-        for place, digest in enumerate(lease.digests, lease.first):
-            if newest.get(digest) is not lease:
-                self._count_less(digest)
-            elif digest in others:
-                self._count_less(digest)
-                orphaned.append((place, digest))
-            else:
-                del newest[digest]
-        while orphaned:
-            place, digest = orphaned[-1]
-            slot, epoch = lease.before
-            heir = left.get(slot)  # usually, so that not all leases are searched
-            if heir is None or heir.epoch != epoch or heir.digest_at(place) != digest:
-                heir = next((each for each in reversed(left.values()) if each.digest_at(place) == digest), None)
-            if heir is None:  # the engine's digests are not chained: this one is found no more
-                newest.pop(digest, None)
-                orphaned.pop()
-            while heir is not None and orphaned and heir.digest_at(orphaned[-1][0]) == orphaned[-1][1]:
-                newest[orphaned.pop()[1]] = heir
-
-    def _count_less(self, digest: bytes) -> None:
-        count = self._others.pop(digest, 0)
-        if count > 1:
-            self._others[digest] = count - 1
-
-
-class OfferIndex:
-    """Offers, open or not, that a peer may find, by the digest of their last block. Thread: as ``LeaseTable``.
-
-    Each is found by one question at a time: until the reader that has asked gives it back unread.
-    """
-
-    def __init__(self) -> None:
-        self._by_digest: dict[bytes, dict[int, Lease]] = {}  # those that nobody has found; then by slot
-        self._by_question: dict[Hashable, Lease] = {}  # the others
-
-    def add(self, lease: Lease, digest: bytes) -> None:
-        """Add an offer, or give it another digest; empty bytes name none."""
-        lease.digests = (digest,) if digest else ()
-        if digest and lease.found is None:
-            self._by_digest.setdefault(digest, {})[lease.grant.slot] = lease
-
-    def take(self, digests: Sequence[bytes], question: Hashable) -> tuple[Lease, int] | None:
-        """Return the lease that ends at the last possible digest, the oldest of equal ones: it has one reader."""
-        for at in range(len(digests) - 1, -1, -1):
-            if digests[at] in self._by_digest:
-                lease = next(iter(self._by_digest[digests[at]].values()))
-                self.forget(lease)
-                lease.found = question
-                self._by_question[question] = lease
-                return lease, at + 1
-        return None
+    def remove(self, lease: Lease) -> None:
+        """Let no question find a lease."""
+        if lease.found_by is not None:
+            if self._by_question.get(lease.found_by) is lease:  # a client may use the number of its question again
+                del self._by_question[lease.found_by]
+            return
+        by_digest, slot = self._for_all if lease.found_by_all else self._for_one, lease.grant.slot
+        for digest in lease.digests:
+            there = by_digest.get(digest)
+            if isinstance(there, dict):
+                there.pop(slot, None)
+            if not there or there is lease:
+                by_digest.pop(digest, None)
 
     def found_by(self, question: Hashable) -> Lease | None:
-        """Return the offer that a question has found."""
+        """Return the lease that only this question has found."""
         return self._by_question.get(question)
 
     def give_back(self, lease: Lease) -> None:
-        """Let the next question find an offer that was found and not read."""
-        self.forget(lease)
-        lease.found = None
-        self.add(lease, *lease.digests)
+        """Let the next question find a lease that was found and not read."""
+        self.remove(lease)
+        lease.found_by = None
+        self.add(lease)
 
-    def forget(self, lease: Lease) -> None:
-        """Find an offer no more."""
-        if self._by_question.get(lease.found) is lease:  # a client may use the number of its question again
-            del self._by_question[lease.found]
-        if lease.found is not None:
-            return
-        for digest in lease.digests:
-            leases = self._by_digest[digest]
-            del leases[lease.grant.slot]
-            if not leases:
-                del self._by_digest[digest]
+
+def _find(by_digest: _ByDigest, digests: Sequence[bytes]) -> tuple[dict[int, Lease], int] | None:
+    """Return the leases that have the last possible of these digests, and how many lead to them."""
+    for count in range(len(digests), 0, -1):
+        if digests[count - 1] in by_digest:
+            found = by_digest[digests[count - 1]]
+            return found if isinstance(found, dict) else {found.grant.slot: found}, count
+    return None
 
 
 class OpenGroups:

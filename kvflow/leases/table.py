@@ -9,7 +9,6 @@ an *open* lease are told and settle while it is held; what has settled is not wr
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Container, Hashable, Sequence
-from collections.abc import Set as AbstractSet
 from hmac import compare_digest
 from itertools import islice, takewhile
 from math import inf
@@ -21,7 +20,7 @@ from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid, Requ
 from kvflow.events import LeaseEnded, Outcome
 from kvflow.ids import LeaseKey
 from kvflow.leases.epochs import EpochTable
-from kvflow.leases.held import ADVANCES_MAX, Blocks, Index, Lease, OfferIndex, first_place
+from kvflow.leases.held import ADVANCES_MAX, Blocks, Index, Lease
 from kvflow.leases.tickets import Grant, Kind
 from kvflow.validation import Count, Name, Number
 
@@ -130,16 +129,14 @@ class LeaseTable:
     def __init__(self, epochs: EpochTable) -> None:
         self._epochs = epochs
         self._slots = len(epochs)
-        self._by_slot: dict[int, Lease] = {}  # without those that are kept
-        self._kept: dict[int, Lease] = {}  # likewise, the oldest first
+        self._by_slot: dict[int, Lease] = {}
         self._index = Index()
-        self._offers = OfferIndex()
         self._by_request: dict[str, Lease] = {}
         # Releases before admission: by slot, with whether the reader has read; and by key, the oldest first.
         self._early: dict[int, dict[_EarlyRelease, bool]] = {}
         self._early_of: dict[str, dict[_EarlyRelease, None]] = {}
         self._num_early = 0
-        # The leases of one duration, in the order in which they end: the last admitted or renewed ends last.
+        # The leases of one duration that time ends, in this order: the last admitted or renewed ends last.
         self._ends: defaultdict[int, OrderedDict[int, Lease]] = defaultdict(OrderedDict)
         self._past: OrderedDict[LeaseKey, PastLease] = OrderedDict()
         self._first: Grant | None = None  # of the issuer that allots the slots
@@ -153,7 +150,7 @@ class LeaseTable:
     @property
     def num_offers(self) -> int:
         """How many leases are held that leave their slots to no other."""
-        return len(self._by_slot)
+        return sum(map(len, self._ends.values()))
 
     @property
     def highest_epoch(self) -> int:
@@ -161,15 +158,15 @@ class LeaseTable:
         return self._epochs.highest
 
     def admit(
-        self, grant: Grant, now: float, digests: tuple[bytes, ...] = (), told: AbstractSet[int] = frozenset()
+        self, grant: Grant, now: float, digests: tuple[bytes, ...] = (), told: set[int] | None = None
     ) -> list[LeaseEnded]:
         """Admit a grant: from now on the slot holds its epoch.
 
         ``digests``: those of its first group, by which peers find it; empty bytes for absent blocks.
-        ``told``: see ``Lease``.
+        ``told``: see ``Lease``; None if no more blocks are told.
 
         Returns:
-            The end of a kept lease that had the slot; and the end of the lease if its readers released it before.
+            The end of a lease that leaves its slot to this one; and that of this one if its readers released it before.
 
         Raises:
             ConfigInvalid: the other issuer allots the slots.
@@ -183,27 +180,33 @@ class LeaseTable:
             raise BlockIdsInvalid(f"request {request_id!r} is on offer already", remedy="Revoke it first.")
         self._require_slot(slot, epoch)
         self._first = self._first or grant
-        ended = self._end([self._kept[slot]], "revoked", now) if slot in self._kept else []
-        if grant.kind == "kept":
-            lease = Lease(grant, epoch, now, inf, digests=digests, first=first_place(grant, len(digests)))
-            lease.blocks = lease.served = grant.block_ids
-            self._kept[slot] = self._by_request[request_id] = lease
-            self._epochs.raise_all(((slot, epoch),))
-            self._index.add(lease)
-            return ended
-        lease = Lease(grant, epoch, now, now + lease_ms / 1000)
-        lease.blocks = lease.served = grant.block_ids
-        if grant.kind == "open":
-            lease.sealed, lease.told = False, set(told)
-            lease.served = ((),) * len(grant.block_ids)
-        if digests:
-            self._offers.add(lease, digests[-1])
-        self._by_slot[slot] = self._ends[lease_ms][slot] = self._by_request[request_id] = lease
+        ended = self._end([self._by_slot[slot]], "revoked", now) if slot in self._by_slot else []
+        ends_by_readers, sealed = grant.ends_by_readers, told is None
+        found_by_all = bool(digests) and grant.found_by_all
+        lease = Lease(
+            grant=grant,
+            epoch=epoch,
+            admitted_at=now,
+            ends_at=now + lease_ms / 1000 if ends_by_readers else inf,
+            ends_by_readers=ends_by_readers,
+            blocks=grant.block_ids,
+            served=grant.block_ids if sealed else ((),) * len(grant.block_ids),
+            settled=grant.num_tokens[0] if sealed else 0,
+            sealed=sealed,
+            told=told or set(),
+            digests=tuple(filter(None, digests if found_by_all else digests[-1:])),
+            found_by_all=found_by_all,
+        )
+        self._by_slot[slot] = self._by_request[request_id] = lease
+        if ends_by_readers:
+            self._ends[lease_ms][slot] = lease
         self._epochs.raise_all(((slot, epoch),))
+        if digests:
+            self._index.add(lease)
         if slot in self._early:
             for early, read in list(self._early[slot].items()):
                 self._forget_early(early)
-                if early.epoch == epoch and not grant.admitted:
+                if early.epoch == epoch and ends_by_readers and not grant.admitted:
                     _count(lease, early.reader)
                     lease.read |= read
             if lease.released and (lease.read or not self._given_back(lease)):
@@ -218,7 +221,7 @@ class LeaseTable:
                 remedy="Make a new mint with the rank_address of every worker.",
             )
         holder = self._by_slot.get(slot)
-        if holder is not None and holder.epoch <= epoch:
+        if holder is not None and holder.ends_by_readers and holder.epoch <= epoch:
             raise CapacityExceeded(
                 f"leases in slot {slot}",
                 1,
@@ -250,7 +253,10 @@ class LeaseTable:
         for slot, epoch in leases:
             lease = self._by_slot.get(slot)
             if lease is None or lease.epoch != epoch:
-                answers.append("held" if self.held(slot, epoch) else self._release_early(slot, epoch, reader, read))
+                answers.append(self._release_early(slot, epoch, reader, read))
+                continue
+            if not lease.ends_by_readers:
+                answers.append("held")
                 continue
             complete = alone or _count(lease, reader)
             if complete is None:
@@ -270,15 +276,15 @@ class LeaseTable:
         for slot, epoch in leases:
             lease = self._by_slot.get(slot)
             if lease is None or lease.epoch != epoch:
-                kept = self.held(slot, epoch)
-                answers.append("held" if kept else "ended" if self._is_past(slot, epoch) else "unknown")
+                answers.append("ended" if self._is_past(slot, epoch) else "unknown")
                 continue
-            lease_ms = lease.grant.lease_ms
-            lease.ends_at = now + lease_ms / 1000
-            self._ends[lease_ms].move_to_end(slot)
-            if reader is not None:
-                _ranks_of(lease, reader)
             answers.append("held")
+            if lease.ends_by_readers:
+                lease_ms = lease.grant.lease_ms
+                lease.ends_at = now + lease_ms / 1000
+                self._ends[lease_ms].move_to_end(slot)
+                if reader is not None:
+                    _ranks_of(lease, reader)
         return answers
 
     def listed(self, now: float, limit: int) -> tuple[LeaseState, ...]:
@@ -287,7 +293,7 @@ class LeaseTable:
             LeaseState(
                 request_id=lease.grant.request_id,
                 age_s=now - lease.admitted_at,
-                expires_in_s=0.0 if lease.kept else lease.ends_at - now,
+                expires_in_s=lease.ends_at - now if lease.ends_by_readers else 0.0,
                 num_blocks=sum(map(len, lease.blocks)),
                 readers=tuple(
                     LeaseReader(engine_id=engine_id, num_ranks=num_ranks, released=len(ranks))
@@ -324,24 +330,24 @@ class LeaseTable:
         return self._past.get((slot, epoch))
 
     def find(self, digests: Sequence[bytes], question: Hashable = None) -> tuple[Lease, int] | None:
-        """Return the kept lease with the longest prefix of chained digests, and its length; None if there is none.
+        """Return the lease with the longest prefix of chained digests, and its length; None if there is none.
 
-        ``question``: one that waits. It prefers an offer, open or not, all of which is among them, which only it finds.
+        ``question``: one that waits. It prefers a lease all of which is among them, and which only it finds.
         """
-        found = self._offers.take(digests, question) if question is not None else None
-        return found or self._index.find(digests)
+        return self._index.find(digests, question)
 
     def name(self, lease: Lease, digest: bytes) -> None:
-        """Let one peer find a lease that is not kept, by the digest of its last block."""
-        self._offers.forget(lease)
-        self._offers.add(lease, digest)
+        """Let one peer find a lease by the digest of its last block."""
+        self._index.remove(lease)
+        lease.digests = (digest,) if digest else ()
+        self._index.add(lease)
 
     def give_back(self, question: Hashable) -> tuple[bytes, ...]:
         """Let others find the offer that a question has found, for its answer reaches nobody; return the digest."""
-        lease = self._offers.found_by(question)
+        lease = self._index.found_by(question)
         if lease is None:
             return ()
-        self._offers.give_back(lease)
+        self._index.give_back(lease)
         return lease.digests
 
     def unsealed(self, request_id: str) -> Lease:
@@ -368,7 +374,7 @@ class LeaseTable:
 
     def held(self, slot: int, epoch: int) -> Lease | None:
         """Return a lease that is held. Thread: any, without a lock, as ``blocks_of``."""
-        lease = self._by_slot.get(slot) or self._kept.get(slot)
+        lease = self._by_slot.get(slot)
         return lease if lease is not None and lease.epoch == epoch else None
 
     def may_come(self, slot: int, epoch: int) -> bool:
@@ -381,28 +387,28 @@ class LeaseTable:
         return None if lease is None else self._end([lease], "revoked", now)[0]
 
     def void(self, grant: Grant, now: float) -> list[LeaseEnded]:
-        """Never admit a grant: its readers find that it has ended. Return the end of a kept lease that had its slot.
+        """Never admit a grant: its readers find that it has ended. Return the end of a lease that left it its slot.
 
         Raises ``ConfigInvalid`` as ``admit``.
         """
         self._require_issuer(grant)
         slot, epoch = grant.slot, grant.epoch_value
-        if slot in self._by_slot or not self.may_come(slot, epoch):
+        holder = self._by_slot.get(slot)
+        if (holder is not None and holder.ends_by_readers) or not self.may_come(slot, epoch):
             return []
         self._past[slot, epoch] = PastLease("revoked", now)
-        ended = self._end([self._kept[slot]] if slot in self._kept else [], "revoked", now)
+        ended = self._end([] if holder is None else [holder], "revoked", now)
         self._epochs.raise_all(((slot, epoch + 1),))
         self._first = self._first or grant
         return ended
 
     def revoke_kept(self, now: float) -> list[LeaseEnded]:
-        """End every kept lease now."""
-        self._index = Index()
-        return self._end(list(self._kept.values()), "revoked", now)
+        """End every lease that neither readers nor time end."""
+        return self._end([lease for lease in self._by_slot.values() if not lease.ends_by_readers], "revoked", now)
 
     def revoke_all(self, now: float) -> list[LeaseEnded]:
         """End every lease now."""
-        return self.revoke_kept(now) + self._end(list(self._by_slot.values()), "revoked", now)
+        return self._end(list(self._by_slot.values()), "revoked", now)
 
     def expire(self, now: float, awaited: Container[object] = ()) -> list[LeaseEnded]:
         """End the leases that have run out, except those of ``awaited`` requests, which are renewed."""
@@ -434,12 +440,12 @@ class LeaseTable:
 
     def _given_back(self, lease: Lease) -> bool:
         """Let the next question find an offer that was released unread. False: nobody has found it by asking."""
-        if lease.found is None and not (lease.digests and len(lease.grant.ranks) > 1):  # another rank may be asked
+        if lease.found_by is None and not (lease.digests and len(lease.grant.ranks) > 1):  # another rank may be asked
             return False
         for (_, num_ranks), ranks in lease.released_by.items():
             if len(ranks) >= num_ranks:
                 ranks.clear()  # the same engine may find it again
-        self._offers.give_back(lease)
+        self._index.give_back(lease)
         return True
 
     def _release_early(self, slot: int, epoch: int, reader: Reader, read: bool) -> ReaderAnswer:
@@ -477,15 +483,12 @@ class LeaseTable:
         for lease in leases:
             grant = lease.grant
             slot, request_id = grant.slot, grant.request_id
-            del self._by_request[request_id]
-            if slot in self._kept:
-                del self._kept[slot]
-                self._index.remove(lease, self._kept)
-            else:
-                if lease.digests:
-                    self._offers.forget(lease)
+            del self._by_request[request_id], self._by_slot[slot]
+            if lease.digests:
+                self._index.remove(lease)
+            if lease.ends_by_readers:
                 same = self._ends[grant.lease_ms]
-                del self._by_slot[slot], same[slot]
+                del same[slot]
                 if not same:
                     del self._ends[grant.lease_ms]
             self._past[slot, lease.epoch] = used if lease.read and outcome == "released" else past

@@ -254,7 +254,7 @@ class Answers:
         """Return what has settled. What does not fit into one answer comes with the next one."""
         blocks, sealed = lease.blocks, lease.sealed
         known = (*known, *(0 for _ in blocks))[: len(blocks)]
-        tokens = lease.grant.num_tokens[0] if sealed else self._groups.whole(lease.settled)
+        tokens = lease.settled if sealed else self._groups.whole(lease.settled)
         lists = [each[begin:] for each, begin in zip(blocks, known, strict=True)]
         if sum(map(len, lists)) > IDS_MAX:
             room = IDS_MAX // len(blocks)

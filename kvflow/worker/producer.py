@@ -40,6 +40,8 @@ from kvflow.worker.environment import Shared
 
 ENDED_MAX = 65536  # outcomes that are kept for a late ``wait_offer``
 
+REFUSAL = "takes no offers"
+
 WAITING_MAX = 4096  # offers that may wait for a slot: as many as there are slots
 
 Digests = Sequence[Sequence[bytes]] | None
@@ -237,8 +239,10 @@ class LeaseManager:
             answers, ended = self._leases.release(leases, reader, self._clock(), read=read)
             waiters = self._note(ended)
             if self.answers.at and "held" in answers:  # one that was given back may answer another question
-                held = [self._leases.held(*each) for each in leases]
-                self.answers.note([place for lease in held if lease and not lease.kept for place in lease.digests])
+                for slot, epoch in leases:
+                    lease = self._leases.held(slot, epoch)
+                    if lease is not None and not lease.found_by_all:
+                        self.answers.note(lease.digests)
         self._announce(ended, waiters)
         return answers
 
@@ -298,7 +302,8 @@ class LeaseManager:
 
     def _offer(self, offer: OfferRequest, waiting: _WaitingOffer | None = None) -> Ticket:
         """Hold the lease of an offer that is the first of those that wait, or that leaves each of them a slot."""
-        self._require_open()
+        if self._lifecycle.stage != "open":
+            self._lifecycle.require_open(REFUSAL)
         with self._lock:
             line, most = len(self._waiting_offers), self._issuer.slots
             if waiting is None and line and line + self._leases.num_offers >= most:
@@ -307,13 +312,10 @@ class LeaseManager:
                     most,
                     remedy="Wait for a slot in turn with offer_when_possible, or raise lease_slots.",
                 )
-            kind, chained = offer.kind, offer.kind != "offer"
-            ticket, grant = self._issuer.issue(*offer[:4], kind=kind, chained=chained, traceparent=offer.traceparent)
-            digests = tuple(offer.digests[0]) if offer.digests else ()
-            if kind == "open":
-                digests = self._digests_of(grant, offer.digests)
+            ticket, grant = self._issuer.issue(*offer[:5], kind=offer.kind)
+            found = tuple(offer.digests[0]) if offer.digests and grant.contents else ()
             try:
-                ended, waiters = self._hold(grant, self._check(grant, decoded=True), digests)
+                ended, waiters = self._hold(grant, self._check(grant, decoded=True), found)
             except BaseException:
                 self._issuer.retire(offer.request_id)
                 raise
@@ -326,7 +328,7 @@ class LeaseManager:
         """Return the digests of the first group, by which peers find a lease; none if there are none yet."""
         if digests is None:
             return ()
-        if grant.kind != "open":
+        if not grant.is_open:
             return as_digest_lists("digests", digests, grant.block_ids)[0]
         complete = complete_digests(digests, self._groups.sizes, grant.num_tokens)
         return complete[0] if complete else ()
@@ -369,10 +371,6 @@ class LeaseManager:
         if waiting in self._waiting_offers:
             self._waiting_offers.remove(waiting)
 
-    def _require_open(self) -> None:
-        if self._lifecycle.stage != "open":
-            self._lifecycle.require_open("takes no offers")
-
     def _report_refusal(self, request_id: str, error: KvflowError) -> None:
         """Report an offer that failed before its lease was held. Its ticket is void."""
         self._report(OfferRefused(str(request_id), error.code, error.message, error.remedy))
@@ -406,7 +404,7 @@ class LeaseManager:
                     group=group,
                     remedy="The last block of a list must hold the last token: leave out blocks behind it.",
                 )
-            if len(ids) < most and grant.kind != "open" and len(ids) < (least := self._groups.least(group, tokens)):
+            if len(ids) < most and not grant.is_open and len(ids) < (least := self._groups.least(group, tokens)):
                 raise BlockIdsInvalid(
                     f"group {group}: {len(ids)} blocks for {tokens} tokens, and the next token needs the last {least}",
                     group=group,
@@ -419,14 +417,14 @@ class LeaseManager:
     ) -> tuple[list[LeaseEnded], _Waiters]:
         """Hold the lease of a grant, under the lock. It ends at once if its readers have already released it.
 
-        A kept lease that had its slot ends.
+        A lease that left its slot to this one ends.
         """
-        self._require_open()
-        now = self._clock()
-        told: set[int] = set()
-        if grant.kind == "open":
+        if self._lifecycle.stage != "open":
+            self._lifecycle.require_open(REFUSAL)
+        now, told = self._clock(), None
+        if grant.is_open:
             nothing = ((),) * len(grant.block_ids)
-            _, told = self._groups.extend(grant, nothing, told, grant.block_ids, 0, sealed=False)
+            _, told = self._groups.extend(grant, nothing, set(), grant.block_ids, 0, sealed=False)
         self._account.lend(ids)
         try:
             ended = self._leases.admit(grant, now, digests, told)
@@ -435,35 +433,35 @@ class LeaseManager:
             raise
         self._lent[grant.request_id] = ids
         self._ended.pop(grant.request_id, None)
-        expires_at = now + grant.lease_ms / 1000 if grant.kind != "kept" else math.inf
+        expires_at = now + grant.lease_ms / 1000 if grant.ends_by_readers else math.inf
         # Usually ``expire_leases`` need not wake: the first lease to expire was admitted before.
         if expires_at < self._expires_at or now >= self._expires_at:
             self._expires_at = min(expires_at, self._expires_at)
             self._on_loop(self._changed.set)
         if self.answers.at:
             self.answers.note([grant.slot, *digests])
-        return ended, [waiter for each in ended for waiter in self._note([each])]
+        return ended, self._note(ended) if ended else ()
 
     def _note(self, ended: Sequence[LeaseEnded]) -> _Waiters:
         """Free the blocks and slots of ended leases, under the lock. Return the futures that wait for these ends."""
         if not ended:
             return ()
-        outcome = ended[0].outcome  # the same for all of them
         names = [end.request_id for end in ended]
         self._account.end_loan(join_loans([self._lent.pop(name) for name in names]))
         self._issuer.vacate(names)
         if self.answers.at:
             self.answers.note(names)
-        self._ended.update(dict.fromkeys(names, outcome))
+        for end in ended:
+            self._ended[end.request_id] = end.outcome
         while len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
         if not self._waiters:
             return ()
-        return [(future, outcome) for name in names for future in self._waiters.pop(name, ())]
+        return [(future, end.outcome) for end in ended for future in self._waiters.pop(end.request_id, ())]
 
     def _announce_admission(self, grant: Grant, ended: Sequence[LeaseEnded], waiters: _Waiters) -> None:
         if self._report.wants(OfferAdmitted):
-            lease_s = grant.lease_s if grant.kind != "kept" else 0.0
+            lease_s = grant.lease_s if grant.ends_by_readers else 0.0
             blocks = sum(map(len, grant.block_ids))
             self._report(OfferAdmitted(grant.request_id, blocks, lease_s, grant.trace, grant.kind))
         if ended:

@@ -98,13 +98,13 @@ class LeaseMachine(RuleBasedStateMachine):
     def can_admit(self, name):
         return name not in self.held and (len(self.held) < SLOTS or self.kept)
 
-    def admit(self, grant, content=(), offered=()):
+    def admit(self, grant, content=(), offered=(), told=None):
         """Admit a grant. If no slot was free, the oldest kept lease ends, and no other."""
         oldest = self.kept[0] if len(self.held) == SLOTS else None
         taken = {promise.grant.slot for name, promise in self.held.items() if name != oldest}
         assert grant.slot not in taken
         assert judge(grant.epoch_value, self.epochs[grant.slot]) == "early"
-        ended = self.leases.admit(grant, self.now, chained(content or offered))
+        ended = self.leases.admit(grant, self.now, chained(content or offered), told)
         if oldest is not None:
             self.ended(ended.pop(0), "revoked", retired=True)
         self.held[grant.request_id] = Promise(grant, self.now, content)
@@ -127,7 +127,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def offer_what_is_computed(self, name, content):
         if self.can_admit(name):
             _, grant = self.mint.offer_progressive(name, [[]], len(content), [chained(content)])
-            assert self.admit(grant, offered=content) == []
+            assert self.admit(grant, offered=content, told=set()) == []
             self.held[name].offered = chained(content)[-1]
 
     @rule(name=names, early=st.lists(readers, max_size=2))
@@ -182,7 +182,7 @@ class LeaseMachine(RuleBasedStateMachine):
             assert (found[0].grant.request_id, found[1]) == (name, last - at_least + 1)
             self.held[name].found, self.held[name].offered = self.held[name].offered, b""
         else:
-            assert found is None or found[0].kept
+            assert found is None or found[0].found_by_all
 
     @rule(content=tokens)
     def find(self, content):

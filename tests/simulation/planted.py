@@ -64,8 +64,8 @@ def epoch_of_a_kept_lease_raised_late(patch):
     end_late = LeaseTable._end
 
     def end_some_late(self, leases, outcome, now):
-        late = [lease for lease in leases if lease.kept]
-        in_time = [lease for lease in leases if not lease.kept]
+        late = [lease for lease in leases if not lease.ends_by_readers]
+        in_time = [lease for lease in leases if lease.ends_by_readers]
         return [*(end_late(self, late, outcome, now) if late else ()), *end(self, in_time, outcome, now)]
 
     patch.setattr(LeaseTable, "_end", end_some_late)
@@ -78,7 +78,7 @@ def release_ends_a_kept_lease(patch):
 
     def release_all(self, leases, reader, now, **how):
         answers, ended = release(self, leases, reader, now, **how)
-        kept = [lease for key in leases if (lease := self._kept.get(key[0])) and lease.epoch == key[1]]
+        kept = [lease for key in leases if (lease := self.held(*key)) and not lease.ends_by_readers]
         return answers, ended + (self._end(kept, "revoked", now) if kept else [])
 
     patch.setattr(LeaseTable, "release", release_all)

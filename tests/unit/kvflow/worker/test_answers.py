@@ -420,8 +420,8 @@ async def test_an_answer_that_reaches_nobody_leaves_the_offer_to_others(producer
         Asked(producer, Withdraw(nonce=7), key="gone", nonce=9)
     assert (await waits.answer()).ticket == offer.ticket.to_params()["kvflow"]
     offer.abort()
-    index = producer._leases._leases._offers
-    assert (index._by_digest, index._by_question) == ({}, {})
+    index = producer._leases._leases._index
+    assert (index._for_one, index._by_question) == ({}, {})
 
 
 async def test_the_number_of_a_question_may_be_used_again(producer):
@@ -433,8 +433,8 @@ async def test_the_number_of_a_question_may_be_used_again(producer):
     assert [(await held(producer, chain(1, 2)).answer()).count for _ in offers] == [2, 2]
     for offer in offers:
         offer.abort()
-    index = producer._leases._leases._offers
-    assert (index._by_digest, index._by_question) == ({}, {})
+    index = producer._leases._leases._index
+    assert (index._for_one, index._by_question) == ({}, {})
 
 
 async def test_time_ends_an_offer_that_nobody_reads():

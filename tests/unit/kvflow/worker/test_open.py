@@ -348,7 +348,7 @@ async def test_digests_may_come_while_it_is_computed(producer):
     offer.advance(8, [[4]], digests=[chain(1, 2, 3)])
     assert (await waiting.answer()).count == 3
     offer.abort()
-    assert producer._leases._leases._offers._by_digest == {}
+    assert producer._leases._leases._index._for_one == {}
 
 
 async def test_an_offer_that_has_ended_is_not_found(producer):
