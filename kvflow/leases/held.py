@@ -67,13 +67,14 @@ class Index:
     """The leases that peers find by a digest: some are found by all, others by one question at a time.
 
     A digest covers all tokens up to the end of its block, so a question lists the digests of a prompt, and the lease
-    that has the last possible of them holds most of it. Thread: as ``LeaseTable``.
+    that has the last possible of them holds most of it. ``by_question``: those that one question alone has found.
+    Thread: as ``LeaseTable``.
     """
 
     def __init__(self) -> None:
         self._for_all: _ByDigest = {}
         self._for_one: _ByDigest = {}  # those that no question has found
-        self._by_question: dict[Hashable, Lease] = {}  # the others
+        self.by_question: dict[Hashable, Lease] = {}
 
     def find(self, digests: Sequence[bytes], question: Hashable = None) -> tuple[Lease, int] | None:
         """Return the lease that has the last possible of these digests, and how many lead to it; None if none has.
@@ -85,7 +86,7 @@ class Index:
             lease = next(iter(leases.values()))
             self.remove(lease)
             lease.found_by = question
-            self._by_question[question] = lease
+            self.by_question[question] = lease
             return lease, count
         if found := _find(self._for_all, digests):
             leases, count = found
@@ -107,8 +108,8 @@ class Index:
     def remove(self, lease: Lease) -> None:
         """Let no question find a lease."""
         if lease.found_by is not None:
-            if self._by_question.get(lease.found_by) is lease:  # a client may use the number of its question again
-                del self._by_question[lease.found_by]
+            if self.by_question.get(lease.found_by) is lease:  # a client may use the number of its question again
+                del self.by_question[lease.found_by]
             return
         by_digest, slot = self._for_all if lease.found_by_all else self._for_one, lease.grant.slot
         for digest in lease.digests:
@@ -117,10 +118,6 @@ class Index:
                 there.pop(slot, None)
             if not there or there is lease:
                 by_digest.pop(digest, None)
-
-    def found_by(self, question: Hashable) -> Lease | None:
-        """Return the lease that only this question has found."""
-        return self._by_question.get(question)
 
     def give_back(self, lease: Lease) -> None:
         """Let the next question find a lease that was found and not read."""

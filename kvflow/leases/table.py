@@ -344,7 +344,7 @@ class LeaseTable:
 
     def give_back(self, question: Hashable) -> tuple[bytes, ...]:
         """Let others find the offer that a question has found, for its answer reaches nobody; return the digest."""
-        lease = self._index.found_by(question)
+        lease = self._index.by_question.get(question)
         if lease is None:
             return ()
         self._index.give_back(lease)
@@ -381,10 +381,9 @@ class LeaseTable:
         """Return whether a grant with this epoch can still be admitted."""
         return slot < self._slots and epoch > self._epochs[slot]
 
-    def revoke(self, request_id: str, now: float) -> LeaseEnded | None:
-        """End a lease now; None if it is unknown or has ended."""
-        lease = self._by_request.get(request_id)
-        return None if lease is None else self._end([lease], "revoked", now)[0]
+    def revoke(self, request_id: str, now: float) -> list[LeaseEnded]:
+        """End a lease now, unless it is unknown or has ended."""
+        return self._end([self._by_request[request_id]], "revoked", now) if request_id in self._by_request else []
 
     def void(self, grant: Grant, now: float) -> list[LeaseEnded]:
         """Never admit a grant: its readers find that it has ended. Return the end of a lease that left it its slot.

@@ -50,6 +50,9 @@ Digests = Sequence[Sequence[bytes]] | None
 _Waiters = Sequence[tuple["asyncio.Future[Outcome]", Outcome]]
 """Futures of ``wait_offer`` calls whose leases have ended, each with the outcome."""
 
+_Ends = tuple[Sequence[LeaseEnded], _Waiters]
+"""Leases that have ended and are not announced yet, and who waits for that."""
+
 
 class OfferRequest(NamedTuple):
     """The arguments of ``Worker.offer``, and the kind of the lease."""
@@ -138,11 +141,11 @@ class LeaseManager:
             ids = self._check(grant)
             found = self._digests_of(grant, digests)
             with self._lock:
-                ended, waiters = self._hold(grant, ids, found)
+                ends = self._hold(grant, ids, found)
         except KvflowError as error:
             self._report_refusal(grant.request_id, error)
             raise
-        self._announce_admission(grant, ended, waiters)
+        self._announce_admission(grant, ends)
 
     def advance(
         self,
@@ -183,20 +186,18 @@ class LeaseManager:
     def revoke(self, request_id: str, grant: Grant | None = None) -> bool:
         """End a lease now. ``grant``: which is void, also if it was not admitted."""
         with self._lock:
-            end = self._leases.revoke(request_id, self._clock())
-            ended = [] if end is None else [end]
-            waiters = self._note(ended)
-        self._announce(ended, waiters)
+            ends = self._note(self._leases.revoke(request_id, self._clock()))
+        self._announce(*ends)
         if grant is not None and self._name in _names(grant.engine_id, grant.ranks):
             self._void(grant)
-        return end is not None
+        return bool(ends[0])
 
     def _void(self, grant: Grant) -> None:
         with self._lock:
             ended = self._leases.void(grant, self._clock())
             self.answers.note([grant.slot])
-            waiters = self._note(ended)
-        self._announce(ended, waiters)
+            ends = self._note(ended)
+        self._announce(*ends)
 
     def listed(self, limit: int) -> tuple[LeaseState, ...]:
         """Return the leases that are held, at most ``limit``, the oldest first."""
@@ -237,13 +238,13 @@ class LeaseManager:
         """Count the releases of a reader, which has read the blocks or not, and answer each."""
         with self._lock:
             answers, ended = self._leases.release(leases, reader, self._clock(), read=read)
-            waiters = self._note(ended)
+            ends = self._note(ended)
             if self.answers.at and "held" in answers:  # one that was given back may answer another question
                 for slot, epoch in leases:
                     lease = self._leases.held(slot, epoch)
                     if lease is not None and not lease.found_by_all:
                         self.answers.note(lease.digests)
-        self._announce(ended, waiters)
+        self._announce(*ends)
         return answers
 
     def on_renew(self, leases: Sequence[LeaseKey], reader: Reader | None = None) -> tuple[list[ReaderAnswer], float]:
@@ -263,11 +264,10 @@ class LeaseManager:
             self._changed.clear()
             now = self._clock()
             with self._lock:
-                ended = self._leases.expire(now, self.answers.at)
-                waiters = self._note(ended)
+                ends = self._note(self._leases.expire(now, self.answers.at))
                 deadline = self._leases.next_deadline()
                 self._expires_at = math.inf if deadline is None else deadline
-            self._announce(ended, waiters)
+            self._announce(*ends)
             delay = None if deadline is None else max(0.0, deadline - now)
             try:
                 # Not ``wait_for``: before Python 3.12 it loses a cancellation that comes together with the event.
@@ -278,22 +278,19 @@ class LeaseManager:
 
     def drain(self) -> None:
         """Refuse new leases. End those that are kept, and no others."""
-        with self._lock:
-            self._lifecycle.drain()
-            ended = self._leases.revoke_kept(self._clock())
-            waiters = self._note(ended)
-        self._announce(ended, waiters)
-        self._serve_waiting()
+        self._stop(self._lifecycle.drain, self._leases.revoke_kept)
 
     def close(self) -> int:
         """Revoke every lease at once and refuse new ones. Return how many leases there were."""
+        return self._stop(self._lifecycle.close, self._leases.revoke_all)
+
+    def _stop(self, refuse: Callable[[], None], revoke: Callable[[float], list[LeaseEnded]]) -> int:
         with self._lock:
-            self._lifecycle.close()
-            ended = self._leases.revoke_all(self._clock())
-            waiters = self._note(ended)
-        self._announce(ended, waiters)
+            refuse()
+            ends = self._note(revoke(self._clock()))
+        self._announce(*ends)
         self._serve_waiting()
-        return len(ended)
+        return len(ends[0])
 
     def check(self) -> None:
         """Check the invariant: what is lent is exactly the sum of the held leases."""
@@ -315,13 +312,13 @@ class LeaseManager:
             ticket, grant = self._issuer.issue(*offer[:5], kind=offer.kind)
             found = tuple(offer.digests[0]) if offer.digests and grant.contents else ()
             try:
-                ended, waiters = self._hold(grant, self._check(grant, decoded=True), found)
+                ends = self._hold(grant, self._check(grant, decoded=True), found)
             except BaseException:
                 self._issuer.retire(offer.request_id)
                 raise
             if waiting is not None:
                 self._waiting_offers.popleft()  # with the slot, so that ``offer`` never counts it twice
-        self._announce_admission(grant, ended, waiters)
+        self._announce_admission(grant, ends)
         return ticket
 
     def _digests_of(self, grant: Grant, digests: Digests) -> tuple[bytes, ...]:
@@ -412,9 +409,7 @@ class LeaseManager:
                 )
         return checked
 
-    def _hold(
-        self, grant: Grant, ids: tuple[Ids, ...], digests: tuple[bytes, ...]
-    ) -> tuple[list[LeaseEnded], _Waiters]:
+    def _hold(self, grant: Grant, ids: tuple[Ids, ...], digests: tuple[bytes, ...]) -> _Ends:
         """Hold the lease of a grant, under the lock. It ends at once if its readers have already released it.
 
         A lease that left its slot to this one ends.
@@ -440,12 +435,12 @@ class LeaseManager:
             self._on_loop(self._changed.set)
         if self.answers.at:
             self.answers.note([grant.slot, *digests])
-        return ended, self._note(ended) if ended else ()
+        return self._note(ended) if ended else ((), ())
 
-    def _note(self, ended: Sequence[LeaseEnded]) -> _Waiters:
-        """Free the blocks and slots of ended leases, under the lock. Return the futures that wait for these ends."""
+    def _note(self, ended: Sequence[LeaseEnded]) -> _Ends:
+        """Free the blocks and slots of ended leases, under the lock. Return them, and who waits for these ends."""
         if not ended:
-            return ()
+            return (), ()
         names = [end.request_id for end in ended]
         self._account.end_loan(join_loans([self._lent.pop(name) for name in names]))
         self._issuer.vacate(names)
@@ -456,16 +451,16 @@ class LeaseManager:
         while len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
         if not self._waiters:
-            return ()
-        return [(future, end.outcome) for end in ended for future in self._waiters.pop(end.request_id, ())]
+            return ended, ()
+        return ended, [(future, end.outcome) for end in ended for future in self._waiters.pop(end.request_id, ())]
 
-    def _announce_admission(self, grant: Grant, ended: Sequence[LeaseEnded], waiters: _Waiters) -> None:
+    def _announce_admission(self, grant: Grant, ends: _Ends) -> None:
         if self._report.wants(OfferAdmitted):
             lease_s = grant.lease_s if grant.ends_by_readers else 0.0
             blocks = sum(map(len, grant.block_ids))
             self._report(OfferAdmitted(grant.request_id, blocks, lease_s, grant.trace, grant.kind))
-        if ended:
-            self._announce(ended, waiters)
+        if ends[0]:
+            self._announce(*ends)
 
     def _announce(self, ended: Sequence[LeaseEnded], waiters: _Waiters) -> None:
         """Report ends, then free their request ids. The lock is not held, because a hook may call this manager."""

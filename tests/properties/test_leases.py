@@ -249,9 +249,9 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(name=names)
     def revoke(self, name):
         ended = self.leases.revoke(name, self.now)
-        assert (ended is not None) == (name in self.held)
-        if ended is not None:
-            self.ended(ended, "revoked")
+        assert len(ended) == (name in self.held)
+        for each in ended:
+            self.ended(each, "revoked")
 
     @rule(seconds=st.sampled_from((0.0, 1.0, 4.0, 5.0, 6.0, 10.0, 11.0)), awaited=st.sets(names))
     def let_time_pass(self, seconds, awaited):

@@ -161,9 +161,9 @@ def test_a_renewed_lease_expires_later(leases):
 
 def test_revocation_ends_at_once_and_once(leases):
     leases.admit(grant_of(), now=0.0)
-    assert leases.revoke("r", 3.0) == LeaseEnded("r", "revoked", 3.0)
-    assert leases.revoke("r", 3.0) is None
-    assert leases.revoke("unknown", 3.0) is None
+    assert leases.revoke("r", 3.0) == [LeaseEnded("r", "revoked", 3.0)]
+    assert leases.revoke("r", 3.0) == []
+    assert leases.revoke("unknown", 3.0) == []
 
 
 def test_a_grant_that_is_void_is_never_admitted(leases, epochs):

@@ -421,7 +421,7 @@ async def test_an_answer_that_reaches_nobody_leaves_the_offer_to_others(producer
     assert (await waits.answer()).ticket == offer.ticket.to_params()["kvflow"]
     offer.abort()
     index = producer._leases._leases._index
-    assert (index._for_one, index._by_question) == ({}, {})
+    assert (index._for_one, index.by_question) == ({}, {})
 
 
 async def test_the_number_of_a_question_may_be_used_again(producer):
@@ -434,7 +434,7 @@ async def test_the_number_of_a_question_may_be_used_again(producer):
     for offer in offers:
         offer.abort()
     index = producer._leases._leases._index
-    assert (index._for_one, index._by_question) == ({}, {})
+    assert (index._for_one, index.by_question) == ({}, {})
 
 
 async def test_time_ends_an_offer_that_nobody_reads():
