@@ -55,6 +55,8 @@ from kvflow.rendezvous.issuer import TicketKey as TicketKey
 from kvflow.rendezvous.issuer import TicketMint as TicketMint
 from kvflow.report import TransferReport as TransferReport
 from kvflow.version import __version__ as __version__
+from kvflow.worker.askers import PrefixReader as PrefixReader
+from kvflow.worker.askers import open_reader as open_reader
 from kvflow.worker.connections import PeerState as PeerState
 from kvflow.worker.consumer import BlockLists as BlockLists
 from kvflow.worker.consumer import PullItem as PullItem

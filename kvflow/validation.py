@@ -1,6 +1,7 @@
 """Explain why msgspec refused a value: name the field, the expected form and the value."""
 
 import difflib
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import msgspec
 from msgspec import Meta, inspect
 
-from kvflow.errors import shown, suggest
+from kvflow.errors import ArgumentInvalid, shown, suggest
 
 Name = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -262,3 +263,16 @@ def _choose(kind: Any, step: "re.Match[str]", value: object) -> Any:
         case inspect.DictType() if step["any"]:
             return kind
     raise LookupError(step[0])
+
+
+def require_seconds(name: str, value: object) -> None:
+    """Refuse an argument that is not a duration."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        remedy = "Pass seconds as a number, such as 30.0."
+        raise ArgumentInvalid(name, "a number of seconds, 0 or more", value, remedy=remedy)
+
+
+def require_count(name: str, value: object) -> None:
+    """Refuse an argument that is not a positive number of things."""
+    if not isinstance(value, int) or value < 1:
+        raise ArgumentInvalid(name, "a whole number, 1 or more", value)

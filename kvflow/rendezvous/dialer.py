@@ -43,7 +43,7 @@ from kvflow.errors import (
     quoted,
 )
 from kvflow.ids import LeaseKey, PeerId, agent_name
-from kvflow.leases.tickets import MAC_BYTES, Grant, Ticket
+from kvflow.leases.tickets import DIGEST_BYTES_MAX, MAC_BYTES, Grant, Ticket
 from kvflow.rendezvous import questions
 from kvflow.rendezvous.endpoint import (
     READER,
@@ -147,6 +147,9 @@ PAUSE_S = 0.01  # of an asker that is faster
 
 WAIT_S_MAX = 86_400.0  # that a question may wait at the worker
 
+DIGEST_SIZES = frozenset(range(1, DIGEST_BYTES_MAX + 1))
+DIGESTS_REMEDY = "Pass one flat list, or one list per group, with the digest (1 to 64 bytes) of each block."
+
 DIGESTS_MAX = 2000  # of a question, if they have at most 21 bytes
 DIGEST_EXTRA_BYTES = 2  # of each, in msgpack
 QUESTION_DIGESTS_BYTES = QUESTION_BYTES_MAX - 1024  # the rest of a question is small
@@ -166,6 +169,7 @@ class Asker:
         self.identity: Identity = client.identity
         self.wire_version = client.version
         self.manifest_schema = client.publication.schema
+        self._advertisement: Advertisement | None = None
 
     @property
     def clock_offset(self) -> ClockOffset | None:
@@ -208,9 +212,11 @@ class Asker:
                 self._client.send(Ask(nonce=next(self._nonces), question=questions.encode(Withdraw(nonce=nonce))))
 
     async def read_manifest(self) -> Advertisement:
-        """Return what the worker publishes, checked. Raises as ``decode``."""
-        software = self.identity.software
-        return await asyncio.to_thread(decode, self._client.publication, peer=self.endpoint, software=software)
+        """Return what the worker publishes, checked; the same object each time. Raises as ``decode``."""
+        if self._advertisement is None:
+            how = {"peer": self.endpoint, "software": self.identity.software}
+            self._advertisement = await asyncio.to_thread(decode, self._client.publication, **how)
+        return self._advertisement
 
     async def held(
         self, digests: Sequence[bytes], within_s: float, *, wait_s: float = 0.0, at_least: int = 1
@@ -229,6 +235,7 @@ class Asker:
 
         Raises:
             KvflowError: of ``ask``.
+            ArgumentInvalid: ``digests`` has something else than digests.
             CapacityExceeded: too many questions wait at the worker.
             ProtocolViolation: the answer is malformed, or has the ticket of another engine, or of another kind.
             ReleaseMismatch: its ticket is of a newer kind.
@@ -306,7 +313,10 @@ class Asker:
 
 def _asked(digests: Sequence[bytes]) -> Sequence[int]:
     """Return the places of the digests that are asked for: a lease that must be found whole ends close to the end."""
-    room = min(DIGESTS_MAX, QUESTION_DIGESTS_BYTES // (DIGEST_EXTRA_BYTES + max(map(len, digests), default=0)))
+    sizes = {*map(len, digests)} if {*map(type, digests)} <= {bytes} else {0}  # quick, for thousands of them
+    if not sizes <= DIGEST_SIZES:
+        raise ArgumentInvalid("digests", "lists of bytes", digests, remedy=DIGESTS_REMEDY)
+    room = min(DIGESTS_MAX, QUESTION_DIGESTS_BYTES // (DIGEST_EXTRA_BYTES + max(sizes, default=0)))
     if len(digests) <= room:
         return range(len(digests))
     last = len(digests) - room // 2

@@ -41,7 +41,7 @@ from kvflow.reads.contract import (
 from kvflow.reads.pulls import SourceRank
 from kvflow.reads.scheduler import Delivered, Effect, Scheduler, StartReads
 from kvflow.rendezvous.issuer import TicketKey
-from kvflow.worker.askers import Askers
+from kvflow.worker.askers import PrefixReader
 from kvflow.worker.connections import CANCELLED, as_ours, transfer_error
 from kvflow.worker.destinations import DUE_AFTER_S, DestinationTable, Quarantined, ReaderResetPolicy
 from kvflow.worker.environment import Shared
@@ -69,7 +69,7 @@ class Consumer:
         environment, tuning = shared.environment, shared.config.tuning
         self.peers = PeerPool(shared, tasks, self.on_peer_dropped)
         security = shared.local.security
-        self.askers = Askers(tasks, config=shared.config, network=environment.network, security=security)
+        self.prefixes = PrefixReader(tasks, shared.config, network=environment.network, security=security)
         self._destinations = DestinationTable(shared.account)
         self._following: dict[int, Following] = {}  # the pulls of open offers, by number
         self._reset_policy = ReaderResetPolicy(tuning, shared.bytes_per_block)
@@ -219,7 +219,7 @@ class Consumer:
         for pull in open_pulls:
             self._cancel(pull, "the worker is closing")
         self._renewals.close()
-        self.askers.close()
+        self.prefixes.close()
         return len(open_pulls)
 
     async def _connect(self, pull: OpenPull, ticket: Ticket) -> None:

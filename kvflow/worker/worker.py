@@ -5,18 +5,18 @@ import math
 import os
 from asyncio import _get_running_loop
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from kvflow.errors import ArgumentInvalid, WrongEventLoop, quoted
+from kvflow.errors import WrongEventLoop, quoted
 from kvflow.events import Outcome, WorkerDrained
 from kvflow.forks import Origin
 from kvflow.ids import worker_name
-from kvflow.leases.tickets import DIGEST_BYTES_MAX, Grant, RankAddress, Ticket
+from kvflow.leases.tickets import Grant, RankAddress, Ticket
 from kvflow.rendezvous.listener import Listener
 from kvflow.report import TransferReport
+from kvflow.validation import require_seconds
 from kvflow.worker.connections import PeerState
 from kvflow.worker.consumer import BlockLists, Consumer, PullItem, open_item
 from kvflow.worker.destinations import Quarantined
@@ -360,12 +360,8 @@ class Worker:
         Cancellation: safe.
         """
         self._require_loop()
-        require_seconds("wait_s", wait_s)
-        _require_count("at_least", at_least)
-        asked = _first_digests(digests)
         self._shared.lifecycle.require_open("finds nothing")
-        asker = await self._consumer.askers.connect(endpoint)
-        return await asker.held(asked, self._shared.config.tuning.handshake_s, wait_s=wait_s, at_least=at_least)
+        return await self._consumer.prefixes.find(endpoint, digests, wait_s, at_least=at_least)
 
     def read_ticket(self, params: object) -> Ticket:
         """Verify and read a ticket, so that ``pull``, ``hold`` and ``release`` need not verify this object again.
@@ -621,7 +617,7 @@ class Worker:
         self._shared.local.allow_keys(keys)
         self._listener.recheck_keys()
         self._consumer.peers.drop_distrusted()
-        self._consumer.askers.close()  # who is still allowed is dialed again
+        self._consumer.prefixes.close()  # who is still allowed is dialed again
 
     def snapshot(self, *, limit: int = LISTED_MAX) -> Snapshot:
         """Return what the worker holds now, and what it has counted since the start.
@@ -674,27 +670,3 @@ class Worker:
         if here is None:
             raise WrongEventLoop("the worker was called outside of an event loop")
         raise WrongEventLoop("the worker was called on another event loop than its own")
-
-
-def _first_digests(digests: Any) -> tuple[bytes, ...]:
-    """Return the first group's list of a caller's question, which is one flat list, or one list per group."""
-    first = digests[0] if isinstance(digests, list | tuple) and digests else digests
-    found = first if isinstance(first, list | tuple) else digests
-    if not isinstance(found, list | tuple) or not all(
-        isinstance(each, bytes) and 0 < len(each) <= DIGEST_BYTES_MAX for each in found
-    ):
-        remedy = "Pass one flat list, or one list per group, with the digest (1 to 64 bytes) of each block."
-        raise ArgumentInvalid("digests", "lists of bytes", digests, remedy=remedy)
-    return tuple(found)
-
-
-def require_seconds(name: str, value: object) -> None:
-    """Refuse an argument that is not a duration."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        remedy = "Pass seconds as a number, such as 30.0."
-        raise ArgumentInvalid(name, "a number of seconds, 0 or more", value, remedy=remedy)
-
-
-def _require_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ArgumentInvalid(name, "a whole number, 1 or more", value)

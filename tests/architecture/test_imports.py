@@ -227,7 +227,6 @@ def test_integrations_know_public_names_only():
             small |= imported == "kvflow.observability.logs:EventLog"  # and one form of records
             small |= imported == "kvflow.validation:describe_refusal"  # and one way to say what a setting must be
             small |= imported == "kvflow.leases.held:SETTLES"  # and one list of layers that settle in order
-            small |= imported in {"kvflow.rendezvous.dialer:Asker", "kvflow.worker.askers:Askers"}  # not in a rank
             assert own or small or (module == "kvflow" and name in public), f"{path}: {imported}"
 
 

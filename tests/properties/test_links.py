@@ -17,7 +17,7 @@ from kvflow.events import BreakerClosed, BreakerOpened
 from kvflow.rendezvous.dialer import Awaited, Restarted
 from kvflow.rendezvous.endpoint import Distrusted, NotDialed, Replaced
 from kvflow.worker import askers
-from kvflow.worker.askers import Askers
+from kvflow.worker.askers import PrefixReader
 from kvflow.worker.connections import (
     BACKOFF_S,
     BACKOFF_S_MAX,
@@ -249,7 +249,7 @@ def test_an_endpoint_has_one_connection_and_the_longest_unused_ends(steps):
     dials = {}
 
     @asynccontextmanager
-    async def dial(endpoint, **_):
+    async def dial(endpoint, *_, **__):
         made = Dial()
         dials.setdefault(endpoint, []).append(made)
         try:
@@ -262,12 +262,12 @@ def test_an_endpoint_has_one_connection_and_the_longest_unused_ends(steps):
 
     async def run(tasks):
         used: OrderedDict[str, Dial] = OrderedDict()  # that which was used longest ago first
-        pool, asking, num_dials = Askers(tasks, ASKERS_MAX), [], 0
+        pool, asking, num_dials = PrefixReader(tasks, None, ASKERS_MAX), [], 0
         for step, which in steps:
             done = {}  # who must have an answer now, and which
             match step:
                 case "ask":
-                    asking.append((which, asyncio.ensure_future(pool.connect(which))))
+                    asking.append((which, asyncio.ensure_future(pool._connect(which))))
                     num_dials += which not in used
                     await turns()
                     used[which] = dials[which][-1]

@@ -23,15 +23,13 @@ from typing import Any
 
 from msgspec import structs
 
-from kvflow import Manifest, Ticket
+from kvflow import Manifest, PrefixReader, Ticket, open_reader
 from kvflow.addresses import host_and_port
-from kvflow.errors import CapacityExceeded, DeadlineExceeded, KvflowError, StaleLease, TicketInvalid
+from kvflow.errors import CapacityExceeded, DeadlineExceeded, KvflowError, TicketInvalid
 from kvflow.integrations.vllm.blocks import NO_CHAIN, Chain, Contents, Request
 from kvflow.integrations.vllm.engine import LOAD_WAIT
 from kvflow.integrations.vllm.messages import Found, Tally
 from kvflow.integrations.vllm.settings import Settings, logger
-from kvflow.rendezvous.dialer import Asker
-from kvflow.worker.askers import Askers
 
 SEARCHES_MAX = 1024  # requests that are asked for at a time: further ones are computed
 
@@ -45,8 +43,6 @@ GIVE_UP_S = 1.0  # longest time in all, with that in which digests are computed
 LATE_S = 1.0  # time between two questions to a source that was late
 TURNS = 8  # of the event loop, in which an answer that has come is read
 PIECE_TOKENS = 1 << 14  # whose digests are computed at a time: 3 ms with blocks of 16 tokens
-ANSWER_S = 5.0  # longest time to wait for an answer that waits for nothing
-SETTLED_S = 30.0  # longest time that a question waits at a prefill engine until it has computed something
 CLOSE_S = 2.0  # longest time to wait for the end of the thread, which may be looking up a name
 
 
@@ -56,7 +52,8 @@ class _Source:
 
     names: frozenset[str]  # its endpoint, and how the settings name it
     endpoint: str
-    asker: Asker
+    address: str  # the endpoint, and its key if it has one of its own
+    manifest: Manifest
     block_size: int  # of its first group
     ask_from: float  # it is asked from then on
     is_late: bool = False  # the last answer did not come in time: no request waits for the next one
@@ -115,9 +112,7 @@ class Finder:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = asyncio.Event()
         self._loop = asyncio.new_event_loop()
-        self._connections = asyncio.TaskGroup()
-        limit = ADDRESSES_MAX * (len(self._addresses) + len(settings.rendezvous_from))
-        self._askers = Askers(self._connections, limit, config=settings.worker)
+        self._reader: PrefixReader
         self._thread = threading.Thread(target=self._run, name="kvflow-finder", daemon=True)
         self._thread.start()
 
@@ -239,14 +234,14 @@ class Finder:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        async with self._connections:
+        limit = ADDRESSES_MAX * (len(self._addresses) + len(self._settings.rendezvous_from))
+        async with open_reader(self._settings.worker, connections_max=limit) as self._reader:
             self._spawn(self._give_turns)
             for source in self._addresses:
                 self._spawn(self._watch, source)
             await self._closing.wait()
             for task in self._tasks:
                 task.cancel()
-            self._askers.close()
 
     def _spawn(self, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> asyncio.Task[Any]:
         async def guarded() -> Any:
@@ -278,12 +273,11 @@ class Finder:
         known = self._sources.get(address)
         try:
             async with self._dialing:
-                asker = await self._askers.connect(address)
-            if known is None or known.asker is not asker:
-                manifest = (await asker.read_manifest()).manifest
+                manifest = await self._reader.read_manifest(address)
+            if known is None or known.manifest is not manifest:
                 ask_from = 0.0 if self._is_of_use(endpoint, manifest) else math.inf
-                size = manifest.groups[0].tokens_per_id
-                self._sources[address] = _Source(frozenset((name, endpoint)), endpoint, asker, size, ask_from)
+                names, size = frozenset((name, endpoint)), manifest.groups[0].tokens_per_id
+                self._sources[address] = _Source(names, endpoint, address, manifest, size, ask_from)
         except KvflowError as error:
             level = logging.INFO if known or address not in self._sources else logging.DEBUG
             logger.log(level, "kvflow: no prefixes come from %s: %s", endpoint, error)
@@ -298,29 +292,21 @@ class Finder:
             StaleLease: its offer has ended.
         """
         until = time.monotonic() + self._settings.rendezvous_s
-        asker = await self._askers.connect(await self._allowed(endpoint))
-        manifest = (await asker.read_manifest()).manifest
+        address = await self._allowed(endpoint)
+        manifest = await self._reader.read_manifest(address)
         size = manifest.groups[0].tokens_per_id or num_tokens
         chains = {size: NO_CHAIN}
         await self._grow(request, chains, num_tokens)
         (last,) = self._contents.digests(request, ((0,),), (size,), num_tokens, chains=chains)
         wait_s = max(0.001, until - time.monotonic())
-        ticket, _ = await asker.held(last, ANSWER_S, wait_s=wait_s)  # it stands for all before it, too
+        ticket, _ = await self._reader.find(address, last, wait_s)  # it stands for all before it, too
         if ticket is None:
             message = f"{endpoint} has not offered this prompt within {self._settings.rendezvous_s:g} s"
             remedy = 'Set "dispatch": "concurrent" on the prefill engines, or raise rendezvous_s.'
             raise DeadlineExceeded(message, phase="handshake", peer=endpoint, remedy=remedy)
         self._contents.require(request, ticket)
-        meeting.given, grant = ticket, ticket.grants[0]
-        lease, known = (grant.slot, grant.epoch_value), [0] * len(grant.num_tokens)
-        has_begun = not grant.is_open
-        while not has_begun:
-            settled = await asker.settled(
-                lease, ticket.signed[0], known=known, above=1, wait_s=SETTLED_S, within_s=ANSWER_S
-            )
-            if settled.ended:
-                raise StaleLease("the prefill engine has ended its offer", ended_by=settled.ended, peer=endpoint)
-            has_begun = settled.sealed or settled.num_tokens > 0
+        meeting.given = ticket
+        await self._reader.wait_settled(address, ticket)
         return ticket
 
     async def _allowed(self, endpoint: str) -> str:
@@ -420,7 +406,7 @@ class Finder:
         if not digests:
             return True
         asked_at = time.monotonic()
-        asked = self._loop.create_task(source.asker.held(digests, ANSWER_S))
+        asked = self._loop.create_task(self._reader.find(source.address, digests))
         try:
             await asyncio.wait((asked,), timeout=within_s)
             for _ in range(TURNS):

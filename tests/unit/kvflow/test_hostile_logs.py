@@ -18,7 +18,7 @@ from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.opening import Rejected
 from kvflow.rendezvous.endpoint import as_kvflow_error
 from kvflow.worker import askers, peers
-from kvflow.worker.askers import Askers
+from kvflow.worker.askers import PrefixReader
 from tests.unit.handshake.helpers import Progress, Refuse, Role, connection_in, frames_of
 from tests.unit.kvflow.reads.tcp.peers import Producer
 from tests.unit.kvflow.reads.tcp.test_access import exporting, opened
@@ -88,7 +88,7 @@ async def asker(monkeypatch):
     monkeypatch.setattr(askers, "open_asker", fail)
     async with asyncio.TaskGroup() as tasks:
         with pytest.raises(KvflowError):
-            await Askers(tasks).connect("tcp://127.0.0.1:1#" + NAME)
+            await PrefixReader(tasks, None)._connect("tcp://127.0.0.1:1#" + NAME)
 
 
 DOORS = [tcp_newcomer, tcp_reader, plane, sink, helper_of_nixl, connecting, asker]

@@ -23,6 +23,7 @@ from kvflow.layout.specs import FullAttention, Mamba, State
 from kvflow.rendezvous import dialer
 from kvflow.rendezvous.dialer import Asker
 from kvflow.rendezvous.issuer import draw_pair
+from kvflow.worker.askers import PrefixReader
 from kvflow.worker.threaded import run_worker
 from tests.helpers.settings import flat_config
 from tests.ports import free_port
@@ -121,7 +122,7 @@ def finders(monkeypatch):
     monkeypatch.setattr(finder_module, "GIVE_UP_S", WITHIN_S)
     finders, held = Finders(), Asker.held
 
-    async def ask(asker, digests, within_s):
+    async def ask(asker, digests, *given, **named):
         finders.asked.append(asker.endpoint)
         source = finders.sources[asker.endpoint]
         source.questions.append(digests)
@@ -129,7 +130,7 @@ def finders(monkeypatch):
             await asyncio.to_thread(source.before.wait, WITHIN_S)
         if source.error is not None:
             raise source.error
-        return (source.ticket, len(digests)) if source.ticket else await held(asker, digests, within_s)
+        return (source.ticket, len(digests)) if source.ticket else await held(asker, digests, *given, **named)
 
     monkeypatch.setattr(Asker, "held", ask)
     yield finders
@@ -436,7 +437,7 @@ def test_a_dead_source_alone_costs_one_request_its_time(finders, monkeypatch):
 def test_an_answer_that_has_come_is_read_though_the_time_is_over(finders, monkeypatch):
     request, ticket = new_request(None, 400), new_ticket(160, (tuple(range(1, 11)),))
 
-    async def read(*_):
+    async def read(*_, **__):
         for _ in range(4):  # as many turns of the loop as an answer may take
             await asyncio.sleep(0)
         return ticket, 10
@@ -515,7 +516,7 @@ def test_few_addresses_are_dialed_at_a_time(finders, names, monkeypatch):
     names += [f"127.0.1.{number}" for number in range(1, 41)]
     dialing, most, ended = set(), [], []
 
-    async def connect(askers, endpoint):
+    async def connect(_reader, endpoint):
         dialing.add(endpoint)
         most.append(len(dialing))
         await asyncio.sleep(0)
@@ -523,7 +524,7 @@ def test_few_addresses_are_dialed_at_a_time(finders, names, monkeypatch):
         ended.append(endpoint)
         raise PeerLost("gone", peer=endpoint)
 
-    monkeypatch.setattr(finder_module.Askers, "connect", connect)
+    monkeypatch.setattr(PrefixReader, "_connect", connect)
     finders({}, listed=[NAME])
     wait_until(lambda: len(set(ended)) == 40)
     assert max(most) == 3
@@ -542,14 +543,14 @@ def test_a_source_that_was_restarted_is_asked_again(finders, monkeypatch):
     monkeypatch.setattr(finder_module, "LOOK_S", 0.01)
     source = Source(160)
     finder = finders({FIRST: source}, connect_s=0.05)
-    before = finder._sources[FIRST].asker
+    before = finder._sources[FIRST].manifest
     source.close()
     wait_until(lambda: finder._sources[FIRST] is None)
     assert sought(finder, new_request(None, 400)) is None
     source.open(FIRST)
     wait_until(lambda: finder._sources[FIRST] is not None)
     assert sought(finder, new_request(None, 400)).source == FIRST
-    assert finder._sources[FIRST].asker is not before
+    assert finder._sources[FIRST].manifest is not before
 
 
 def test_a_source_that_dies_costs_a_search_nothing(finders):
@@ -616,7 +617,7 @@ def test_the_thread_ends_with_its_connections(finders):
     finder = finders({FIRST: Source(160)})
     finder.close()
     assert not finder._thread.is_alive()
-    assert not finder._askers._dialed
+    assert not finder._reader._dialed
     finder.close()
 
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from kvflow.config import WorkerConfig
 from kvflow.errors import (
     ArgumentInvalid,
     AuthenticationFailed,
@@ -20,6 +21,7 @@ from kvflow.errors import (
 from kvflow.events import LeaseEnded, OfferAdmitted
 from kvflow.leases.table import Reader
 from kvflow.rendezvous.issuer import TicketMint, draw_pair
+from kvflow.worker.askers import open_reader
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.threaded import run_worker
 from tests.helpers.waiting import until
@@ -244,18 +246,60 @@ async def test_one_connection_is_kept_and_dialed_again_when_it_has_ended():
         assert [count for _, count in answers] == [1] * 5
         assert network.dialed == [endpoint]
         network.cut(endpoint)
-        await until(lambda: not world.consumer._consumer.askers._dialed)
+        await until(lambda: not world.consumer._consumer.prefixes._dialed)
         assert (await find(world, chain(3)))[1] == 1
         assert network.dialed == [endpoint] * 2
 
 
 async def test_the_connection_that_was_used_longest_ago_is_closed():
     async with opened(ranks=2, network=(network := FaultyNetwork())) as world:
-        world.consumer._consumer.askers._limit = 1
+        world.consumer._consumer.prefixes._limit = 1
         first, second = (worker.endpoint for worker in world.producers)
         for endpoint in (first, second, second, first):
             assert await find(world, chain(3), endpoint) == (None, 0)
         assert network.dialed == [first, second, first]
+
+
+async def test_a_reader_without_a_cache_finds_what_a_worker_holds(producer):
+    kept = keep(producer, "kept", 3, 4)
+    async with open_reader(config("scheduler")) as reader:
+        assert await reader.find(producer.endpoint, chain(3, 4, 5)) == (kept, 2)
+        assert await reader.find(producer.endpoint, [chain(4)]) == (None, 0)
+        await reader.wait_settled(producer.endpoint, kept)
+        manifest = await reader.read_manifest(producer.endpoint)
+        assert manifest.identity.engine_id == "prefill-0"
+        assert await reader.read_manifest(producer.endpoint) is manifest
+        for wrong in ([b"", *chain(3)], [b"x" * 65], ["text"], 7):
+            assert isinstance(await failure(reader.find(producer.endpoint, wrong)), ArgumentInvalid)
+        assert isinstance(await failure(reader.find("nonsense", chain(3))), ConfigInvalid)
+    await until(lambda: producer.snapshot().readers == ())
+
+
+async def test_a_reader_waits_for_the_first_blocks_of_an_open_offer(producer):
+    offers = [producer.offer_progressive(name, [[3]], 8, digests=[chain(3, 4, of=name)]) for name in ("told", "ended")]
+    async with open_reader(config("scheduler")) as reader:
+        found = [(await reader.find(producer.endpoint, chain(3, 4, of=name), 1.0))[0] for name in ("told", "ended")]
+        waiting = [asyncio.create_task(reader.wait_settled(producer.endpoint, ticket)) for ticket in found]
+        offers[0].advance(4, [[]])
+        offers[1].abort()
+        await waiting[0]
+        assert isinstance(await failure(waiting[1]), StaleLease)
+
+
+async def test_an_error_behind_a_reader_is_raised_as_it_is(producer):
+    async def fail():
+        async with open_reader(config("scheduler")) as reader:
+            await reader.find(producer.endpoint, chain(3))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+
+
+async def test_a_reader_needs_a_secret():
+    with pytest.raises(ConfigInvalid):
+        async with open_reader(WorkerConfig(engine_id="scheduler")):
+            pass
 
 
 async def test_a_worker_with_a_key_of_its_own_is_found_by_that_key():
