@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import FieldInfo, fields, replace
 
-from kvflow.addresses import PORT_MAX, host_and_port
+from kvflow.addresses import PORT_MAX, AddressMalformed, host_and_port
 from kvflow.errors import ConfigInvalid, suggest
 from kvflow.validation import SuggestingMeta, describe_refusal, find_fault
 
@@ -430,16 +430,16 @@ def _check_address(name: str, endpoint: str | None, *, dialed: bool = False) -> 
             f"{name} is {endpoint!r}, which contains a placeholder that was not replaced",
             remedy="Give an address or a name. {host} is understood by the connector of vLLM alone.",
         )
-    host, port = host_and_port(endpoint)
-    if dialed and (host in WILDCARD_HOSTS or not _can_encode(host, "idna") or not 0 < port <= PORT_MAX):
+    try:
+        host, port = host_and_port(endpoint)
+    except AddressMalformed as error:
+        raise ConfigInvalid(
+            f"{name} is {endpoint!r}, but no port is above {PORT_MAX}", remedy=f"Give a port up to {PORT_MAX}."
+        ) from error
+    if dialed and (host in WILDCARD_HOSTS or not _can_encode(host, "idna") or port == 0):
         raise ConfigInvalid(
             f"{name} is {endpoint!r}, which no peer can dial",
             remedy="Give the host name or address of this worker, and its port, as peers reach it.",
-        )
-    if port > PORT_MAX:
-        raise ConfigInvalid(
-            f"{name} is {endpoint!r}, but no port is above {PORT_MAX}",
-            remedy="Give a port up to 65535, or port 0, which takes a free one.",
         )
 
 

@@ -7,7 +7,7 @@ import os
 from functools import cache
 from typing import Any
 
-from kvflow.addresses import host_and_port
+from kvflow.addresses import AddressMalformed, host_and_port
 from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm import NAME
 from kvflow.integrations.vllm.settings import ENDPOINTS, moved
@@ -86,13 +86,17 @@ def complete(extra: dict[str, Any], *, host: str, port_offset: int) -> None:
     extra.setdefault("bind", f"tcp://{host}:0")
     for name in ENDPOINTS:
         if name in extra:
-            extra[name] = moved(_checked(name, extra[name]), port_offset)
+            extra[name] = _moved(name, extra[name], port_offset)
     bound, port = host_and_port(extra["bind"])
     if bound in EVERYWHERE:
         extra.setdefault("advertise", f"tcp://{host}:{port}")
 
 
-def _checked(name: str, endpoint: Any) -> str:
-    if isinstance(endpoint, str) and endpoint.startswith("tcp://") and endpoint.rpartition(":")[2].isdecimal():
-        return endpoint
-    raise ConfigInvalid(f"{name} must be tcp://HOST:PORT, not {endpoint!r}")
+def _moved(name: str, endpoint: Any, offset: int) -> str:
+    fault = f"{name} must be tcp://HOST:PORT, not {endpoint!r}"
+    if not isinstance(endpoint, str) or not endpoint.startswith("tcp://"):
+        raise ConfigInvalid(fault)
+    try:
+        return moved(endpoint, offset)
+    except AddressMalformed as error:
+        raise ConfigInvalid(fault) from error

@@ -15,7 +15,7 @@ from handshake import errors as theirs
 from handshake.server import MakePass
 from handshake.sockets import ZEROMQ, Network
 from kvflow import errors as ours
-from kvflow.addresses import PORT_MAX, host_and_port
+from kvflow.addresses import AddressMalformed, host_and_port
 from kvflow.config import ENDPOINT_PATTERN, WorkerConfig
 from kvflow.errors import ProtocolViolation, ReleaseMismatch, SpecInvalid
 from kvflow.ids import Credentials, PeerId, pass_of
@@ -85,8 +85,12 @@ class Advertisement(Struct, frozen=True, kw_only=True):
             raise SpecInvalid(f"the metadata of all data planes has {nbytes} bytes, more than {METADATA_BYTES_MAX}")
         if ("tcp" in self.planes) != bool(self.data_endpoint):
             raise SpecInvalid(f"the data planes are {sorted(self.planes)}, and data_endpoint is {self.data_endpoint!r}")
-        if self.data_endpoint and not 0 < host_and_port(self.data_endpoint)[1] <= PORT_MAX:
-            raise SpecInvalid(f"data_endpoint is {self.data_endpoint!r}, which has no port that can be dialed")
+        if self.data_endpoint:
+            try:
+                host_and_port(self.data_endpoint, port_min=1)
+            except AddressMalformed as error:
+                fault = f"data_endpoint is {self.data_endpoint!r}, which has no port that can be dialed"
+                raise SpecInvalid(fault) from error
 
 
 class _Sized(Struct, frozen=True):

@@ -333,10 +333,10 @@ class Finder:
 
     async def _look_up(self, name: str) -> frozenset[str] | None:
         """Return the endpoints of every address of a host; None if it has none."""
-        host, port = host_and_port(name)
         try:
+            host, port = host_and_port(name)
             found = await self._loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:  # the latter for a part of a name that is too long
+        except (OSError, ValueError) as error:  # the latter for a part of a name that is too long
             logger.debug("kvflow: %s has no address: %s", name, error)
             return None
         hosts = sorted({str(address[0]) for *_, address in found})

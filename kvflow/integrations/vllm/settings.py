@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct, structs
 
 from kvflow import WorkerConfig
-from kvflow.addresses import PORT_MAX, host_and_port
+from kvflow.addresses import PORT_MAX, AddressMalformed, host_and_port
 from kvflow.errors import ConfigInvalid, escaped, suggest
 from kvflow.observability.logs import Repeats
 from kvflow.validation import describe_refusal
@@ -215,8 +215,10 @@ def read_own(extra: Mapping[str, Any]) -> OwnSettings:
         raise ConfigInvalid(f"kv_connector_extra_config: {describe_refusal(error, given, OwnSettings)}") from error
     for name in ("sources", "rendezvous_from"):
         for source in getattr(chosen, name):
-            if not 0 < host_and_port(source.partition("#")[0])[1] <= PORT_MAX:
-                raise ConfigInvalid(f"{name} has {source}, whose port must be from 1 to {PORT_MAX}")
+            try:
+                host_and_port(source.partition("#")[0], port_min=1)
+            except AddressMalformed as error:
+                raise ConfigInvalid(f"{name} has {source}, whose port must be from 1 to {PORT_MAX}") from error
     if "log_level" in given and chosen.log_file is None:
         remedy = "Set log_file, too, or set the levels of Python's loggers below kvflow."
         raise ConfigInvalid("log_level has no effect without log_file", remedy=remedy)

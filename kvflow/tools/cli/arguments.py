@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 import kvflow
-from kvflow.addresses import PORT_MAX, host_and_port
+from kvflow.addresses import AddressMalformed, host_and_port
 from kvflow.config import KEY_VARIABLE, WorkerConfig
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001
@@ -62,11 +62,9 @@ class _Formatter(argparse.HelpFormatter):
 def address(text: str, *, port_min: int = 1) -> str:
     """Check ``HOST:PORT`` and return it."""
     try:
-        is_sound = port_min <= host_and_port(text)[1] <= PORT_MAX
-    except ValueError:
-        is_sound = False
-    if not is_sound:
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT with a port from {port_min} to {PORT_MAX}")
+        host_and_port(text, port_min=port_min)
+    except AddressMalformed as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
 

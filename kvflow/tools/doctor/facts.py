@@ -17,7 +17,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kvflow.addresses import PORT_MAX, host_and_port
+from kvflow.addresses import host_and_port
 from kvflow.config import WILDCARD_HOSTS, is_loopback
 from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm import NAME
@@ -407,12 +407,10 @@ def dial(endpoint: str) -> tuple[str, list[Finding]]:
 
 def accepts(endpoint: str) -> str:
     """Return why ``tcp://HOST:PORT`` accepts no connection; empty if it does."""
-    host, port = host_and_port(endpoint)
-    if port > PORT_MAX:  # the system would dial another
-        return f"its port is above {PORT_MAX}"
     try:
+        host, port = host_and_port(endpoint, port_min=1)
         socket.create_connection((host.strip("[]"), port), timeout=CONNECT_S).close()
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError) as error:  # a name that no resolver would take is a ValueError
         return str(error) or type(error).__name__
     return ""
 

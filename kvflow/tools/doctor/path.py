@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from kvflow.addresses import host_and_port
 from kvflow.config import (
     ACCEPTED_VARIABLE,
     KEY_VARIABLE,
@@ -127,7 +126,7 @@ def _location(offer: probe.ProbeOffer) -> Finding:
 
 def _advertised(endpoint: str, offer: probe.ProbeOffer) -> Finding | None:
     """Return what is wrong with the address that tickets name; None if nothing is."""
-    if host_and_port(offer.advertised) == host_and_port(endpoint):
+    if offer.advertised == endpoint:
         return None
     if reason := facts.accepts(offer.advertised):
         evidence = f"its tickets name {offer.advertised}, which we do not reach: {reason}"
