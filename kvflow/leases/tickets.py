@@ -446,8 +446,6 @@ def join_tickets(tickets: Sequence[Ticket]) -> Ticket:
 
 
 def _read_text(text: object, chars_max: int) -> tuple[bytes, ...]:
-    if isinstance(text, dict) and text.get("grants"):
-        raise ReleaseMismatch("the ticket", "ticket format", "kvf1", FORMAT)
     if not isinstance(text, str):
         raise TicketInvalid(f"the 'kvflow' entry of the parameters must be text, not {type(text).__name__}")
     if len(text) > chars_max:

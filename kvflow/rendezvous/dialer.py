@@ -286,7 +286,7 @@ class Asker:
         return (await self._ping(report=False))[0]
 
     async def ask_report(self) -> bytes:
-        """Return what the worker reports about itself; empty if its release reports nothing. Raises as ``ping``."""
+        """Return what the worker reports about itself. Raises as ``ping``."""
         return (await self._ping(report=True))[1]
 
     async def wait_ended(self) -> None:

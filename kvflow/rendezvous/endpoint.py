@@ -42,7 +42,7 @@ FILES_WANTED = 256 + 5 * Limits().peers_max
 """Files that a process opens for the most peers: four to dial each, one for its TCP plane, and 256 of its own."""
 
 READER = Publication.of(b"", schema=MANIFEST_SCHEMA)
-"""What a reader publishes: the manifest schema that it reads, so that the producer can name a mismatch."""
+"""What a reader publishes: no manifest. It refuses a producer of another schema itself, and says so."""
 
 SLOT_BYTES = 8
 

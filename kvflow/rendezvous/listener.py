@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 import handshake
-from handshake import HandshakeServer, Peer, PeerKey, Publication, open_server
+from handshake import HandshakeServer, Peer, PeerKey, open_server
 from handshake.errors import CloseCode, Closed, HandshakeError
 from handshake.messages import (
     ANSWER_BYTES_MAX,
@@ -23,12 +23,12 @@ from handshake.messages import (
     Renewed,
     RenewReceived,
 )
-from kvflow.errors import ProtocolViolation, ReleaseMismatch
+from kvflow.errors import ProtocolViolation
 from kvflow.events import ConsumerRejected
 from kvflow.ids import LeaseKey, worker_name
 from kvflow.leases.table import Reader, ReaderAnswer
 from kvflow.rendezvous import questions
-from kvflow.rendezvous.endpoint import READER, LocalEndpoint, as_kvflow_error
+from kvflow.rendezvous.endpoint import LocalEndpoint, as_kvflow_error
 from kvflow.rendezvous.questions import AnswerHeld, PeerQuestion
 
 
@@ -107,11 +107,10 @@ class Listener:
     def on_event(self, key: PeerKey, event: HandshakeEvent) -> None:
         """Handle an event of one reader, which its Hello identifies."""
         match event:
-            case PeerReady(identity=identity, publication=publication):
+            case PeerReady(identity=identity):
                 engine, rank, ranks = identity.engine_id, identity.rank, identity.num_ranks
                 self._readers[key] = Reader(engine, rank, ranks, self._server.public_key(key))
                 self._names[key] = worker_name(identity.engine_id, identity.rank, identity.incarnation)
-                self._check_release(key, publication, identity.software)
             case ReleaseReceived(leases=refs, read=read):
                 answers = self._leases.on_release(_keys(refs), self._readers[key], read=read is True)
                 if left := [each for each in zip(refs, answers, strict=True) if each[1] != "ended"]:
@@ -148,14 +147,6 @@ class Listener:
             self._server.send(key, handshake.Answer(nonce=nonce, answer=encoded))
             return True
         return False
-
-    def _check_release(self, key: PeerKey, publication: Publication, software: str) -> None:
-        """Report a reader of another release, which cannot read from us: an older one leaves without a reason."""
-        if publication.schema != READER.schema:
-            detail = f"it runs {software!r}, which does not read manifest schema {READER.schema}"
-            self._report(
-                ConsumerRejected(self._names[key], ReleaseMismatch.code, f"{detail}. {ReleaseMismatch.default_remedy}")
-            )
 
     def _explained(self, answer: LeaseAnswer) -> LeaseAnswer:
         """Add how the lease has ended, if it has."""

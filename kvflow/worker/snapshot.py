@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from kvflow.errors import PeerLost, ProtocolViolation
+from kvflow.errors import ProtocolViolation
 from kvflow.leases.table import LeaseState
 from kvflow.reads.contract import StagingUse
 from kvflow.validation import Count, Name, Number
@@ -149,12 +149,8 @@ def decode_inspection(report: bytes, *, peer: str) -> Inspection:
     """Read what a worker has told about itself.
 
     Raises:
-        PeerLost: its release tells nothing.
         ProtocolViolation: it is malformed or too large.
     """
-    if not report:
-        remedy = "Install this release of kvflow there, or a later one."
-        raise PeerLost(f"{peer} is too old to answer an inspection", peer=peer, remedy=remedy)
     if len(report) > INSPECTION_BYTES_MAX:
         raise ProtocolViolation(f"{peer} sent a report of {len(report)} bytes", peer=peer)
     try:

@@ -192,10 +192,10 @@ async def test_a_request_on_offer_cannot_be_offered_again_and_stays_on_offer(nea
 
 
 OF_ANOTHER_RELEASE = {
-    "an object": lambda params: new_text(params, lambda text: {"grants": [text]}),
     "another format": lambda params: new_text(params, lambda text: f"kvf1{text[4:]}"),
 }
 UNREADABLE = {
+    "an object": (lambda params: new_text(params, lambda text: {"grants": [text]}), errors.TicketInvalid),
     **{name: (change, errors.TicketInvalid) for name, change in FORGERIES.items()},
     **{name: (change, errors.ReleaseMismatch) for name, change in OF_ANOTHER_RELEASE.items()},
 }

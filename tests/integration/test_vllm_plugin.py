@@ -1,6 +1,5 @@
 """The entry point and the alias, where vLLM is absent: nothing is loaded, and nothing raises."""
 
-import importlib
 import logging
 import subprocess
 import sys
@@ -33,10 +32,9 @@ def test_registering_without_vllm_says_so_and_goes_on(caplog):
     [
         "import kvflow",
         "import kvflow.integrations.vllm",
-        "import kvflow.integrations.vllm, kvflow.integrations.vllm.alias",
         "from kvflow.tools.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass",
     ],
-    ids=["package", "plugin", "former paths", "command"],
+    ids=["package", "plugin", "command"],
 )
 def test_vllm_is_never_asked_for_where_nobody_wants_it(statement):
     program = f"""
@@ -57,8 +55,3 @@ def test_the_alias_checks_the_release_of_vllm():
         _ = vllm.NixlConnector
     with pytest.raises(AttributeError, match="AnotherConnector"):
         _ = vllm.AnotherConnector
-
-
-@pytest.mark.parametrize("name", ["alias", "plugin"])
-def test_former_paths_name_the_same_module(name):
-    assert importlib.import_module(f"kvflow.integrations.vllm.{name}") is vllm

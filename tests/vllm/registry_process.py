@@ -17,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvflow.integrations.vllm.messages import empty_counters
 
-ALIAS = "kvflow.integrations.vllm.alias"
 LABELS = ["model_name", "engine"]
 ENGINES: dict[int, list[object]] = {0: ["model", "0"], 1: ["model", "1"]}
 DURATIONS = ((0.004, 0.5), (0.02, 0.001), (0.3, 7.0))
@@ -64,7 +63,7 @@ def main() -> None:
     load_plugins("kvflow")
     answer["by name"] = found("KVFlowConnector")
     answer["by module path"] = found("KVFlowConnector", "kvflow.integrations.vllm")
-    answer["alias"] = found("NixlConnector", ALIAS)
+    answer["alias"] = found("NixlConnector", "kvflow.integrations.vllm")
 
     from kvflow.integrations.vllm.stats import KVFlowMetrics
 

@@ -10,7 +10,6 @@ because they have subclasses of vLLM's classes.
 """
 
 import logging
-import sys
 from typing import Any
 
 __all__ = ["KVFlowConnector", "NixlConnector", "register"]
@@ -23,9 +22,6 @@ ALIAS = "NixlConnector"
 child by the name of its class, and would find vLLM's own connector."""
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
-
-# Former modules, whose paths stand in configurations and in the entry point of older installations.
-sys.modules[f"{__name__}.alias"] = sys.modules[f"{__name__}.plugin"] = sys.modules[__name__]
 
 
 def __getattr__(name: str) -> Any:

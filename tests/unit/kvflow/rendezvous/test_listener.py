@@ -5,13 +5,11 @@ import asyncio
 import msgspec
 import pytest
 
-from handshake import Publication, open_client
 from handshake.limits import Limits
 from handshake.messages import LeaseRef, Release
 from handshake.sockets import ZEROMQ
-from kvflow.errors import ConfigInvalid, ReleaseMismatch
+from kvflow.errors import ConfigInvalid
 from kvflow.events import ConsumerRejected
-from kvflow.rendezvous.endpoint import READER
 from kvflow.worker.runtime import open_worker
 from tests.helpers.waiting import until
 from tests.unit.kvflow.worker.helpers import lease_of
@@ -57,24 +55,6 @@ async def test_a_reader_that_breaks_the_protocol_is_reported_by_name():
         network.channels[producer.endpoint].send([b"not a message"])
         rejected = await next_of(heard)
         assert (rejected.peer, rejected.code) == (f"decode-0/0/{READER_INCARNATION}", "protocol_violation")
-
-
-async def test_a_reader_of_another_release_is_reported_with_its_release():
-    heard = asyncio.Queue()
-    identity = msgspec.structs.replace(OURS.identity, software="kvflow of the past")
-    async with (
-        producing(heard.put_nowait) as producer,
-        open_client(
-            producer.endpoint,
-            identity=identity,
-            publication=Publication.of(b"", schema=READER.schema - 1),
-            security=SECURITY,
-            on_event=lambda _event: None,
-        ),
-    ):
-        rejected = await next_of(heard)
-        assert (rejected.peer, rejected.code) == (f"decode-0/0/{READER_INCARNATION}", ReleaseMismatch.code)
-        assert f"'kvflow of the past', which does not read manifest schema {READER.schema}" in rejected.detail
 
 
 async def test_a_stranger_is_reported_by_its_connection():

@@ -164,7 +164,7 @@ TEXT = minted().to_params()["kvflow"]
         ("{", "ticket_invalid"),
         ("{}", "ticket_invalid"),
         ('{"kvflow": 7}', "ticket_invalid"),
-        ('{"kvflow": {"grants": [1]}}', "release_mismatch"),
+        ('{"kvflow": {"grants": [1]}}', "ticket_invalid"),
         ('{"kv_transfer_params": null}', "ticket_invalid"),
         ('{"\\u001b": 1}', "ticket_invalid"),
         ('{"a":' * 100_000, "ticket_invalid"),
