@@ -61,6 +61,11 @@ class LoopbackBackend(Backend):
             _exporters[agent_name] = self._exporter
 
     def add(self, address: PeerAddress) -> Carrier:
+        """Attach to an exporter of this process.
+
+        Raises:
+            BackendError: its metadata is malformed, there is no such exporter, or it does not export this epoch table.
+        """
         try:
             envelope = decode_envelope(address.planes["loopback"], transport="loopback", agent=address.agent)
         except ValueError as error:
@@ -75,9 +80,11 @@ class LoopbackBackend(Backend):
         return Carrier("loopback", "kind")
 
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:
+        """Detach from a peer. No connection outlives it, whether it is ``gone`` or not."""
         self._peers.pop(peer_id, None)
 
     def prepare(self, prepared: CheckedList) -> None:
+        """Keep a list for later posts. Raises BackendError: rows of the source lie outside of what the peer exports."""
         peer = self._peers[prepared.prepared_list.peer]
         try:
             check_inside(prepared.source, peer.exporter.regions, prepared.prepared_list.source_memory)
@@ -86,6 +93,7 @@ class LoopbackBackend(Backend):
         peer.prepared_lists[prepared.prepared_list.list_id] = prepared
 
     def post(self, chunk: Chunk) -> PostedWork | int:
+        """Copy the bytes of a chunk now, and return 0. Raises BackendError: the exporter has closed."""
         portion = chunk.portion
         peer = self._peers[portion.peer]
         prepared_list = peer.prepared_lists[portion.list_id]
@@ -100,6 +108,7 @@ class LoopbackBackend(Backend):
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
     ) -> PostedWork | Sequence[int]:
+        """Return the values of the slots now. Raises BackendError: as ``post``."""
         peer = self._peers[peer_id]
         with peer.exporter.lock:
             _require_open(peer.exporter)
@@ -107,15 +116,19 @@ class LoopbackBackend(Backend):
             return list(slots)
 
     def ends_at_once(self, peer: PeerId) -> bool:
+        """Return True: the post is the copy."""
         return True
 
     def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
+        """Raise ``NotImplementedError``: nothing is in flight after a post."""
         raise NotImplementedError
 
     def reset(self) -> None:
+        """Forget every peer."""
         self._peers.clear()
 
     def close(self) -> None:
+        """Withdraw the exporter: reads from it fail from now on."""
         with _exporters_lock:
             del _exporters[self._agent_name]
         with self._exporter.lock:

@@ -149,9 +149,15 @@ class ThreadedTransport:
 
     @property
     def name(self) -> str:
+        """The setting for data planes. Thread: any."""
         return self._name
 
     def start(self, regions: Sequence[Region], epochs: Region, serving: Serving = SERVES_NOTHING) -> None:
+        """Open the planes on the read thread, and wait until they are open. Once only.
+
+        Raises:
+            TransportUnavailable: no data plane, or not a required one, can start.
+        """
         with self._lock:
             assert not self._threads, "a transport starts once"
             assert not self._closed, "a closed transport does not start"
@@ -163,22 +169,34 @@ class ThreadedTransport:
         self._published.result()
 
     def staging(self) -> StagingUse:
+        """Return how many staging buffers are taken. Thread: any."""
         return self._staging.use
 
     def published(self) -> Published:
+        """Return what a peer needs to read from us. Thread: any, after ``start``."""
         assert self._published.done(), "start comes first"
         return self._published.result()
 
     def add_peer(self, address: PeerAddress) -> None:
+        """Connect to a peer's exporter, on the read thread; the sink gets the result. Thread: any."""
         self._command(address)
 
     def remove_peer(self, peer: PeerId, *, gone: bool = False) -> None:
+        """Forget a peer, on the read thread. Thread: any."""
         self._command(RemovePeer(peer, gone))
 
     def prepare(self, prepared_list: PreparedList) -> None:
+        """Prepare descriptor lists, on the read thread. Thread: any."""
         self._command(prepared_list)
 
     def post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
+        """Start reads: on the calling thread if they are short and the plane is idle, otherwise on the read thread.
+
+        Returns:
+            The answers of reads that have ended already; the sink gets the others.
+
+        Thread: one at a time; the worker's event loop. It never waits for the read thread.
+        """
         if self._inline_s_max and self._guard.acquire(blocking=False):
             try:
                 # Queued commands came before, and are processed under the lock, so nothing comes between.
@@ -194,9 +212,11 @@ class ThreadedTransport:
         return []
 
     def cancel(self, read_ids: Sequence[int]) -> None:
+        """Drop chunks that were not posted yet, on the read thread. Thread: any."""
         self._command(CancelReads(tuple(read_ids)))
 
     def reset_reader(self) -> None:
+        """End what is in flight from hung peers, on the read thread; the sink gets ``ResetDone``. Thread: any."""
         self._command(ResetReader())
 
     def close(self) -> None:

@@ -165,6 +165,13 @@ class NixlBackend(Backend):
             raise TransportUnavailable(f"NIXL cannot start: {words_of(error)}{hint} ({name})", remedy=remedy) from error
 
     def add(self, address: PeerAddress) -> Carrier:
+        """Load the metadata of a peer's agent, or use a connection that was kept, and prepare to read its epoch table.
+
+        Raises:
+            BackendError: with code ``metadata_invalid`` the metadata is malformed, or another agent's; with
+                ``plane_unfit`` the UCX of both sides do not fit, or the bytes may not go unencrypted; with others NIXL
+                failed, or another peer on the same connection has.
+        """
         try:
             agent = None if address.agent is None else exporter_name(address.agent)
             envelope = decode_envelope(address.planes["nixl"], transport="nixl", agent=agent)
@@ -192,6 +199,7 @@ class NixlBackend(Backend):
         return carrier
 
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:
+        """Release a peer's lists. Its connection is kept, unless it failed or the peer is ``gone``."""
         peer = self._peers.pop(peer_id, None)
         if peer is None:
             if gone:
@@ -216,11 +224,13 @@ class NixlBackend(Backend):
             self._forget(oldest)
 
     def prepare(self, prepared: CheckedList) -> None:
+        """Prepare both lists of a list, as rows of Nx5, at the reader. Raises BackendError: NIXL refuses them."""
         peer = self._peers[prepared.prepared_list.peer]
         self._reader.prepare(peer, prepared)
         peer.lists[prepared.prepared_list.list_id] = prepared
 
     def post(self, chunk: Chunk) -> PostedWork | int:
+        """Post a chunk to the reader. A large one, whose post is the copy, is cut among the threads that copy."""
         peer = self._peers[chunk.portion.peer]
         post = self._reader.post if chunk.portion.nbytes < SHARED_BYTES_MIN else self._helpers.post
         return post(peer, chunk)
@@ -228,12 +238,15 @@ class NixlBackend(Backend):
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
     ) -> PostedWork | Sequence[int]:
+        """Read the slots with NIXL. The values are known at once where the post is the copy."""
         return self._reader.check(self._peers[peer_id], first, last + 1 - first)
 
     def ends_at_once(self, peer_id: PeerId) -> bool:
-        return True  # over shared memory the post is the copy; over RDMA it is short, too
+        """Return True: over shared memory the post is the copy; over RDMA it is short, too."""
+        return True
 
     def chunk_descriptors(self, peer_id: PeerId) -> int:
+        """Return what a GPU or a network card takes at once; 0 where the post is the copy."""
         carrier = self._peers[peer_id].carrier
         if "cuda_ipc" in carrier:  # a GPU copies without our help
             return _COPIED_DESCRIPTORS_MAX
@@ -242,10 +255,16 @@ class NixlBackend(Backend):
         return _COPIED_DESCRIPTORS_MAX if carrier == UNKNOWN_CARRIER.name else _QUEUED_DESCRIPTORS_MAX
 
     def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
+        """Ask NIXL once about work in flight, all pieces of a chunk that was cut."""
         assert isinstance(posted, Posted | Pieces)
         return posted.poll()
 
     def reset(self) -> None:
+        """Destroy the reader with all that is in flight, and make another.
+
+        Raises:
+            BackendError: NIXL makes none; each ``add`` tries again.
+        """
         # The handles in flight are not released: that stops nothing, and only the end of their agent does.
         self._peers.clear()
         self._kept.clear()
@@ -255,6 +274,7 @@ class NixlBackend(Backend):
         self._require_reader()
 
     def close(self) -> None:
+        """Destroy the reader, then the exporter, even if destroying the reader fails."""
         with self._exporting:  # is destroyed after the reader, even if destroying that fails
             if not self._reader_is_gone:
                 self._destroy_reader()
@@ -348,11 +368,17 @@ class DeviceNixlBackend(NixlBackend):
         super().__init__(*arguments, **options)
 
     def ends_at_once(self, peer_id: PeerId) -> bool:
-        return False  # a device copies later, and only this thread has entered it
+        """Return False: a device copies later, and only the read thread has entered it."""
+        return False
 
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
     ) -> PostedWork | Sequence[int]:
+        """Read the slots; before a fence, make what has arrived visible to the kernels of the device.
+
+        Raises:
+            BackendError: the device failed, or as the class above says.
+        """
         if fence and self._reader.has_arrived:  # once for all due fences: on ROCm it waits for the engine's step
             try:
                 self._device.make_visible()

@@ -154,7 +154,8 @@ class TcpBackend(Backend):
         self._peers.pop(peer_id, None)
 
     def ends_at_once(self, peer: PeerId) -> bool:
-        return True  # a post sends a request only
+        """Return True: a post sends a request only."""
+        return True
 
     def prepare(self, prepared: CheckedList) -> None:
         """Find the rows of a list in the stretches of its peer."""

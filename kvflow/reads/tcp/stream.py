@@ -150,6 +150,7 @@ class PlainStream(Stream):
         self._awaited = 1
 
     def write(self, content: bytes | bytearray | memoryview) -> int:
+        """Give bytes from the front to the socket."""
         try:
             # Python ignores SIGPIPE, but the process that embeds us may have it again.
             return self._sock.send(content, socket.MSG_NOSIGNAL)
@@ -157,12 +158,15 @@ class PlainStream(Stream):
             return _would_block(error)
 
     def receive(self, spans: ByteRows) -> int:
+        """Fill the rows with one system call, without a copy."""
         return self._move(_libc.recvmsg, spans)
 
     def send(self, spans: ByteRows) -> int:
+        """Send the rows with one system call, without a copy."""
         return self._move(_libc.sendmsg, spans)
 
     def await_bytes(self, nbytes: int) -> None:
+        """Set the socket's low-water mark, if it is another one."""
         if nbytes != self._awaited:
             self._awaited = nbytes
             with suppress(OSError):  # it has ended; epoll reports that in any case
@@ -193,15 +197,18 @@ class TlsStream(Stream):
 
     @property
     def pending(self) -> bool:  # type: ignore[override]  # a property costs a call, which plain streams save
+        """Whether OpenSSL keeps bytes of a record that were not read."""
         return self._sock.pending() > 0
 
     def write(self, content: bytes | bytearray | memoryview) -> int:
+        """Encrypt at most one record from the front, and give it to the socket."""
         try:
             return self._sock.send(memoryview(content)[:RECORD_BYTES])
         except OSError as error:
             return _would_block(error)
 
     def receive(self, spans: ByteRows) -> int:
+        """Decrypt into the rows, record by record, up to ``TURN_BYTES``."""
         done = 0
         try:
             for address, nbytes in spans.rows()[:64].tolist():
@@ -223,6 +230,7 @@ class TlsStream(Stream):
         return done
 
     def send(self, spans: ByteRows) -> int:
+        """Encrypt the rows, up to ``TURN_BYTES``. Short rows are copied together, so that they share a record."""
         done = 0
         while spans.left and done < TURN_BYTES:
             address, nbytes = spans.rows()[0].tolist()
