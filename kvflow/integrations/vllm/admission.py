@@ -31,8 +31,8 @@ import msgspec
 import zmq
 from msgspec import Struct
 
+from kvflow.integrations.vllm.logs import logger
 from kvflow.integrations.vllm.messages import Ordered, Reset
-from kvflow.integrations.vllm.settings import logger
 
 MAC_BYTES = 32
 MESSAGE_BYTES_MAX = (12 << 20) + MAC_BYTES

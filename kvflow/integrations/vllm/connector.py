@@ -36,6 +36,7 @@ from kvflow.integrations.vllm.engine import (
     runs_apart,
     writes_late,
 )
+from kvflow.integrations.vllm.logs import logger
 from kvflow.integrations.vllm.messages import Command, pack, unpack
 from kvflow.integrations.vllm.runtime import RankRuntime
 from kvflow.integrations.vllm.scheduler import SchedulerSide
@@ -43,7 +44,6 @@ from kvflow.integrations.vllm.settings import (
     SECRET_KEYS,
     EngineFacts,
     doubts,
-    logger,
     read_own,
     read_settings,
     remark,

@@ -13,7 +13,8 @@ from kvflow import Mamba, models
 from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm.blocks import TransferGroup
 from kvflow.integrations.vllm.caches import EngineShape, arranged_by_kernel_block, byte_format, dtype_name, opaque
-from kvflow.integrations.vllm.settings import EngineFacts, logger, model_name
+from kvflow.integrations.vllm.logs import logger
+from kvflow.integrations.vllm.settings import EngineFacts, model_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -28,8 +28,9 @@ from kvflow.addresses import host_and_port
 from kvflow.errors import CapacityExceeded, DeadlineExceeded, KvflowError, TicketInvalid
 from kvflow.integrations.vllm.blocks import NO_CHAIN, Chain, Contents, Request
 from kvflow.integrations.vllm.engine import LOAD_WAIT
+from kvflow.integrations.vllm.logs import logger
 from kvflow.integrations.vllm.messages import Found, Tally
-from kvflow.integrations.vllm.settings import Settings, logger
+from kvflow.integrations.vllm.settings import Settings
 
 SEARCHES_MAX = 1024  # requests that are asked for at a time: further ones are computed
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from kvflow.errors import KvflowError
 from kvflow.integrations.vllm.blocks import ABSENT, DigestLists, TransferGroup, offered_blocks
+from kvflow.integrations.vllm.logs import logger
 from kvflow.integrations.vllm.messages import BlocksByGroup, KeepBlocks
 from kvflow.integrations.vllm.offering import Offering
-from kvflow.integrations.vllm.settings import logger
 
 PREFIX = "kept:"  # of the name of a lease, before that of its request: its blocks may be on offer, too
 

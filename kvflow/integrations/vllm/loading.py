@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from kvflow import Ticket, events
 from kvflow.errors import BlockRangeMismatch, KvflowError
 from kvflow.integrations.vllm.blocks import TransferGroup, loaded_blocks
+from kvflow.integrations.vllm.logs import TEXT_MAX, warn
 from kvflow.integrations.vllm.messages import Cancel, Command, Fail, Found, GiveBack, Load, RenewLeases
 from kvflow.integrations.vllm.params import SAMPLE
-from kvflow.integrations.vllm.settings import TEXT_MAX, warn
 
 SAMPLED_MAX = 1024  # number of prompts with samples to remember; the samples of a prompt arrive within a step or two
 

@@ -26,9 +26,9 @@ from msgspec import Struct
 from kvflow import Grant, RankAddress, Ticket, TicketMint
 from kvflow.errors import KvflowError
 from kvflow.integrations.vllm.blocks import NULL_BLOCK, DigestLists, TransferGroup, offered_blocks
+from kvflow.integrations.vllm.logs import logger, warn
 from kvflow.integrations.vllm.messages import BlocksByGroup, Command, End, Hold, Ordered, Tell
 from kvflow.integrations.vllm.params import SAMPLE, no_ticket_params, ticket_params
-from kvflow.integrations.vllm.settings import logger, warn
 from kvflow.leases.held import SETTLES
 
 MintTickets = Callable[[Sequence[RankAddress]], TicketMint]

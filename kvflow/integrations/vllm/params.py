@@ -15,8 +15,9 @@ from msgspec import Struct
 from kvflow import Ticket, is_traceparent
 from kvflow.addresses import PORT_MAX, host_and_port
 from kvflow.errors import TicketInvalid
+from kvflow.integrations.vllm.logs import logger
 from kvflow.integrations.vllm.messages import Tally
-from kvflow.integrations.vllm.settings import Settings, logger
+from kvflow.integrations.vllm.settings import Settings
 
 ReadTicket = Callable[..., Ticket]  # TicketKey.read
 TICKET_CHARS_BASE = 1 << 17  # characters of a ticket without its blocks: enough for 400 ranks with long names

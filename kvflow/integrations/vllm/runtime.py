@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from kvflow import WorkerConfig, run_worker
 from kvflow.integrations.vllm.admission import reachable
 from kvflow.integrations.vllm.engine import LOAD_WAIT, LoadWait
+from kvflow.integrations.vllm.logs import logger
 from kvflow.integrations.vllm.messages import Command, KeepBlocks, Ordered, Reset
-from kvflow.integrations.vllm.settings import logger
 from kvflow.integrations.vllm.worker import Passed, RankWorker
 from kvflow.observability.logs import EventLog
 

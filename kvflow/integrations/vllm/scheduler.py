@@ -17,6 +17,7 @@ from kvflow.integrations.vllm.engine import can_keep, clears_first, load_wait
 from kvflow.integrations.vllm.finder import Finder
 from kvflow.integrations.vllm.keeping import Keeping
 from kvflow.integrations.vllm.loading import Loading
+from kvflow.integrations.vllm.logs import logger
 from kvflow.integrations.vllm.messages import Command, Counters, Reset, Tally
 from kvflow.integrations.vllm.offering import Offering, is_further_prompt
 from kvflow.integrations.vllm.params import (
@@ -32,7 +33,7 @@ from kvflow.integrations.vllm.params import (
     ticket_chars_max,
     traceparent_of,
 )
-from kvflow.integrations.vllm.settings import Settings, logger
+from kvflow.integrations.vllm.settings import Settings
 from kvflow.integrations.vllm.versions import prefill_lookahead
 
 if TYPE_CHECKING:

@@ -30,6 +30,7 @@ from kvflow.errors import (
     WorkerClosed,
 )
 from kvflow.integrations.vllm.engine import LOAD_WAIT, LoadWait
+from kvflow.integrations.vllm.logs import logger, warn
 from kvflow.integrations.vllm.messages import (
     Cancel,
     Command,
@@ -46,7 +47,6 @@ from kvflow.integrations.vllm.messages import (
     Tally,
     Tell,
 )
-from kvflow.integrations.vllm.settings import logger, warn
 from kvflow.observability.logs import EventLog
 
 WRITTEN_PAUSE_S = 0.001

@@ -21,7 +21,7 @@ from kvflow.errors import (
     WorkerSuspended,
 )
 from kvflow.events import PrefixFetched
-from kvflow.integrations.vllm import settings
+from kvflow.integrations.vllm import logs
 from kvflow.integrations.vllm import worker as worker_module
 from kvflow.integrations.vllm.engine import BRIEF_WAIT, LOAD_WAIT, NO_WAIT, load_wait, writes_late
 from kvflow.integrations.vllm.messages import (
@@ -351,7 +351,7 @@ def test_a_failed_pull_is_reported_as_failed_and_releases_its_ticket():
 
 def test_loads_that_fail_alike_are_told_once_and_in_one_line_each(caplog, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(settings, "_repeats", Repeats(lambda: now[0]))
+    monkeypatch.setattr(logs, "_repeats", Repeats(lambda: now[0]))
     names = [f"\x1b[2J{number}\n" for number in range(200)]
     fake, rank = told(*[Load(name, TICKET, ((1, 2, 3),)) for name in names])
     with caplog.at_level(logging.INFO, "vllm.kvflow"):
