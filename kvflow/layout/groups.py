@@ -36,6 +36,9 @@ PACKED = "BLHNC"  # what "auto" means if one block must be one row: this packed 
 STRIPED = ("full", "mla", "mixed")
 """Kinds of groups that keep every token, so that decode context parallelism divides them."""
 
+SETTLES = frozenset(("full", "mla"))
+"""Kinds of layers whose blocks settle one after another; those of others settle at the seal."""
+
 GROUP_SIZE_RATIO_MAX = 1.5
 """Source: vLLM. Below this ratio padding the shorter bucket wastes less than cutting the longer one."""
 
@@ -59,6 +62,11 @@ class Group(Struct, frozen=True):
     block_size: int
     window: int = 0
     page_bytes: int = 0
+
+    @property
+    def settles(self) -> bool:
+        """Whether its blocks settle one after another as a request is computed. Others may be written until its end."""
+        return self.kind in SETTLES
 
 
 @dataclass(frozen=True, slots=True)

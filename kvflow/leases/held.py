@@ -7,14 +7,12 @@ from typing import Self
 from msgspec import Struct
 
 from kvflow.errors import BlockIdsInvalid
-from kvflow.layout.groups import Group, window_blocks
+from kvflow.layout.groups import SETTLES, Group, window_blocks
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import blocks_for
 from kvflow.leases.tickets import Grant
 
 Blocks = tuple[tuple[int, ...], ...]
-
-SETTLES = frozenset(("full", "mla"))  # kinds of layers whose blocks settle one after another; others do at the seal
 
 ADVANCES_MAX = 256  # of one lease that are listed at its end. Beyond them every second is left out.
 

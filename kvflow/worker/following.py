@@ -23,9 +23,10 @@ from kvflow.errors import (
     TicketInvalid,
 )
 from kvflow.ids import Clock
+from kvflow.layout.groups import SETTLES
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import check_block_ids
-from kvflow.leases.held import SETTLES, Blocks, OpenGroups
+from kvflow.leases.held import Blocks, OpenGroups
 from kvflow.leases.tickets import MAC_BYTES, Ticket
 from kvflow.planning.bind import AnyBinding
 from kvflow.planning.pairs import UnitPairs, located, pair_units

@@ -29,7 +29,6 @@ from kvflow.integrations.vllm.blocks import NULL_BLOCK, DigestLists, TransferGro
 from kvflow.integrations.vllm.logs import logger, warn
 from kvflow.integrations.vllm.messages import BlocksByGroup, Command, End, Hold, Ordered, Tell
 from kvflow.integrations.vllm.params import SAMPLE, no_ticket_params, ticket_params
-from kvflow.leases.held import SETTLES
 
 MintTickets = Callable[[Sequence[RankAddress]], TicketMint]
 Send = Callable[[Ordered], None]  # ``EarlyAdmission.send``
@@ -114,7 +113,7 @@ class Offering:
         settles: bool = True,
     ) -> None:
         self.groups = tuple(groups)
-        sizes = [each.group.block_size for each in groups if settles and each.group.kind in SETTLES]
+        sizes = [each.group.block_size for each in groups if settles and each.group.settles]
         self._whole = lcm(*sizes) if sizes else NEVER  # tokens that fill whole blocks
         self._renew_s, self._renewed_at, self._unsettled = renew_s, time.monotonic(), unsettled
         self._make_mint = mint
@@ -350,7 +349,7 @@ class Offering:
         """Return the blocks of these tokens, of groups whose blocks are written once; none of others."""
         return tuple(
             tuple(listed[each.index][first // each.group.block_size : end // each.group.block_size])
-            if each.group.kind in SETTLES
+            if each.group.settles
             else ()
             for each in self.groups
         )

@@ -261,3 +261,8 @@ def test_pages_of_an_unknown_kind_share_no_block_table(other):
     with pytest.raises(SpecInvalid, match="layers of kind 'opaque' share a block table"):
         check_groups(specs, [Group(("e", "a"), "mixed", 16)])
     check_groups({"e": specs["e"]}, [Group(("e",), "mixed", 16)])
+
+
+@pytest.mark.parametrize("kind", ["full", "mla", "sliding", "chunked", "cross", "mamba", "opaque", "mixed"])
+def test_blocks_settle_early_if_every_token_is_kept_where_it_was_written(kind):
+    assert Group(("a",), kind, 16).settles == (kind in ("full", "mla"))
