@@ -404,7 +404,7 @@ class Conversation:
     def _may_open(self, nonce: int) -> bool:
         return nonce not in self._open and len(self._open) < QUESTIONS_MAX
 
-    def _measure(self, clock_s: ClockTime, now: float) -> None:
+    def _measure(self, clock_s: ClockTime | UnsetType, now: float) -> None:
         """Record the round trip that ``_asked_s`` began."""
         self.rtt_s = now - self._asked_s
         if not isinstance(clock_s, UnsetType):

@@ -69,8 +69,7 @@ SecondsAgo = Annotated[float, Meta(ge=0, le=2**40)]
 Pass = Annotated[bytes, Meta(max_length=PASS_BYTES_MAX)]  # admits one client elsewhere; opaque here
 ReportBytes = Annotated[bytes, Meta(max_length=REPORT_BYTES_MAX)]
 CertificateBytes = Annotated[bytes, Meta(max_length=CERTIFICATE_BYTES_MAX)]  # of connections elsewhere; opaque here
-# Seconds since 1970 on the sender's wall clock; absent if a peer does not send it.
-ClockTime = Annotated[float, Meta(ge=0, le=2**40)] | UnsetType
+ClockTime = Annotated[float, Meta(ge=0, le=2**40)]  # seconds since 1970 on the sender's wall clock
 
 
 class Identity(Struct, frozen=True, kw_only=True):
@@ -155,7 +154,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
 
     version: Version
     identity: Identity
-    clock_s: ClockTime = UNSET
+    clock_s: ClockTime
 
 
 class Refuse(Message, frozen=True, kw_only=True, tag="refuse"):
@@ -172,11 +171,12 @@ class Publish(Message, frozen=True, kw_only=True, tag="publish"):
     A client's is small: see ``Limits.client_frame_bytes_max``.
 
     Attributes:
+        clock_s: of a client; a server has said its own in ``Welcome``.
         pass_: of a server, for this client alone; ``pass`` on the wire. A client's is ignored.
     """
 
     publication: Publication
-    clock_s: ClockTime = UNSET
+    clock_s: ClockTime | UnsetType = UNSET
     pass_: Pass | UnsetType = field(default=UNSET, name="pass")
 
     def __repr__(self) -> str:
@@ -194,7 +194,7 @@ class Release(Message, frozen=True, kw_only=True, tag="release"):
     """The client's rank needs these leases no more. Repeating it is harmless."""
 
     leases: LeaseRefs
-    read: bool | UnsetType = UNSET  # whether the client has read the blocks; absent if a peer does not say
+    read: bool  # whether the client has read the blocks
 
 
 class Released(Message, frozen=True, kw_only=True, tag="released"):
@@ -227,7 +227,7 @@ class Pong(Message, frozen=True, kw_only=True, tag="pong"):
     """Answer to the ``Ping`` with the same nonce; with the program's report if it was asked for and there is one."""
 
     nonce: Nonce
-    clock_s: ClockTime = UNSET
+    clock_s: ClockTime
     report: ReportBytes | UnsetType = UNSET
 
 
@@ -278,7 +278,7 @@ class ReleaseReceived(Struct, frozen=True, kw_only=True):
     """The peer needs these leases no more; ``read`` as in ``Release``."""
 
     leases: tuple[LeaseRef, ...]
-    read: bool | UnsetType = UNSET
+    read: bool
 
 
 class RenewReceived(Struct, frozen=True, kw_only=True):

@@ -112,7 +112,7 @@ class Listener:
                 self._readers[key] = Reader(engine, rank, ranks, self._server.public_key(key))
                 self._names[key] = worker_name(identity.engine_id, identity.rank, identity.incarnation)
             case ReleaseReceived(leases=refs, read=read):
-                answers = self._leases.on_release(_keys(refs), self._readers[key], read=read is True)
+                answers = self._leases.on_release(_keys(refs), self._readers[key], read=read)
                 if left := [each for each in zip(refs, answers, strict=True) if each[1] != "ended"]:
                     self._server.send(key, Released(leases=_answered(left)))
             case RenewReceived(leases=refs):

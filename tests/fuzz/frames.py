@@ -1,6 +1,7 @@
 """Conversations of a member that lies: what it says is valid for a while, then not."""
 
 import time
+from functools import partial
 
 import msgspec
 
@@ -44,7 +45,7 @@ SEEDS = tuple(
         Welcome(version=WIRE_VERSION, identity=IDENTITY, clock_s=1.0),
         _PUBLISH,
         Refuse(code="busy", reason="a reason", remedy="a remedy"),
-        Release(leases=_LEASES),
+        Release(read=True, leases=_LEASES),
         Released(leases=_ANSWERS),
         Renew(leases=_LEASES),
         Renewed(leases=_ANSWERS, lease_s=30.0),
@@ -135,7 +136,7 @@ def _about_nothing(draw):
 
 
 def _about_leases(draw):
-    kind = draw.choice((Release, Renew))
+    kind = draw.choice((partial(Release, read=draw.random() < 0.5), Renew))
     bits = draw.choice((1, 20, 40, 63))
     slot = draw.choice((0, 1, 2**31, draw.getrandbits(30)))
     leases = [

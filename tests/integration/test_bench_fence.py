@@ -119,4 +119,4 @@ async def test_it_measures_the_same_number_of_pulls_of_each(monkeypatch):
 
 
 def test_a_release_is_known_by_its_frame():
-    assert msgspec.msgpack.encode(Release(leases=())).startswith(b"\x82\xa4type" + RELEASE)
+    assert msgspec.msgpack.encode(Release(read=True, leases=())).startswith(b"\x83\xa4type" + RELEASE)

@@ -208,7 +208,9 @@ async def test_a_reader_refuses_a_message_of_many_frames():
         async with client_process(endpoint, SECRET) as reader:
             name, _hello = await patiently(router.recv_multipart())
             before = reader.peak_mib()
-            await router.send_multipart([name, *encode(Welcome(version=WIRE_VERSION, identity=PRODUCER), 1 << 16)])
+            await router.send_multipart(
+                [name, *encode(Welcome(clock_s=1.5, version=WIRE_VERSION, identity=PRODUCER), 1 << 16)]
+            )
             await router.send_multipart([name] + [bytes(40)] * FRAMES)
             assert await patiently(reader.line()) in ("protocol_violation\n", "connection_lost\n")
             grown = reader.peak_mib() - before

@@ -234,7 +234,7 @@ async def test_a_refusal_is_passed_on():
     [
         [[b"garbage"]],
         [frames_of(Ping(nonce=1))],
-        [frames_of(Welcome(version=7, identity=PRODUCER))],
+        [frames_of(Welcome(clock_s=1.5, version=7, identity=PRODUCER))],
         [frames_of(EXAMPLES["welcome"]), frames_of(EXAMPLES["released"])],
     ],
 )

@@ -11,7 +11,7 @@ from handshake.errors import LocalProtocolError, RemoteProtocolError
 from handshake.limits import PUBLICATION_BYTES_MAX
 from handshake.messages import LeaseAnswer, LeaseRef, Ping, Publication, Publish, Refuse, Release, Renewed
 
-from .helpers import ANSWERS, EXAMPLES, LEASES, LIMITS, frames_of
+from .helpers import ANSWERS, EXAMPLES, LIMITS, PRODUCED, frames_of
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "handshake_v2.json").read_text())
 
@@ -39,7 +39,9 @@ def test_the_bytes_of_version_2_never_change(name):
 ENDED = LeaseAnswer(slot=3, epoch=33, outcome="ended", ended_by="of_a_newer_release", ended_s=2.5)
 
 
-@pytest.mark.parametrize("message", [Release(leases=LEASES, read=True), Renewed(leases=(ENDED,), lease_s=30.0)])
+@pytest.mark.parametrize(
+    "message", [Publish(publication=PRODUCED, clock_s=1.5), Renewed(leases=(ENDED,), lease_s=30.0)]
+)
 def test_fields_added_to_a_version_arrive_and_older_peers_skip_them(message):
     frames = encode(message, LIMITS.frame_bytes_max)
     assert decode(frames, LIMITS.frame_bytes_max) == message
@@ -105,10 +107,10 @@ def test_the_largest_publication_passes_and_a_larger_one_does_not():
 @pytest.mark.parametrize(
     "message",
     [
-        Release(leases=()),
-        Release(leases=(LeaseRef(slot=-1, epoch=0),)),
-        Release(leases=(LeaseRef(slot=0, epoch=2**64),)),
-        Release(leases=(LeaseRef(slot=0, epoch=0),) * 1025),
+        Release(read=True, leases=()),
+        Release(read=True, leases=(LeaseRef(slot=-1, epoch=0),)),
+        Release(read=True, leases=(LeaseRef(slot=0, epoch=2**64),)),
+        Release(read=True, leases=(LeaseRef(slot=0, epoch=0),) * 1025),
         Renewed(leases=ANSWERS, lease_s=float("nan")),
         Refuse(code="Not stable", reason=""),
         Refuse(code="busy", reason="lone surrogate \udcff"),

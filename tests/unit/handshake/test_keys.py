@@ -187,13 +187,13 @@ async def test_a_key_that_connects_again_has_no_fresh_rate_limit(beside):
         AsyncExitStack() as stack,
     ):
         earlier = await stack.enter_async_context(connected(server.endpoint, **key))
-        earlier.send(Release(leases=leases))
+        earlier.send(Release(read=True, leases=leases))
         await heard.wait_of(ReleaseReceived)
         if not beside:
             await stack.aclose()
             await heard.wait_of(ConnectionClosed)
         async with connected(server.endpoint, on_event=ended, **key) as again:
-            again.send(Release(leases=leases[:1]))
+            again.send(Release(read=True, leases=leases[:1]))
             (failed,) = await ended.wait_of(ConnectionFailed)
             assert failed.code == "rate_exceeded"
 

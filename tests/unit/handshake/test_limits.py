@@ -20,7 +20,7 @@ def test_all_that_a_client_says_fits_its_frame():
                         software=words[:64])  # fmt: skip
     for message in (
         Hello(version_min=1, version_max=65535, identity=identity),
-        Release(leases=leases),
+        Release(read=True, leases=leases),
         Renew(leases=leases),
         Refuse(code="x" * 64, reason=words, remedy=words),
         Bye(reason=words),

@@ -204,8 +204,8 @@ def test_an_answer_to_an_earlier_ping_shows_nothing_of_later_answers():
         said += [decode(frames, LIMITS.frame_bytes_max) for frames in server.take_outgoing()]
         server.send(answer(nonce, bytes(900)))
     (ping,) = [each for each in said if isinstance(each, Ping)]  # one that is not answered is enough
-    server.receive(frames_of(Pong(nonce=ping.nonce)), NOW)
-    server.receive(frames_of(Pong(nonce=ping.nonce)), NOW)
+    server.receive(frames_of(Pong(clock_s=1.5, nonce=ping.nonce)), NOW)
+    server.receive(frames_of(Pong(clock_s=1.5, nonce=ping.nonce)), NOW)
     for nonce in (4, 5):  # the first of the four answers is read
         assert server.ending is None
         server.receive(frames_of(ask(nonce)), NOW)

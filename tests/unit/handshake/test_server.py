@@ -107,7 +107,7 @@ async def test_each_connection_is_a_peer_of_its_own(hall):
     assert [peer.identity for peer in hall.server.peers] == [CONSUMER, CONSUMER]
     one, two = (peer.key for peer in hall.server.peers)
     hall.hear(b"two", frames_of(EXAMPLES["release"]))
-    assert hall.recorder.seen[-1] == (two, ReleaseReceived(leases=LEASES))
+    assert hall.recorder.seen[-1] == (two, ReleaseReceived(read=True, leases=LEASES))
     hall.server.send(two, Released(leases=ANSWERS))
     assert hall.board.kinds_to(b"two") == [Welcome, Publish, Released]
     hall.hear(b"one", frames_of(Bye(reason="done")))

@@ -39,7 +39,7 @@ async def test_a_lease_ends_when_every_rank_of_a_reader_has_released_it():
         assert producer._leases.requests() == ("one",)
 
 
-@pytest.mark.parametrize(("said", "end"), [(True, "used"), (False, "released"), (msgspec.UNSET, "released")])
+@pytest.mark.parametrize(("said", "end"), [(True, "used"), (False, "released")])
 async def test_a_lease_was_used_if_its_reader_says_that_it_has_read(said, end):
     async with producing() as producer, linked(producer) as link:
         ticket = producer.offer("r", [[1]], 4)
