@@ -92,9 +92,11 @@ class HandshakeClient:
         return self._attempt.connection.rtt_s
 
     @property
-    def clock_offset(self) -> ClockOffset | None:
-        """How far the server's wall clock is ahead of ours; None if it is unknown."""
-        return self._attempt.connection.clock_offset
+    def clock_offset(self) -> ClockOffset:
+        """How far the server's wall clock is ahead of ours."""
+        offset = self._attempt.connection.clock_offset
+        assert offset is not None, "the server's Welcome has its time"
+        return offset
 
     def send(self, message: Release | Renew | Ask) -> None:
         """Ask the server. Never waits, and never calls ``on_event`` before it returns.

@@ -172,8 +172,8 @@ class Asker:
         self._advertisement: Advertisement | None = None
 
     @property
-    def clock_offset(self) -> ClockOffset | None:
-        """How far the worker's wall clock is ahead of ours; None if it is unknown."""
+    def clock_offset(self) -> ClockOffset:
+        """How far the worker's wall clock is ahead of ours."""
         return self._client.clock_offset
 
     async def ask(self, question: bytes, within_s: float) -> bytes:
@@ -357,7 +357,7 @@ class Link(Asker):
         Only the check decides: another clock may have signed the ticket, and another reader may have renewed the lease.
         """
         offset = self.clock_offset
-        return offset is not None and grant.seems_over(self._local.network.wall() + offset.ahead_s, offset.error_s)
+        return grant.seems_over(self._local.network.wall() + offset.ahead_s, offset.error_s)
 
     async def ask_end(self, lease: LeaseKey, *, within_s: float) -> LeaseEnd:
         """Ask the producer how a lease has ended, by renewing it. Without an answer in time, the reason is unknown.

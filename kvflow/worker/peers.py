@@ -396,15 +396,14 @@ class PeerPool:
     def _connected(self, peer: Source, handshake_s: float) -> PeerConnected:
         link, carrier = peer.link, peer.carrier
         offset = link.clock_offset
-        ahead_s, error_s = (None, None) if offset is None else (offset.ahead_s, offset.error_s)
         peer_id, ours = link.peer, self._manifest
         on_devices = all(any(each.memory == "VRAM" for each in side.regions) for side in (ours, peer.manifest))
         return PeerConnected(
             str(peer_id),
             peer_id.endpoint,
             handshake_s,
-            ahead_s,
-            error_s,
+            offset.ahead_s,
+            offset.error_s,
             transport=carrier.name,
             transport_known_by=carrier.known_by,
             plane=carrier.plane,

@@ -40,7 +40,7 @@ class WorkerFigures(Struct, frozen=True, kw_only=True):
     software: str
     wire_version: int
     manifest_schema: int
-    clock_ahead_s: float | None
+    clock_ahead_s: float
 
 
 class PublishedGroup(Struct, frozen=True, kw_only=True):
@@ -197,7 +197,7 @@ def _worker_figures(visit: "Asker") -> WorkerFigures:
         software=identity.software,
         wire_version=visit.wire_version,
         manifest_schema=visit.manifest_schema,
-        clock_ahead_s=None if visit.clock_offset is None else visit.clock_offset.ahead_s,
+        clock_ahead_s=visit.clock_offset.ahead_s,
     )
 
 
@@ -222,7 +222,7 @@ def _cache_figures(told: "Advertisement") -> CacheFigures:
 
 def _worker_facts(worker: WorkerFigures, cache: CacheFigures) -> list[tuple[str, object]]:
     """Return who a worker is. Texts that it has chosen are in quotes."""
-    ahead = "" if worker.clock_ahead_s is None else f", its clock {worker.clock_ahead_s * 1e3:+.1f} ms from ours"
+    ahead = f", its clock {worker.clock_ahead_s * 1e3:+.1f} ms from ours"
     facts: list[tuple[str, object]] = [
         ("worker", f"{quoted(worker.engine_id)} rank {worker.rank} of {worker.num_ranks}{ahead}"),
         ("incarnation", worker.incarnation),
