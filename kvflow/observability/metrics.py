@@ -39,29 +39,29 @@ class Described(NamedTuple):
 METRICS: Final[dict[str, Described]] = {
     "kvflow_pull_seconds": Described("histogram", "Completed pulls, from the call to the result.", ("peer",)),
     "kvflow_pull_phase_seconds": Described(
-        "histogram", "Phases of completed pulls, as in TransferReport.timings_s.", ("peer", "phase")
+        "histogram", "Phases of completed pulls, as in TransferReport.timings_s.", ("phase",)
     ),
     "kvflow_pull_bytes": Described("histogram", "Bytes that completed pulls delivered.", ("peer",)),
     "kvflow_read_bytes": Described(
-        "counter", "Bytes that completed pulls read, with the parts of staged regions that nobody needs.", ("peer",)
+        "counter", "Bytes that completed pulls read, with the parts of staged regions that nobody needs."
     ),
     "kvflow_read_in_vain_bytes": Described(
         "counter",
         "Bytes that were read and not delivered: before an early ticket's lease, or by a failed pull.",
-        ("peer", "reason"),
+        ("reason",),
     ),
     "kvflow_descriptors_before_merging": Described(
-        "counter", "Descriptors of completed pulls before neighbors were merged.", ("peer",)
+        "counter", "Descriptors of completed pulls before neighbors were merged."
     ),
-    "kvflow_descriptors": Described("counter", "Descriptors of completed pulls after merging.", ("peer",)),
+    "kvflow_descriptors": Described("counter", "Descriptors of completed pulls after merging."),
     "kvflow_early_checks": Described(
-        "counter", "How often a read waited because a source rank did not hold the lease yet.", ("peer",)
+        "counter", "How often a read waited because a source rank did not hold the lease yet."
     ),
     "kvflow_failed_pulls": Described(
         "counter", "Pulls that failed, by error code. Stale tickets are stale_lease.", ("peer", "code")
     ),
     "kvflow_connect_seconds": Described(
-        "histogram", "Connecting to a rank of a peer, from dialing to the end of the handshake.", ("peer",)
+        "histogram", "Connecting to a rank of a peer, from dialing to the end of the handshake."
     ),
     "kvflow_peers_dropped": Described("counter", "Connections to producers that were dropped, by code.", ("code",)),
     "kvflow_consumers_rejected": Described("counter", "Connections to this worker that failed, by code.", ("code",)),
@@ -113,15 +113,9 @@ class PeerCounts:
     """What was read from one producer."""
 
     def __init__(self) -> None:
-        self.phases: dict[str, Distribution] = defaultdict(lambda: Distribution(SECONDS))  # ``total`` is a whole pull
+        self.seconds = Distribution(SECONDS)
         self.nbytes = Distribution(NBYTES)
-        self.read_bytes = 0
-        self.descriptors = 0
-        self.unmerged = 0  # descriptors before merging
-        self.early = 0
-        self.in_vain = {"early": 0, "failed": 0}  # bytes read before a lease was held, and in pulls that failed
-        self.failed: dict[str, int] = {}
-        self.connect = Distribution(SECONDS)
+        self.failed: dict[str, int] = defaultdict(int)
 
 
 class Metrics:
@@ -140,7 +134,9 @@ class Metrics:
         self._lock = threading.Lock()
         self._completed: list[events.TransferCompleted] = []  # not counted yet
         self._peers: dict[str, PeerCounts] = {}
-        self._counts: dict[str, dict[str, int]] = defaultdict(dict)
+        self._phases: dict[str, Distribution] = defaultdict(lambda: Distribution(SECONDS))
+        self._counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))  # by name and label, if any
+        self._connect = Distribution(SECONDS)
         self._held = Distribution(SECONDS)
 
     def hooks(self) -> list[events.Hook]:
@@ -148,7 +144,7 @@ class Metrics:
         return [
             OnlyEvents(events.TransferCompleted, self._on_completed),
             OnlyEvents(events.PullFailed, self._on_failed),
-            OnlyEvents(events.TransferRetried, self._on_retried),
+            OnlyEvents(events.TransferRetried, lambda _: self._count("early_checks", "")),
             OnlyEvents(events.PeerConnected, self._on_connected),
             OnlyEvents(events.LeaseEnded, self._on_lease_ended),
             OnlyEvents(events.OfferRefused, lambda event: self._count("refused_offers", event.code)),
@@ -173,46 +169,40 @@ class Metrics:
     def _count_completed(self) -> None:
         """Count the pulls that have completed since the last call; the caller holds the lock."""
         for event in self._completed:
-            report, peer = event.report, self._peer(event.remote_engine_id)
-            phases = peer.phases
+            report, peer, phases = event.report, self._peer(event.remote_engine_id), self._phases
             for phase, seconds in report.timings_s.items():
-                each = phases[phase]  # as ``Distribution.add``, in half of the time
-                each.counts[bisect_left(SECONDS, seconds)] += 1
+                each = peer.seconds if phase == "total" else phases[phase]
+                each.counts[bisect_left(SECONDS, seconds)] += 1  # as ``Distribution.add``, in half of the time
                 each.total += seconds
             peer.nbytes.add(report.nbytes)
-            peer.read_bytes += report.read_bytes
-            peer.descriptors += report.descriptors
-            peer.unmerged += round(report.descriptors / (1 - report.merged))
-            peer.in_vain["early"] += report.early_bytes
+            self._add("read_bytes", report.read_bytes)
+            self._add("descriptors", report.descriptors)
+            self._add("descriptors_before_merging", round(report.descriptors / (1 - report.merged)))
+            self._add("read_in_vain_bytes", report.early_bytes, "early")
         self._completed.clear()
 
     def _on_failed(self, event: events.PullFailed) -> None:
         code = event.code if event.code in CODES else OTHER  # an engine may refuse with codes of its own
         with self._lock:
-            peer = self._peer(event.remote_engine_id)
-            peer.failed[code] = peer.failed.get(code, 0) + 1
-            peer.in_vain["failed"] += event.nbytes
-
-    def _on_retried(self, event: events.TransferRetried) -> None:
-        with self._lock:
-            self._peer(_engine_of(event.peer)).early += 1
+            self._peer(event.remote_engine_id).failed[code] += 1
+            self._add("read_in_vain_bytes", event.nbytes, "failed")
 
     def _on_connected(self, event: events.PeerConnected) -> None:
         with self._lock:
-            self._peer(_engine_of(event.peer)).connect.add(event.handshake_s)
+            self._connect.add(event.handshake_s)
 
     def _on_lease_ended(self, event: events.LeaseEnded) -> None:
         with self._lock:
             self._held.add(event.held_s)
-            ended = self._counts["ended_leases"]
-            ended[event.outcome] = ended.get(event.outcome, 0) + 1
+            self._add("ended_leases", 1, event.outcome)
 
     def _count(self, name: str, label: str) -> None:
         with self._lock:
             counts = self._counts[name]
-            if label not in counts and len(counts) >= NAMES_MAX:
-                label = OTHER
-            counts[label] = counts.get(label, 0) + 1
+            self._add(name, 1, label if label in counts or len(counts) < NAMES_MAX else OTHER)
+
+    def _add(self, name: str, number: int, label: str = "") -> None:
+        self._counts[name][label] += number
 
     def collect(self) -> Iterator[Any]:
         """Yield every metric, as a family of ``prometheus_client``; raise as ``require_client``."""
@@ -225,6 +215,9 @@ class Metrics:
             for name, counts in self._counts.items():
                 for label, number in counts.items():
                     families.counter(name, number, *([label] if METRICS[PREFIX + name].labels else []))
+            for phase, seconds in self._phases.items():
+                families.histogram("pull_phase_seconds", seconds, phase)
+            families.histogram("connect_seconds", self._connect)
             families.histogram("lease_held_seconds", self._held)
         if self.snapshot is not None:
             _add_gauges(families, self.snapshot())
@@ -258,19 +251,8 @@ class Families:
 
 
 def _add_peer(families: Families, name: str, peer: PeerCounts) -> None:
-    for phase, seconds in peer.phases.items():
-        if phase == "total":
-            families.histogram("pull_seconds", seconds, name)
-        else:
-            families.histogram("pull_phase_seconds", seconds, name, phase)
+    families.histogram("pull_seconds", peer.seconds, name)
     families.histogram("pull_bytes", peer.nbytes, name)
-    families.histogram("connect_seconds", peer.connect, name)
-    families.counter("read_bytes", peer.read_bytes, name)
-    families.counter("descriptors", peer.descriptors, name)
-    families.counter("descriptors_before_merging", peer.unmerged, name)
-    families.counter("early_checks", peer.early, name)
-    for reason, nbytes in peer.in_vain.items():
-        families.counter("read_in_vain_bytes", nbytes, name, reason)
     for code, number in peer.failed.items():
         families.counter("failed_pulls", number, name, code)
 
@@ -293,10 +275,6 @@ def _bounded(counts: Iterable[tuple[str, int]]) -> Iterable[tuple[str, int]]:
     listed = list(counts)
     rest = sum(number for _, number in listed[NAMES_MAX:])
     return [*listed[:NAMES_MAX], *([(OTHER, rest)] if rest else [])]
-
-
-def _engine_of(peer: str) -> str:
-    return peer.rsplit("/", 2)[0]  # engine/rank/incarnation
 
 
 def require_client() -> Any:
