@@ -75,6 +75,11 @@ class Advertisement(Struct, frozen=True, kw_only=True):
     tcp_encryption: Annotated[str, Meta(max_length=32)] = "off"
     require_encryption: bool = False
 
+    @property
+    def num_slots(self) -> int:
+        """The slots of its epoch table."""
+        return self.epochs.nbytes // SLOT_BYTES
+
     def check(self) -> None:
         """Check what the types cannot say; raise ``SpecInvalid`` with what is wrong."""
         self.manifest.check()

@@ -6,7 +6,7 @@ A connection has one of these states:
 state           meaning                                                               what it has
 ==============  ====================================================================  ==============================
 ``dialing``     the control connection is being made                                  nothing
-``linked``      our transport is being connected                                      ``link``
+``linked``      its leases can be released; our transport is connected to read it     ``link``
 ``attached``    our transport is connected                                            ``link``, ``carrier``
 ``connected``   the peer can be read from                                             ``link``, ``carrier``, ``peer``
 ``unreadable``  the peer cannot be read from, but its leases can be released          ``link``, ``error``
@@ -121,6 +121,8 @@ class Connection:
     linked_at: float | None = None  # when the control connection was ready
     carrier: Carrier | None = None
     data_endpoint: str = ""  # of the peer's TCP plane, with the address that our transport dials
+    readable: bool = False  # whether its cache can fill ours
+    wanted: bool = False  # whether it is to be read, so that our transport must be connected
     peer: Source | None = None
     error: KvflowError | None = None  # why the peer cannot be read from
     unusable: str = ""  # why our transport cannot read from it over any data plane of both sides; empty if it can
@@ -161,6 +163,11 @@ class Connection:
             self.error = error
             self.wake()
 
+    @property
+    def is_connecting(self) -> bool:
+        """Whether something is under way whose failure the peer's callers get: not while it is linked and unread."""
+        return self.peer is None and self.error is None and (self.wanted or not self.readable)
+
     async def require_link(self) -> Link:
         """Wait for the control connection, and return it; raise what has ended the connection before."""
         while self.link is None:
@@ -169,8 +176,18 @@ class Connection:
             await self.change()
         return self.link
 
+    async def require_readable(self) -> Link:
+        """Wait until the peer's cache is known to fill ours, and return the control connection; raise why not."""
+        while self.link is None or not self.readable:
+            if self.error is not None:
+                raise self.error
+            await self.change()
+        return self.link
+
     async def require_peer(self) -> Source:
-        """Wait until the peer can be read from, and return it; raise why it cannot."""
+        """Have our transport connected, wait until the peer can be read from, and return it; raise why it cannot."""
+        self.wanted = True
+        self.wake()
         while self.peer is None:
             if self.error is not None:
                 raise self.error
@@ -186,6 +203,12 @@ class Connection:
                 raise connection_error(str(self.member.peer), *self.drop)
             await self.change()
         return self.carrier
+
+    async def settle(self) -> bool:
+        """Wait until the peer is to be read, or the connection must end; return whether it is to be read."""
+        while not self.wanted and self.drop is None:
+            await self.change()
+        return self.wanted
 
     async def dropped(self) -> tuple[str, str]:
         """Wait until the connection must end; return code and detail."""
@@ -418,7 +441,7 @@ class Reachability:
                 self.on_superseded(member, error.message)
                 self.on_answered(endpoint)
             case Distrusted() | NotDialed():
-                self._abandon(endpoint)
+                self.abandon(endpoint)
             case Replaced() | AuthenticationFailed() | PeerRefused() | ProtocolViolation():
                 self.on_answered(endpoint)
             case ReleaseMismatch() | LayoutMismatch():
@@ -426,7 +449,7 @@ class Reachability:
             case PeerLost() | DeadlineExceeded():
                 self._count(member.peer, endpoint)
             case KvflowError() if type(error) is not TransferFailed:
-                self._abandon(endpoint)
+                self.abandon(endpoint)
             case _:  # the data plane cannot connect, or kvflow has a defect: both count like silence
                 self._count(member.peer, endpoint)
 
@@ -444,8 +467,8 @@ class Reachability:
         if len(self._closed) > CLOSED_MAX:
             del self._closed[next(iter(self._closed))]
 
-    def _abandon(self, endpoint: str) -> None:
-        """End an attempt without a result. If it was the probe, another one may be made."""
+    def abandon(self, endpoint: str) -> None:
+        """End an attempt without a result, or before it is known. If it was the probe, another one may be made."""
         if endpoint in self._failed:
             self._failed[endpoint].probing = False
 

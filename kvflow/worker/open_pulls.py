@@ -190,7 +190,7 @@ class OpenPull(Pull, eq=False, kw_only=True):
     def leases(self) -> list[HeldLease]:
         """The leases of every rank that the ticket names; empty until the peers are connected."""
         grants = () if self.ticket is None else self.ticket.grants
-        return [(peer.link.peer, grants[at].slot, int(grants[at].epoch)) for peer, at in self.route.ranks]
+        return [(peer, grants[at].slot, int(grants[at].epoch)) for peer, at in self.route.ranks]
 
     def member(self, name: str) -> Member | None:
         """Return the rank of this name; None if the ticket does not name it."""

@@ -7,10 +7,11 @@ another peer, because its identity contains its incarnation.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import islice
 from operator import attrgetter
+from typing import TypeVar
 
 from kvflow.errors import (
     CapacityExceeded,
@@ -52,6 +53,8 @@ ASKING_MAX = 128  # early ranks of one peer. What many wait for, the probes that
 
 ADMISSION_S = 5.0  # how long such a question waits. Most leases are admitted within some ms after their ticket.
 
+T = TypeVar("T")
+
 _RouteKey = tuple[object, ...]
 _RANKS = attrgetter("ranks")
 
@@ -90,8 +93,8 @@ class PeerPool:
         self._routes: dict[_RouteKey, Route] = {}
         self.drops: Counter[str] = Counter()
 
-    async def connect(self, member: Member) -> Source:
-        """Return the peer that a ticket names; connect it first if necessary.
+    async def connect(self, member: Member) -> Link:
+        """Return the control connection of a peer that a ticket names, whose cache can fill ours; dial it if necessary.
 
         Cancellation: safe; connecting goes on for other callers.
 
@@ -99,10 +102,10 @@ class PeerPool:
             KvflowError: of ``open_link``; ``LayoutMismatch`` if its cache cannot fill ours; ``PeerUnavailable`` or
                 ``StaleLease`` at once if dialing it is useless; ``TicketInvalid`` if the peer has no such slot.
         """
-        peer = await (await self._connection(member)).require_peer()
-        if member.grant.slot >= peer.num_slots:  # the first check of a read that others share would fail
+        link = await (await self._connection(member)).require_readable()
+        if member.grant.slot >= link.advertisement.num_slots:  # the first check of a read that others share would fail
             raise TicketInvalid(f"{member.peer} has no epoch slot {member.grant.slot}")
-        return peer
+        return link
 
     async def connect_link(self, member: Member) -> Link:
         """Return the control connection of a peer, also if it cannot be read from. Cancellation: safe."""
@@ -173,14 +176,14 @@ class PeerPool:
         return self._routes.get((grants[0].engine_id, *map(_RANKS, grants)))
 
     async def connect_ticket(self, ticket: Ticket, blame: Callable[[Member], object]) -> Route:
-        """Connect every rank that a ticket names, divide our cache among them, and prepare to read from them.
+        """Link every rank that a ticket names, divide our cache among them, and connect those that are read.
 
         ``blame`` is called with the only rank before it is connected, or with each rank that could not be connected.
 
         Cancellation: safe; connecting goes on for other pulls that need the peers.
 
         Raises:
-            KvflowError: of ``connect``.
+            KvflowError: of ``connect``, or of a rank that our transport cannot read from.
             PeerLost: one of the ranks was dropped while others were being connected.
             LayoutMismatch: the ranks together cannot fill our cache.
             CapacityExceeded: a plan would be too large, or a rank is read with too many different sets of others.
@@ -191,37 +194,36 @@ class PeerPool:
         members = [member for member, _ in found]
         if len(members) == 1:
             blame(members[0])
-            peers = [await self.connect(members[0])]
-        else:
-            peers = list(await asyncio.gather(*(self._connect_or_blame(member, blame) for member in members)))
-        for peer in peers:
-            self._require_current(peer)
-        shares = await self._prepared.shares(tuple(peers))
-        for peer in peers:
-            self._require_current(peer)
+        links = await asyncio.gather(*(_or_blame(self.connect(member), member, blame) for member in members))
+        self._require_current(links)
+        shares = await self._prepared.shares(tuple(links))
+        self._require_current(links)
+        read = [members[share.member] for share in shares]
+        attaching = (_or_blame(self._connections[each.peer].require_peer(), each, blame) for each in read)
+        peers = await asyncio.gather(*attaching)
+        self._require_current(links)
+        for link in links:
+            self._reachability.on_answered(link.peer.endpoint)
+        ranks = tuple((member.peer, at) for member, at in found)
+        sources = tuple(
+            TicketRank(peer, ranks[share.member][1], self._prepared.lists(peer.link.peer, share))
+            for peer, share in zip(peers, shares, strict=True)
+        )
         transport = "+".join(dict.fromkeys(peer.carrier.name for peer in peers))
         plane = "+".join(dict.fromkeys(peer.carrier.plane for peer in peers))
-        ranks = tuple((peer, at) for peer, (_, at) in zip(peers, found, strict=True))
-        sources = tuple(TicketRank(*ranks[share.member], share.groups) for share in shares)
         route = Route(ranks, sources, transport, plane)
         if len(self._routes) >= ROUTES_MAX:
             del self._routes[next(iter(self._routes))]
         self._routes[_route_key(ticket)] = route
         return route
 
-    async def _connect_or_blame(self, member: Member, blame: Callable[[Member], object]) -> Source:
-        try:
-            return await self.connect(member)
-        except BaseException:
-            blame(member)
-            raise
-
-    def _require_current(self, peer: Source) -> None:
-        """Refuse a peer whose connection has ended: lists that are prepared for it now would be lost or stale."""
-        peer_id = peer.link.peer
-        if self.link(peer_id) is not peer.link or self._connections[peer_id].state == "dropped":
-            message = f"{peer_id} was lost while other ranks of its engine were being connected"
-            raise PeerLost(message, peer=str(peer_id))
+    def _require_current(self, links: Sequence[Link]) -> None:
+        """Refuse peers whose connections have ended: lists that are prepared for them now would be lost or stale."""
+        for link in links:
+            peer_id = link.peer
+            if self.link(peer_id) is not link or self._connections[peer_id].state == "dropped":
+                message = f"{peer_id} was lost while other ranks of its engine were being connected"
+                raise PeerLost(message, peer=str(peer_id))
 
     def listed(self, limit: int) -> tuple[PeerState, ...]:
         """Return the producers that are connected or are being connected, at most ``limit``."""
@@ -279,7 +281,7 @@ class PeerPool:
 
     def _forget_routes(self, peer: PeerId) -> None:
         self._routes = {
-            key: route for key, route in self._routes.items() if all(each.link.peer != peer for each, _ in route.ranks)
+            key: route for key, route in self._routes.items() if all(each != peer for each, _ in route.ranks)
         }
 
     def drop_distrusted(self) -> None:
@@ -293,13 +295,13 @@ class PeerPool:
         self._closed = True
         for peer, connection in list(self._connections.items()):
             self.drop(peer, *CLOSING)
-            if connection.peer is None and connection.error is None:
+            if connection.is_connecting:
                 connection.fail(connection_error(str(peer), *CLOSING))
                 assert connection.task is not None
                 connection.task.cancel()
 
     async def _run(self, connection: Connection) -> None:
-        """Connect a peer, wait until it is dropped, and end the connection."""
+        """Link a peer, connect our transport once the peer is to be read, and end the connection when it is dropped."""
         started, peer_id = self._clock(), connection.member.peer
         code: str = PeerLost.code
         detail = ""
@@ -309,11 +311,19 @@ class PeerPool:
                 connection.link, connection.linked_at = link, self._clock()
                 connection.advance("linked")
                 self._reachability.saw(peer_id, None, link.address)
+                self._reachability.abandon(peer_id.endpoint)  # it may stay unread
                 self._drop_predecessors(link, connection.begun_at)
                 try:
-                    peer = connection.peer = await self._attach(link, connection)
-                    connection.advance("connected")
-                    self._report(self._connected(peer, self._clock() - started))
+                    await self._prepared.require_readable(link.advertisement.manifest)
+                    self._prepared.begin(peer_id)
+                    connection.readable = True
+                    connection.wake()
+                    idle_since = self._clock()
+                    if await connection.settle():
+                        started += self._clock() - idle_since
+                        peer = connection.peer = await self._attach(link, connection)
+                        connection.advance("connected")
+                        self._report(self._connected(peer, self._clock() - started))
                 except (LayoutMismatch, CapacityExceeded) as error:
                     connection.fail(error)  # its leases can be released nevertheless
                     connection.advance("unreadable")
@@ -335,27 +345,24 @@ class PeerPool:
             self._forget(connection, code, detail)
 
     async def _attach(self, link: Link, connection: Connection) -> Source:
-        """Plan, and connect the transport."""
-        theirs = link.advertisement
+        """Connect the transport."""
         address = await self._planes.address(link)
         connection.data_endpoint = address.data_endpoint
-        await self._prepared.require_readable(theirs.manifest)
         self._transport.add_peer(address)
         budget_s = self._local.limits.handshake_s
         try:
             async with asyncio.timeout(budget_s):
                 carrier = await connection.require_carrier()
         except PlaneUnusable as unusable:
-            self._planes.refuse(theirs, str(unusable))
+            self._planes.refuse(link.advertisement, str(unusable))
         except TimeoutError:
             # Reads of an earlier connection to it are still in flight, or the transport is busy for too long.
             message = f"connecting the transport to {link.peer} took longer than {budget_s} s"
             raise DeadlineExceeded(message, phase="handshake", peer=str(link.peer)) from None
-        self._prepared.begin(link.peer)
         return Source(link, carrier)
 
     def _note_failure(self, connection: Connection, error: Exception) -> None:
-        if connection.peer is None and connection.error is None:
+        if connection.is_connecting:
             self._reachability.on_failed(connection.member, error)
 
     def _drop_predecessors(self, successor: Link, begun_at: float) -> None:
@@ -412,6 +419,14 @@ class PeerPool:
             passed_over=carrier.passed_over,
             remedy=carrier.remedy or (REACH_IT if carrier.passed_over and on_devices else ""),
         )
+
+
+async def _or_blame(work: Awaitable[T], member: Member, blame: Callable[[Member], object]) -> T:
+    try:
+        return await work
+    except BaseException:
+        blame(member)
+        raise
 
 
 def _route_key(ticket: Ticket) -> _RouteKey:

@@ -58,7 +58,7 @@ class Source:
 
     def __post_init__(self) -> None:
         self.manifest = self.link.advertisement.manifest
-        self.num_slots = self.link.advertisement.epochs.nbytes // 8
+        self.num_slots = self.link.advertisement.num_slots
 
 
 P = ParamSpec("P")
@@ -72,13 +72,6 @@ PreparedGroups = tuple[tuple[int, AnyBinding], ...]  # id of the prepared list a
 Taken = tuple[tuple[ComponentName, HeadRange], ...]  # the pieces of our cache that one peer gives, in order
 
 
-class RankShare(NamedTuple):
-    """The share of our cache that one peer gives, with the prepared lists that read it."""
-
-    member: int
-    groups: PreparedGroups
-
-
 class TicketRank(NamedTuple):
     """A rank of a ticket that is read from, the number of its grant, and the prepared lists that read it."""
 
@@ -88,16 +81,16 @@ class TicketRank(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How the ranks of one ticket are read: all of them are connected, and every list is prepared."""
+    """How the ranks of one ticket are read: all of them are linked, and every list is prepared."""
 
-    ranks: tuple[tuple[Source, int], ...]  # every rank that the ticket names, ascending, with the number of its grant
+    ranks: tuple[tuple[PeerId, int], ...]  # every rank that the ticket names, ascending, with the number of its grant
     sources: tuple[TicketRank, ...]  # the ranks that are read from
     transport: str  # what carries the bytes
     plane: str
 
 
-class _BoundShare(NamedTuple):
-    """A share before its lists are prepared. ``taken``: None for everything that both sides hold."""
+class RankShare(NamedTuple):
+    """The share of our cache that one peer gives. ``taken``: None for everything that both sides hold."""
 
     member: int
     taken: Taken | None
@@ -134,33 +127,32 @@ class PreparedTable:
             await self._in_time(self._in_thread(self._plan, theirs, None))
 
     def begin(self, peer: PeerId) -> None:
-        """Accept lists of a peer that can be read from, until ``forget``."""
+        """Accept lists of a peer whose cache can fill ours, until ``forget``."""
         self._prepared[peer] = {}
 
-    async def shares(self, peers: tuple[Source, ...]) -> tuple[RankShare, ...]:
-        """Divide our cache among the ranks of one ticket, ascending, and prepare to read from those that are needed.
+    async def shares(self, links: tuple[Link, ...]) -> tuple[RankShare, ...]:
+        """Divide our cache among the ranks of one ticket, ascending, and bind the plans of those that are needed.
 
-        Cancellation: safe. If everything is prepared, the call does not yield to the event loop.
+        Cancellation: safe. If that is done already, the call does not yield to the event loop.
 
         Raises:
             LayoutMismatch: the ranks together cannot fill our cache.
-            CapacityExceeded: a plan would be too large, or a rank is read with too many different sets of others.
+            CapacityExceeded: a plan would be too large.
             DeadlineExceeded: planning for other peers took too long.
             PeerLost: a rank was dropped meanwhile.
             TicketInvalid: the ranks are not those of one engine.
         """
-        key = tuple(peer.link.peer for peer in peers)
+        key = tuple(link.peer for link in links)
         if key not in self._divisions:
             before = [self._prepared[peer] for peer in key]
-            bound = await self._in_time(self._divide(key, peers, before))
+            manifests = [link.advertisement.manifest for link in links]
+            shares = await self._in_time(self._divide(key, manifests, before))
             for peer, prepared in zip(key, before, strict=True):
                 if self._prepared.get(peer) is not prepared:
                     raise PeerLost(f"{peer} was lost while its plan was made", peer=str(peer))
             if key not in self._divisions:
-                self._remember(
-                    key, tuple(RankShare(each.member, self._groups(key[each.member], each)) for each in bound)
-                )
-                for event in omitted_layers(key[0].engine_id, [each.manifest for each in peers], self._manifest):
+                self._remember(key, shares)
+                for event in omitted_layers(key[0].engine_id, manifests, self._manifest):
                     self._report(event)
         return self._divisions[key]
 
@@ -174,20 +166,23 @@ class PreparedTable:
             raise DeadlineExceeded(message, phase="handshake") from None
 
     async def _divide(
-        self, key: tuple[PeerId, ...], peers: tuple[Source, ...], prepared: Sequence[dict[Taken | None, PreparedGroups]]
-    ) -> list[_BoundShare]:
+        self,
+        key: tuple[PeerId, ...],
+        manifests: Sequence[Manifest],
+        prepared: Sequence[dict[Taken | None, PreparedGroups]],
+    ) -> tuple[RankShare, ...]:
         async with self._dividing:
             if key in self._divisions:
-                return []
+                return self._divisions[key]
             known = [frozenset(each) for each in prepared]
-            return await self._in_thread(self._bind_shares, key, [peer.manifest for peer in peers], known)
+            return await self._in_thread(self._bind_shares, key, manifests, known)
 
     def _bind_shares(
         self, key: Sequence[PeerId], manifests: Sequence[Manifest], known: Sequence[frozenset[Taken | None]]
-    ) -> list[_BoundShare]:
+    ) -> tuple[RankShare, ...]:
         """Divide, plan and bind. Thread: any, one at a time."""
         _require_one_engine(key, manifests)
-        bound = []
+        shares = []
         for share in assign_sources(self._manifest, manifests, rotation=self._rotation):
             taken = None if share.head_ranges is None else tuple(sorted(share.head_ranges.items()))
             bindings: tuple[AnyBinding, ...] = ()
@@ -195,8 +190,8 @@ class PreparedTable:
             if taken not in known[share.source] and len(known[share.source]) < SHARES_MAX:
                 theirs = manifests[share.source]
                 bindings = bind_plan(self._plan(theirs, share.head_ranges), theirs, self._manifest)
-            bound.append(_BoundShare(share.source, taken, bindings))
-        return bound
+            shares.append(RankShare(share.source, taken, bindings))
+        return tuple(shares)
 
     async def _in_thread(self, function: Callable[P, R], *arguments: P.args, **_: P.kwargs) -> R:
         """Run slow work in a thread, one call at a time; finish it even if the caller is cancelled."""
@@ -227,8 +222,12 @@ class PreparedTable:
     def _plan(self, theirs: Manifest, pieces: HeadRanges | None) -> TransferPlan:
         return self._plans.plan(theirs, self._manifest, pieces, staging_bytes=self._staging_bytes)
 
-    def _groups(self, peer: PeerId, share: _BoundShare) -> PreparedGroups:
-        """Return the lists that read a share; prepare them unless the peer gives the same share with other ranks."""
+    def lists(self, peer: PeerId, share: RankShare) -> PreparedGroups:
+        """Return the lists that read a share; prepare them unless the peer gives the same share with other ranks.
+
+        Raises:
+            CapacityExceeded: the peer is read with too many different sets of others.
+        """
         prepared = self._prepared[peer]
         if share.taken not in prepared:
             if len(prepared) >= SHARES_MAX:

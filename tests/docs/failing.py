@@ -84,8 +84,9 @@ async def decode():
         async with asyncio.timeout(PATIENCE_S), opening as worker:
             for connected, prefill_worker in enumerate((good, other), 1):  # one after the other, as clocks differ
                 ticket = kvflow.Ticket.from_params(prefill_worker.offer(f"chat-{connected}"))
-                worker.hold(ticket)  # connects
-                await until(lambda: [each.state for each in worker.snapshot().producers] == ["connected"] * connected)  # noqa: B023
+                worker.hold(ticket)  # links
+                await until(lambda: len(worker.snapshot().producers) == connected)  # noqa: B023
+                await until(lambda: {each.state for each in worker.snapshot().producers} <= {"linked", "connected"})
                 await worker.pull(ticket, BLOCKS)
             await lose(worker, good.process, kvflow.Ticket.from_params(good.offer("chat-3")))
 

@@ -30,6 +30,7 @@ from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.prepared import PreparedTable
 from kvflow.worker.runtime import open_worker
+from tests.helpers.waiting import until
 
 from .helpers import PATIENCE_S, SPECS, Clock, cache_of, turns
 from .pulling import Faults, FaultyNetwork, config, failure, issued_before, opened, with_faults
@@ -251,8 +252,14 @@ async def test_a_peer_that_is_lost_when_its_plan_is_made_gives_nothing(world, ne
 async def test_a_rank_that_is_lost_while_another_is_connected_gives_nothing(network, state):
     async with opened(ranks=2, network=network) as world:
         first, second = world.producers
-        await world.consumer.release(offered(first))
-        await world.heard(PeerConnected)
+        connections = world.consumer._consumer.peers._connections
+
+        async def link():
+            """Link the first rank, until it is known that its cache can fill ours."""
+            await world.consumer.release(offered(first))
+            await until(lambda: any(each.readable for each in connections.values() if each.member.address.rank == 0))
+
+        await link()
         network.hold(second.endpoint)
         handle = world.start(world.ticket("both"))
         await network.heard(2)
@@ -262,8 +269,7 @@ async def test_a_rank_that_is_lost_while_another_is_connected_gives_nothing(netw
         if state != "is being left":
             await world.heard(PeerDropped)
         if state == "is connected again":
-            await world.consumer.release(offered(first, "another"))
-            await world.heard(PeerConnected, 2)
+            await link()
         network.let(second.endpoint)
         error = await failure(handle)
         assert isinstance(error, PeerLost)
@@ -290,7 +296,7 @@ async def test_closing_does_not_wait_for_a_peer_that_is_being_connected(network,
             faults.stuck.clear()
             handle = consumer.start_pull(offered(producer), [[1, 2]])
             if stage == "not begun":
-                await asyncio.sleep(0)  # its task exists, and has not taken its first step
+                await turns(2)  # its task exists, and has not taken its first step
             elif stage == "dialing":
                 await network.heard(1)
             else:

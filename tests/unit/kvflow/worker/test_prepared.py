@@ -42,7 +42,8 @@ def demanded(block_ids, num_tokens, *targets, source_groups=TWO_GROUPS, target_g
 
 def peer_of(member, manifest):
     """A rank that is connected, as far as this is about its cache."""
-    return Source(SimpleNamespace(peer=member.peer, advertisement=SimpleNamespace(manifest=manifest, epochs=EPOCHS)))
+    advertisement = SimpleNamespace(manifest=manifest, num_slots=EPOCHS.nbytes // 8)
+    return Source(SimpleNamespace(peer=member.peer, advertisement=advertisement))
 
 
 def test_each_group_is_paired_by_itself():
