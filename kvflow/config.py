@@ -115,6 +115,7 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
             and each keeps off the read thread's core.
         lease_slots: leases that may be held at once; what is kept leaves its slot to offers. A kept lease takes 170
             bytes of memory for each of its blocks, and in vLLM's scheduler 500.
+        peers_max: most peers that may be connected. Each takes up to 5 open files.
         connect_s: budget for reaching a peer's endpoint.
         handshake_s: budget from there until the peer's manifest has arrived; all of it if a name has several addresses.
         queue_s: budget of a pull from its submission to its first read.
@@ -145,6 +146,7 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
     nixl_backend_params: NixlParams = {}
     copy_threads: Annotated[int, Meta(ge=0, le=16)] = 0  # on two cores a busy engine needs the second one
     lease_slots: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096  # 32 KiB of epochs; more requests than one rank runs
+    peers_max: Annotated[int, Meta(ge=1, le=1 << 16)] = 1024  # 128 engines of TP 8 meet each rank of such an engine
     connect_s: Seconds = 1.5  # a listening peer accepts within milliseconds; a death must be detected within 2 s
     handshake_s: Seconds = 5.0  # one round trip and a manifest; the rest is a peer that is busy starting
     queue_s: Seconds = 30.0

@@ -24,7 +24,6 @@ from kvflow.layout.manifest import MANIFEST_BYTES_MAX, MANIFEST_SCHEMA, Manifest
 from kvflow.version import __version__
 
 __all__ = [
-    "FILES_WANTED",
     "READER",
     "ZEROMQ",
     "Advertisement",
@@ -35,11 +34,9 @@ __all__ = [
     "cluster_key",
     "decode",
     "encode",
+    "files_wanted",
     "security_of",
 ]
-
-FILES_WANTED = 256 + 5 * Limits().peers_max
-"""Files that a process opens for the most peers: four to dial each, one for its TCP plane, and 256 of its own."""
 
 READER = Publication.of(b"", schema=MANIFEST_SCHEMA)
 """What a reader publishes: no manifest. It refuses a producer of another schema itself, and says so."""
@@ -54,6 +51,11 @@ ENDPOINT_OR_NONE = rf"^(|{ENDPOINT_PATTERN})\Z"
 
 PlaneName = Annotated[str, Meta(min_length=1, max_length=32)]
 Metadata = Annotated[bytes, Meta(max_length=METADATA_BYTES_MAX)]
+
+
+def files_wanted(peers: int) -> int:
+    """Return how many files a process opens for so many peers: four to dial each, one for its TCP plane, 256 itself."""
+    return 256 + 5 * peers
 
 
 class Advertisement(Struct, frozen=True, kw_only=True):
@@ -219,7 +221,11 @@ def build_local_endpoint(
         ),
         publication=encode(advertisement),
         security=security,
-        limits=Limits(connect_s=config.tuning.connect_s, handshake_s=config.tuning.handshake_s),
+        limits=Limits(
+            peers_max=config.tuning.peers_max,
+            connect_s=config.tuning.connect_s,
+            handshake_s=config.tuning.handshake_s,
+        ),
         network=network,
         make_pass=None if pass_key is None else _passes(pass_key),
     )

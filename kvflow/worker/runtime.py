@@ -32,7 +32,7 @@ from kvflow.observability.logs import EventLog, Reporter, check_hooks
 from kvflow.reads.contract import Serving, Transport, TransportEvent
 from kvflow.reads.device import device_memory_of
 from kvflow.reads.serving import order_memory
-from kvflow.rendezvous.endpoint import FILES_WANTED, Advertisement, LocalEndpoint, build_local_endpoint, security_of
+from kvflow.rendezvous.endpoint import Advertisement, LocalEndpoint, build_local_endpoint, files_wanted, security_of
 from kvflow.rendezvous.issuer import TicketKey, draw_head_start
 from kvflow.rendezvous.listener import open_listener
 from kvflow.worker.consumer import Consumer
@@ -43,8 +43,8 @@ from kvflow.worker.worker import Worker
 logger = logging.getLogger("kvflow")
 
 FEW_FILES = (
-    "kvflow: this process may open %d files, and a worker with the most peers needs %d. To serve many peers, raise the "
-    "limit: ulimit -n, or LimitNOFILE= of systemd. Each peer takes up to 5 files."
+    "kvflow: this process may open %d files, and a worker with %d peers (peers_max) needs %d. Raise the limit with "
+    "ulimit -n or LimitNOFILE= of systemd, or lower peers_max. Each peer takes up to 5 files."
 )
 
 
@@ -344,8 +344,9 @@ class _Parts:
         for omitted in planes.missing:
             self.report(omitted)
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # it belongs to the process, so a library leaves it alone
-        if files != resource.RLIM_INFINITY and files < FILES_WANTED:
-            logger.warning(FEW_FILES, files, FILES_WANTED)
+        peers = self.config.tuning.peers_max
+        if files != resource.RLIM_INFINITY and files < files_wanted(peers):
+            logger.warning(FEW_FILES, files, peers, files_wanted(peers))
 
 
 def _end_child(failure: BaseException | None) -> NoReturn:

@@ -18,13 +18,13 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from kvflow.addresses import host_and_port
-from kvflow.config import WILDCARD_HOSTS, is_loopback
+from kvflow.config import WILDCARD_HOSTS, Tuning, is_loopback
 from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm import NAME
 from kvflow.integrations.vllm.settings import is_here
 from kvflow.integrations.vllm.versions import check_release, installed_release
 from kvflow.reads.reach import ROOT, network_cards, pid_namespace
-from kvflow.rendezvous.endpoint import FILES_WANTED
+from kvflow.rendezvous.endpoint import files_wanted
 from kvflow.tools.doctor.codes import Finding, failure, found, note, ok
 from kvflow.version import __version__
 
@@ -207,7 +207,7 @@ def _memlock(*, needs_pinning: bool) -> Finding:
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     evidence = f"{soft:,} may be open, and up to {hard:,} if the process asks"
-    enough = soft == resource.RLIM_INFINITY or soft >= FILES_WANTED
+    enough = soft == resource.RLIM_INFINITY or soft >= files_wanted(Tuning().peers_max)
     return ok("open files", evidence) if enough else found("open_files_low", "open files", evidence)
 
 

@@ -27,7 +27,7 @@ from kvflow.reads.serving import order_memory
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.thread import ThreadedTransport
 from kvflow.rendezvous import dialer
-from kvflow.rendezvous.endpoint import FILES_WANTED
+from kvflow.rendezvous.endpoint import files_wanted
 from kvflow.worker import prepared, runtime
 from kvflow.worker.environment import PRODUCTION, staging_of
 from kvflow.worker.runtime import open_worker
@@ -40,20 +40,23 @@ def config(engine_id="prefill-0", **settings):
     return flat_config(**{"engine_id": engine_id, "cluster_secret": SECRET, "transport": "loopback"} | settings)
 
 
-@pytest.mark.parametrize(("files", "told"), [(FILES_WANTED - 1, 1), (FILES_WANTED, 0)])
-async def test_few_files_for_the_most_peers_are_told_when_a_worker_starts(caplog, files, told):
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if before[0] < FILES_WANTED:
+@pytest.mark.parametrize("peers", [64, 200])
+@pytest.mark.parametrize("missing", [1, 0])
+async def test_few_files_for_the_most_peers_are_told_when_a_worker_starts(caplog, peers, missing):
+    before, wanted = resource.getrlimit(resource.RLIMIT_NOFILE), files_wanted(peers)
+    files = wanted - missing
+    if before[0] < wanted:
         pytest.skip(f"{before[0]} open files are too few")
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, before[1]))
     try:
-        async with asyncio.timeout(PATIENCE_S), open_worker(config(), cache_of()):
+        async with asyncio.timeout(PATIENCE_S), open_worker(config(peers_max=peers), cache_of()):
             assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == files, "a library does not raise it"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     messages = [record.getMessage() for record in caplog.records if "ulimit -n" in record.getMessage()]
-    assert len(messages) == told
-    assert all(f"{files} files" in message and str(FILES_WANTED) in message for message in messages)
+    assert len(messages) == missing
+    said = f"{files} files", f"{peers} peers (peers_max)", f"needs {wanted}", "or lower peers_max"
+    assert all(each in message for message in messages for each in said)
 
 
 async def test_a_worker_reads_from_another():
