@@ -29,8 +29,8 @@ class CloseCode(StrEnum):
     PROTOCOL_VIOLATION = "protocol_violation"
     """A message was malformed, or came at the wrong time. Install the same release on both sides."""
     TOO_MANY_PEERS = "too_many_peers"
-    """The peer has ``Limits.peers_max`` connections, and none ended for half of ``Limits.handshake_s``. Use another
-    producer, or pull again later."""
+    """The peer has ``peers_max`` connections, and none ended for half of ``handshake_s``. A pull dials again for
+    ``queue_s``. Use another producer."""
     TOO_MANY_CONNECTIONS = "too_many_connections"
     """The peer has ``Limits.connections_per_key_max`` connections of this key. Close some of them."""
     RATE_EXCEEDED = "rate_exceeded"

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct, UnsetType
 
 from handshake import ClockOffset, ClusterSecurity, HandshakeClient, Identity, Limits, open_client
-from handshake.errors import Closed, HandshakeError, LocalProtocolError, WrongServer
+from handshake.errors import CloseCode, Closed, HandshakeError, LocalProtocolError, WrongServer
 from handshake.limits import LEASES_MAX, QUESTIONS_MAX
 from handshake.messages import (
     QUESTION_BYTES_MAX,
@@ -403,6 +403,10 @@ def _end_of(answer: LeaseAnswer) -> LeaseEnd:
     if answer.outcome != "ended" or isinstance(answer.ended_by, UnsetType):
         return LeaseEnd()
     return LeaseEnd(answer.ended_by, None if isinstance(answer.ended_s, UnsetType) else answer.ended_s)
+
+
+FULL = CloseCode.TOO_MANY_PEERS
+"""Why a worker refuses a peer for which it has no place: there may be one later."""
 
 
 class Restarted(StaleLease):

@@ -13,6 +13,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import TypeVar
 
+from handshake.rates import pause_s
 from kvflow.errors import (
     CapacityExceeded,
     DeadlineExceeded,
@@ -20,6 +21,7 @@ from kvflow.errors import (
     KvflowError,
     LayoutMismatch,
     PeerLost,
+    PeerRefused,
     TicketInvalid,
     TransferFailed,
     WorkerClosed,
@@ -32,7 +34,7 @@ from kvflow.planning.match import count_unread_layers
 from kvflow.reads.contract import Carrier, RateLearned
 from kvflow.reads.pulls import SourceRank
 from kvflow.reads.reach import REACH_IT, judge_rate
-from kvflow.rendezvous.dialer import Link, open_link
+from kvflow.rendezvous.dialer import FULL, Link, open_link
 from kvflow.rendezvous.questions import COUNT_MAX, AnswerSettled
 from kvflow.worker.connections import (
     Connection,
@@ -52,6 +54,8 @@ ROUTES_MAX = 4096  # sets of ranks whose route is remembered. Connecting a forgo
 ASKING_MAX = 128  # early ranks of one peer. What many wait for, the probes that answers begin find as well.
 
 ADMISSION_S = 5.0  # how long such a question waits. Most leases are admitted within some ms after their ticket.
+
+FULL_S = 0.5  # longest pause before a full peer, where a dial waits for a place, is dialed again
 
 T = TypeVar("T")
 
@@ -89,6 +93,7 @@ class PeerPool:
         )
         self._reachability = Reachability(clock=self._clock, draw=shared.environment.network.draw, report=shared.report)
         self._prepared = PreparedTable(shared)
+        self._queue_s, self._draw = tuning.queue_s, shared.environment.network.draw
         self._closed = False
         self._routes: dict[_RouteKey, Route] = {}
         self.drops: Counter[str] = Counter()
@@ -194,7 +199,9 @@ class PeerPool:
         members = [member for member, _ in found]
         if len(members) == 1:
             blame(members[0])
-        links = await asyncio.gather(*(_or_blame(self.connect(member), member, blame) for member in members))
+        until = self._clock() + self._queue_s
+        linking = (_or_blame(self._connect_until(each, until), each, blame) for each in members)
+        links = await asyncio.gather(*linking)
         self._require_current(links)
         shares = await self._prepared.shares(tuple(links))
         self._require_current(links)
@@ -216,6 +223,17 @@ class PeerPool:
             del self._routes[next(iter(self._routes))]
         self._routes[_route_key(ticket)] = route
         return route
+
+    async def _connect_until(self, member: Member, until: float) -> Link:
+        """Connect a rank as ``connect`` does; dial one that is full again until then, as others may leave it."""
+        while True:
+            try:
+                return await self.connect(member)
+            except PeerRefused as refused:
+                rest_s = pause_s(0, FULL_S, FULL_S, self._draw())
+                if refused.refusal != FULL or self._clock() + rest_s >= until:
+                    raise
+            await asyncio.sleep(rest_s)
 
     def _require_current(self, links: Sequence[Link]) -> None:
         """Refuse peers whose connections have ended: lists that are prepared for them now would be lost or stale."""

@@ -535,7 +535,7 @@ async def _(scene):
         on_event=lambda _key, _event: None,
         limits=Limits(peers_max=1),
     ) as server:
-        reader = await scene.worker("decode-0")
+        reader = await scene.worker("decode-0", queue_s=0.1)
         async with handshake.open_client(
             endpoint=server.endpoint,
             identity=REPLACED(IDENTITY, engine_id="decode-1"),

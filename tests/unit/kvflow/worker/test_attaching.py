@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from kvflow.errors import PeerLost, StaleLease, TicketInvalid
+from kvflow.errors import PeerLost, PeerRefused, StaleLease, TicketInvalid
 from kvflow.events import BreakerClosed, BreakerOpened, PeerConnected
 from kvflow.layout.shards import Shard
 from kvflow.leases.tickets import join_tickets
@@ -182,3 +182,31 @@ async def test_who_was_only_linked_at_an_address_keeps_no_other_peer_from_it():
             network.at[NAME] = list(network.listening[:2])
             await world.consumer.release(tickets[0])
             await world.pull(tickets[1])
+
+
+FULL = {"peers_max": 1, "handshake_s": 1.0}
+
+
+async def test_a_pull_that_meets_a_full_peer_dials_again_until_there_is_room():
+    network = FaultyNetwork()
+    async with asyncio.timeout(PATIENCE_S), opened(network=network, theirs=FULL) as world:
+        async with open_worker(config("decode-1"), cache_of()) as other:
+            await other.pull(world.ticket("first"), [[1, 2]])
+            handle = world.start(world.ticket("second"))
+            await network.heard(2)
+            assert not handle.done()
+        await handle
+        assert world.holds((1, 2), (3, 4))
+
+
+async def test_a_pull_of_a_full_peer_fails_at_its_deadline():
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        opened(theirs=FULL, queue_s=0.1) as world,
+        open_worker(config("decode-1"), cache_of()) as other,
+    ):
+        await other.pull(world.ticket("first"), [[1, 2]])
+        error = await failure(world.start(world.ticket("second")))
+        assert isinstance(error, PeerRefused)
+        assert error.refusal == "too_many_peers"
+        assert (await world.record()).peer == f"prefill-0/0/{world.producer.incarnation}"
