@@ -150,7 +150,8 @@ WAIT_S_MAX = 86_400.0  # that a question may wait at the worker
 DIGEST_SIZES = frozenset(range(1, DIGEST_BYTES_MAX + 1))
 DIGESTS_REMEDY = "Pass one flat list, or one list per group, with the digest (1 to 64 bytes) of each block."
 
-DIGESTS_MAX = 2000  # of a question, if they have at most 21 bytes
+DIGESTS_MAX = 128  # of a question
+WAITING_DIGESTS_MAX = 2000  # of one that waits, if they have at most 21 bytes
 DIGEST_EXTRA_BYTES = 2  # of each, in msgpack
 QUESTION_DIGESTS_BYTES = QUESTION_BYTES_MAX - 1024  # the rest of a question is small
 
@@ -225,43 +226,48 @@ class Asker:
 
         Args:
             digests: of consecutive blocks of the first group, from the first token on, chained. Each has 1 to 64 bytes.
-                Of more than 2,000, the last thousand are asked for, and every second before them, or every third, ...
+                Many are asked for in several questions, the last ones between two that the first has found or missed.
             within_s: seconds to wait for an answer that is given at once.
-            wait_s: seconds that the worker may wait for such a lease, which may then be of any kind, not only kept.
+            wait_s: seconds that the worker may wait for such a lease, which may then be of any kind, not only kept. Of
+                more than 2,000 digests, the last ones are asked for, and every second before them, or every third, ...
             at_least: fewer digests are of no use.
 
         Returns:
             The ticket, verified, and how many digests its lease holds; ``(None, 0)`` if none does.
 
         Raises:
-            KvflowError: of ``ask``.
+            KvflowError: of ``ask`` and ``Claim.read``.
             ArgumentInvalid: ``digests`` has something else than digests.
             CapacityExceeded: too many questions wait at the worker.
-            ProtocolViolation: the answer is malformed, or has the ticket of another engine, or of another kind.
-            ReleaseMismatch: its ticket is of a newer kind.
         """
-        places = _asked(digests)
-        asked = tuple([digests[place] for place in places])
-        enough = bisect_left(places, at_least - 1) + 1
-        question = AskHeld(digests=asked, wait_ms=round(1e3 * min(wait_s, WAIT_S_MAX)), at_least=enough)
-        held = questions.decode_answer(
-            await self.ask(questions.encode(question), within_s + wait_s), peer=self.endpoint
-        )
-        if not held.ticket:
-            return None, 0
+        found, begin, end = None, 0, len(digests)
+        while begin < end:
+            question = Question(digests[begin:end], wait_s=wait_s, at_least=max(1, at_least - begin))
+            claim = await self.claim(question, within_s)
+            if claim.count:
+                found = claim.read(), begin + claim.count
+            begin, end = begin + claim.rest.start, begin + claim.rest.stop
+        return found or (None, 0)
+
+    async def claim(self, question: "Question", within_s: float) -> "Claim":
+        """Ask a question once; ``within_s`` as in ``held``. Cancellation: safe.
+
+        Raises:
+            KvflowError: of ``ask``.
+            CapacityExceeded: too many questions wait at the worker.
+            ProtocolViolation: the answer is malformed.
+        """
+        answer = await self.ask(question.encoded, within_s + question.wait_s)
+        return Claim(self, question, questions.decode_answer(answer, peer=self.endpoint))
+
+    def read_ticket(self, text: str) -> Ticket:
+        """Return the ticket in an answer, verified. Raises ``ProtocolViolation`` or ``ReleaseMismatch``."""
         try:
-            ticket = TicketKey(self._local.security).read({"kvflow": held.ticket})
+            return TicketKey(self._local.security).read({"kvflow": text})
         except TicketInvalid as error:
             raise ProtocolViolation(
                 f"the peer answered with a bad ticket: {error.message}", peer=self.endpoint
             ) from error
-        engines = {grant.engine_id for grant in ticket.grants}
-        may_find = wait_s > 0 or all(grant.found_by_all for grant in ticket.grants)
-        is_ours = engines == {self.identity.engine_id} and may_find
-        if not is_ours or not 0 < held.count <= len(asked):
-            detail = f"{ticket!r}, of which {held.count} digests were asked for"
-            raise ProtocolViolation(f"the peer answered another question: {detail}", peer=self.endpoint)
-        return ticket, places[held.count - 1] + 1
 
     async def settled(
         self, lease: LeaseKey, signed: bytes, *, known: Sequence[int], above: int, wait_s: float, within_s: float
@@ -311,17 +317,66 @@ class Asker:
             raise PeerLost(f"{self.endpoint}: {error.message}", peer=self.endpoint) from error
 
 
-def _asked(digests: Sequence[bytes]) -> Sequence[int]:
-    """Return the places of the digests that are asked for: a lease that must be found whole ends close to the end."""
-    sizes = {*map(len, digests)} if {*map(type, digests)} <= {bytes} else {0}  # quick, for thousands of them
-    if not sizes <= DIGEST_SIZES:
-        raise ArgumentInvalid("digests", "lists of bytes", digests, remedy=DIGESTS_REMEDY)
-    room = min(DIGESTS_MAX, QUESTION_DIGESTS_BYTES // (DIGEST_EXTRA_BYTES + max(sizes, default=0)))
-    if len(digests) <= room:
-        return range(len(digests))
-    last = len(digests) - room // 2
-    step = -(-last // (room - room // 2))
-    return [*range(step - 1, last, step), *range(last, len(digests))]
+class Question:
+    """Who holds the longest prefix of some content? It is encoded once, for all workers that are asked.
+
+    ``places``: indices of the digests that are asked for. The arguments are those of ``Asker.held``.
+    """
+
+    def __init__(self, digests: Sequence[bytes], *, wait_s: float = 0.0, at_least: int = 1) -> None:
+        sizes = {*map(len, digests)} if {*map(type, digests)} <= {bytes} else {0}  # quick, for thousands of them
+        if not sizes <= DIGEST_SIZES:
+            raise ArgumentInvalid("digests", "lists of bytes", digests, remedy=DIGESTS_REMEDY)
+        most = WAITING_DIGESTS_MAX if wait_s else DIGESTS_MAX
+        room = min(most, QUESTION_DIGESTS_BYTES // (DIGEST_EXTRA_BYTES + max(sizes, default=0)))
+        self.wait_s, self.num_digests = wait_s, len(digests)
+        self.places = _places(len(digests), room)
+        question = AskHeld(
+            digests=tuple([digests[place] for place in self.places]),
+            wait_ms=round(1e3 * min(wait_s, WAIT_S_MAX)),
+            at_least=bisect_left(self.places, at_least - 1) + 1,
+        )
+        self.encoded = questions.encode(question)
+
+
+class Claim:
+    """What a worker says that it holds; nothing of it is verified yet.
+
+    ``count``: how many of the digests its lease holds, at least; 0 if there is none. ``rest``: indices of the digests
+    behind these that were not asked for, and that it may hold.
+    """
+
+    def __init__(self, asker: Asker, question: Question, held: questions.AnswerHeld) -> None:
+        self._asker, self._question, self._held = asker, question, held
+        places, asked = question.places, max(1, held.count) if held.ticket else 0  # ``read`` refuses 0
+        self.count = places[min(asked, len(places)) - 1] + 1 if asked else 0
+        missed = places[asked] if asked < len(places) else question.num_digests
+        self.rest = range(self.count, self.count if question.wait_s else missed)
+
+    def read(self) -> Ticket:
+        """Return the ticket of the lease, verified.
+
+        Raises:
+            ProtocolViolation: the answer has a bad ticket, that of another engine, or of another kind.
+            ReleaseMismatch: its ticket is of a newer kind.
+        """
+        asker, held = self._asker, self._held
+        ticket = asker.read_ticket(held.ticket)
+        may_find = self._question.wait_s > 0 or all(grant.found_by_all for grant in ticket.grants)
+        is_ours = {grant.engine_id for grant in ticket.grants} == {asker.identity.engine_id} and may_find
+        if not is_ours or not 0 < held.count <= len(self._question.places):
+            detail = f"{ticket!r}, of which {held.count} digests were asked for"
+            raise ProtocolViolation(f"the peer answered another question: {detail}", peer=asker.endpoint)
+        return ticket
+
+
+def _places(num_digests: int, room: int) -> Sequence[int]:
+    """Return the places that are asked for: a quarter of them at the end, where most leases end that hold much."""
+    if num_digests <= room:
+        return range(num_digests)
+    last = num_digests - room // 4
+    step = -(-last // (room - room // 4))
+    return [*range(step - 1, last, step), *range(last, num_digests)]
 
 
 class Link(Asker):

@@ -12,7 +12,7 @@ from kvflow.config import WorkerConfig
 from kvflow.errors import ArgumentInvalid, KvflowError, PeerLost, StaleLease, WorkerClosed, quoted
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.tickets import Ticket
-from kvflow.rendezvous.dialer import DIGESTS_REMEDY, Asker, open_asker
+from kvflow.rendezvous.dialer import DIGESTS_REMEDY, Asker, Claim, Question, open_asker
 from kvflow.rendezvous.endpoint import security_of
 from kvflow.validation import require_count, require_seconds
 
@@ -58,6 +58,11 @@ class PrefixReader:
         asked = _first_digests(digests)
         asker = await self._connect(endpoint)
         return await asker.held(asked, self._config.tuning.handshake_s, wait_s=wait_s, at_least=at_least)
+
+    async def claim(self, endpoint: str, question: Question) -> Claim:
+        """Ask a worker a question that others are asked, too; see ``find``. The answer is verified by ``Claim.read``."""
+        asker = await self._connect(endpoint)
+        return await asker.claim(question, self._config.tuning.handshake_s)
 
     async def read_manifest(self, endpoint: str) -> Manifest:
         """Return what a worker says of its cache: the same object as long as the connection lives.

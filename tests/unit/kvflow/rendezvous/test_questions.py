@@ -52,7 +52,8 @@ def answers(monkeypatch):
 
     def ask(_self, _key, question, reader, answer, _nonce):
         asked.append((question, reader))
-        answer(said.pop(0) if said else AnswerHeld())
+        found = said.pop(0) if said else AnswerHeld()
+        answer(found() if callable(found) else found)
 
     monkeypatch.setattr(Answers, "ask", ask)
     return said, asked
@@ -220,7 +221,7 @@ async def test_a_question_that_is_too_long_is_refused_here(answers):
     async with producing() as producer, asking(producer) as asker:
         with pytest.raises(ArgumentInvalid):
             await asker.ask(bytes(QUESTION_BYTES_MAX + 1), PATIENCE_S)
-        assert await asker.held(DIGESTS[:1] * 2000, PATIENCE_S) == (None, 0)
+        assert await asker.held(DIGESTS[:1] * 2000, PATIENCE_S, wait_s=1.0) == (None, 0)
         ((question, _),) = answers[1]
         assert len(question.digests) == 2000
 
@@ -231,21 +232,52 @@ async def test_a_question_that_is_too_long_is_refused_here(answers):
 async def test_of_many_digests_all_at_the_end_and_some_before_are_asked_for(answers, total, size, room):
     said, asked = answers
     digests = [number.to_bytes(size) for number in range(total)]
-    half = room // 2
+    last = room // 4
     async with producing() as producer, asking(producer) as asker:
-        assert await asker.held(digests, PATIENCE_S) == (None, 0)
+        assert await asker.held(digests, PATIENCE_S, wait_s=1.0) == (None, 0)
         ((first, _),) = asked
         sent = first.digests
         places = [int.from_bytes(each) for each in sent]
-        assert half < len(sent) <= room
-        assert places[-half:] == list(range(total - half, total))
-        (step,) = {after - before for before, after in pairwise([-1, *places[:-half]])}
-        assert (total - half) % step == total - half - 1 - places[-half - 1]
-        for count in (1, len(sent) - half, len(sent)):
+        assert last < len(sent) <= room
+        assert places[-last:] == list(range(total - last, total))
+        (step,) = {after - before for before, after in pairwise([-1, *places[:-last]])}
+        assert (total - last) % step == total - last - 1 - places[-last - 1]
+        for count in (1, len(sent) - last, len(sent)):
             said.append(AnswerHeld(ticket=minted(), count=count))
             wanted = places[count - 1] + 1
-            assert (await asker.held(digests, PATIENCE_S, at_least=wanted))[1] == wanted
+            assert (await asker.held(digests, PATIENCE_S, wait_s=1.0, at_least=wanted))[1] == wanted
             assert asked[-1][0].at_least == count
+
+
+async def test_the_longest_prefix_is_found_in_few_short_questions(answers):
+    said, asked = answers
+    digests = [number.to_bytes(16) for number in range(8192)]
+    async with producing() as producer, asking(producer) as asker:
+        for held in (0, 1, 2, 127, 128, 129, 4000, 8000, 8190, 8191, 8192):
+            asked.clear()
+            kept = set(digests[:held])
+            ticket = minted()
+
+            def answer_next(kept=kept, ticket=ticket):
+                count = sum(each in kept for each in asked[-1][0].digests)
+                return AnswerHeld(ticket=ticket, count=count) if count else AnswerHeld()
+
+            said[:] = [answer_next] * 9
+            found, count = await asker.held(digests, PATIENCE_S)
+            assert (count, found is None) == (held, not held)
+            assert 1 <= len(asked) <= 2
+            assert max(len(each.digests) for each, _ in asked) <= 128
+
+
+async def test_an_answer_tells_what_was_not_asked_for(answers):
+    said, _ = answers
+    question = dialer.Question([number.to_bytes(16) for number in range(1000)])
+    async with producing() as producer, asking(producer) as asker:
+        for count in (0, 1, len(question.places)):
+            said.append(AnswerHeld(ticket=minted() if count else "", count=count))
+            claim = await asker.claim(question, PATIENCE_S)
+            assert claim.count == ([0] + [place + 1 for place in question.places])[count]
+            assert claim.rest == range(claim.count, [*question.places, 1000][count])
 
 
 async def test_a_question_that_waits_is_answered_with_any_lease(answers):
