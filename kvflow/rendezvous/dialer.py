@@ -236,20 +236,19 @@ class Asker:
             The ticket, verified, and how many digests its lease holds; ``(None, 0)`` if none does.
 
         Raises:
-            KvflowError: of ``ask`` and ``Claim.read``.
+            KvflowError: of ``claim``, and of ``Claim.read``.
             ArgumentInvalid: ``digests`` has something else than digests.
-            CapacityExceeded: too many questions wait at the worker.
         """
         found, begin, end = None, 0, len(digests)
         while begin < end:
-            question = Question(digests[begin:end], wait_s=wait_s, at_least=max(1, at_least - begin))
+            question = ContentQuestion(digests[begin:end], wait_s=wait_s, at_least=max(1, at_least - begin))
             claim = await self.claim(question, within_s)
             if claim.count:
                 found = claim.read(), begin + claim.count
             begin, end = begin + claim.rest.start, begin + claim.rest.stop
         return found or (None, 0)
 
-    async def claim(self, question: "Question", within_s: float) -> "Claim":
+    async def claim(self, question: "ContentQuestion", within_s: float) -> "Claim":
         """Ask a question once; ``within_s`` as in ``held``. Cancellation: safe.
 
         Raises:
@@ -258,16 +257,33 @@ class Asker:
             ProtocolViolation: the answer is malformed.
         """
         answer = await self.ask(question.encoded, within_s + question.wait_s)
-        return Claim(self, question, questions.decode_answer(answer, peer=self.endpoint))
+        held, places = questions.decode_answer(answer, peer=self.endpoint), question.places
+        asked = max(1, held.count) if held.ticket else 0  # ``read`` refuses 0
+        count = places[min(asked, len(places)) - 1] + 1 if asked else 0
+        missed = places[asked] if asked < len(places) else question.num_digests
+        rest = range(count, count if question.wait_s else missed)
+        return Claim(count, rest, partial(self._read_ticket, question, held))
 
-    def read_ticket(self, text: str) -> Ticket:
-        """Return the ticket in an answer, verified. Raises ``ProtocolViolation`` or ``ReleaseMismatch``."""
+    def _read_ticket(self, question: "ContentQuestion", held: questions.AnswerHeld) -> Ticket:
+        """Return the ticket in an answer, verified.
+
+        Raises:
+            ProtocolViolation: it is a bad ticket, that of another engine, or of another kind.
+            ReleaseMismatch: it is of a newer kind.
+        """
         try:
-            return TicketKey(self._local.security).read({"kvflow": text})
+            ticket = TicketKey(self._local.security).read({"kvflow": held.ticket})
         except TicketInvalid as error:
             raise ProtocolViolation(
                 f"the peer answered with a bad ticket: {error.message}", peer=self.endpoint
             ) from error
+        engines = {grant.engine_id for grant in ticket.grants}
+        may_find = question.wait_s > 0 or all(grant.found_by_all for grant in ticket.grants)
+        is_ours = engines == {self.identity.engine_id} and may_find
+        if not is_ours or not 0 < held.count <= len(question.places):
+            detail = f"{ticket!r}, of which {held.count} digests were asked for"
+            raise ProtocolViolation(f"the peer answered another question: {detail}", peer=self.endpoint)
+        return ticket
 
     async def settled(
         self, lease: LeaseKey, signed: bytes, *, known: Sequence[int], above: int, wait_s: float, within_s: float
@@ -317,7 +333,7 @@ class Asker:
             raise PeerLost(f"{self.endpoint}: {error.message}", peer=self.endpoint) from error
 
 
-class Question:
+class ContentQuestion:
     """Who holds the longest prefix of some content? It is encoded once, for all workers that are asked.
 
     ``places``: indices of the digests that are asked for. The arguments are those of ``Asker.held``.
@@ -339,35 +355,18 @@ class Question:
         self.encoded = questions.encode(question)
 
 
-class Claim:
-    """What a worker says that it holds; nothing of it is verified yet.
+class Claim(Struct, frozen=True):
+    """What a worker says that it holds of some content; nothing of it is verified yet.
 
-    ``count``: how many of the digests its lease holds, at least; 0 if there is none. ``rest``: indices of the digests
-    behind these that were not asked for, and that it may hold.
+    Attributes:
+        count: how many of the digests its lease holds at least; 0 if there is none.
+        rest: indices of those behind them that were not asked for.
+        read: returns the ticket of the lease, verified, or raises as ``find``.
     """
 
-    def __init__(self, asker: Asker, question: Question, held: questions.AnswerHeld) -> None:
-        self._asker, self._question, self._held = asker, question, held
-        places, asked = question.places, max(1, held.count) if held.ticket else 0  # ``read`` refuses 0
-        self.count = places[min(asked, len(places)) - 1] + 1 if asked else 0
-        missed = places[asked] if asked < len(places) else question.num_digests
-        self.rest = range(self.count, self.count if question.wait_s else missed)
-
-    def read(self) -> Ticket:
-        """Return the ticket of the lease, verified.
-
-        Raises:
-            ProtocolViolation: the answer has a bad ticket, that of another engine, or of another kind.
-            ReleaseMismatch: its ticket is of a newer kind.
-        """
-        asker, held = self._asker, self._held
-        ticket = asker.read_ticket(held.ticket)
-        may_find = self._question.wait_s > 0 or all(grant.found_by_all for grant in ticket.grants)
-        is_ours = {grant.engine_id for grant in ticket.grants} == {asker.identity.engine_id} and may_find
-        if not is_ours or not 0 < held.count <= len(self._question.places):
-            detail = f"{ticket!r}, of which {held.count} digests were asked for"
-            raise ProtocolViolation(f"the peer answered another question: {detail}", peer=asker.endpoint)
-        return ticket
+    count: int
+    rest: range
+    read: Callable[[], Ticket]
 
 
 def _places(num_digests: int, room: int) -> Sequence[int]:

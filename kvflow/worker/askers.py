@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from kvflow.config import WorkerConfig
 from kvflow.errors import ArgumentInvalid, KvflowError, PeerLost, StaleLease, WorkerClosed, quoted
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.tickets import Ticket
-from kvflow.rendezvous.dialer import DIGESTS_REMEDY, Asker, Claim, Question, open_asker
+from kvflow.rendezvous.dialer import DIGESTS_REMEDY, Asker, Claim, ContentQuestion, open_asker
 from kvflow.rendezvous.endpoint import security_of
 from kvflow.validation import require_count, require_seconds
 
@@ -59,8 +59,14 @@ class PrefixReader:
         asker = await self._connect(endpoint)
         return await asker.held(asked, self._config.tuning.handshake_s, wait_s=wait_s, at_least=at_least)
 
-    async def claim(self, endpoint: str, question: Question) -> Claim:
-        """Ask a worker a question that others are asked, too; see ``find``. The answer is verified by ``Claim.read``."""
+    def asks_for(self, digests: Sequence[bytes]) -> Callable[[str], Coroutine[Any, Any, Claim]]:
+        """Return a function that asks the worker at an endpoint as ``find`` does, with one question of 128 digests.
+
+        The question is encoded once for all workers.
+        """
+        return partial(self._claim, ContentQuestion(digests))
+
+    async def _claim(self, question: ContentQuestion, endpoint: str) -> Claim:
         asker = await self._connect(endpoint)
         return await asker.claim(question, self._config.tuning.handshake_s)
 

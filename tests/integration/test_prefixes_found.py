@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvflow.integrations.vllm.blocks import Chains
 from kvflow.integrations.vllm.finder import Finder
 from kvflow.integrations.vllm.messages import Tally
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
@@ -50,7 +51,7 @@ def opened(*arguments):
 def found(finder, num_tokens, name):
     """Return how many tokens of a prompt are found; it waits as long as vLLM's scheduler would."""
     request = new_request(None, [*prompt(num_tokens), *range(NEXT)], name)
-    finder.seek(request)
+    finder.seek(request, Chains())
     while finder.is_asking(name):
         time.sleep(0.001)
     answer = finder.take(name, 0)

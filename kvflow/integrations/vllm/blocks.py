@@ -12,8 +12,10 @@ by function and seed.
 
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -129,7 +131,18 @@ DigestLists = tuple[tuple[bytes, ...], ...]
 
 Chain = tuple[list[bytes], int]  # the digest at the end of each block, and the media item that follows
 NO_CHAIN: Chain = ([], 0)
-NO_CHAINS: Mapping[int, Chain] = {}
+
+
+@dataclass(slots=True, eq=False)
+class Chains:
+    """The digests of one request, as far as they are computed. ``Contents`` extends them, on any thread."""
+
+    lock: Lock = field(default_factory=Lock)
+    by_size: dict[int, Chain] = field(default_factory=dict)  # by block size
+
+    def first(self, block_size: int, num_tokens: int) -> list[bytes]:
+        """Return the digests of the blocks that the first tokens fill, as far as they are computed."""
+        return self.by_size.get(block_size, NO_CHAIN)[0][: num_tokens // block_size]
 
 
 class Contents:
@@ -154,28 +167,36 @@ class Contents:
         num_tokens: int,
         *,
         links: Links | None = None,
-        chains: Mapping[int, Chain] = NO_CHAINS,
+        chains: Chains | None = None,
     ) -> DigestLists:
         """Return the digest of each of the last blocks of each group; empty for a missing block.
 
         The blocks of a request hold ``num_tokens`` tokens; ``block_sizes`` are 0 for states. ``links``: of another
-        secret than our own; ``chains``: what ``grow`` has computed.
+        secret than our own; ``chains``: of this request, which are extended.
 
         Raises:
             ContentMismatch: the request has fewer tokens, or a token id is not an unsigned 32-bit integer.
         """
-        ends = {
-            size: self._grown(request, links or self._own, size or num_tokens, num_tokens, chains.get(size, NO_CHAIN))
-            for size in set(block_sizes)
-        }
-        return tuple([_last(ends[size][0], ids) for ids, size in zip(block_ids, block_sizes, strict=True)])
+        begun = chains if chains is not None and links in (None, self._own) else Chains()
+        if begun is chains:
+            self.grow(request, begun, block_sizes, num_tokens)
+        ends = {}
+        for size in set(block_sizes):
+            ends[size] = begun.first(size, num_tokens) if size else []
+            if not size or len(ends[size]) * size < num_tokens:
+                chain = begun.by_size.get(size, NO_CHAIN)
+                ends[size] = self._grown(request, links or self._own, size or num_tokens, num_tokens, chain)[0]
+        return tuple([_last(ends[size], ids) for ids, size in zip(block_ids, block_sizes, strict=True)])
 
-    def grow(self, request: Request, chains: dict[int, Chain], num_tokens: int) -> None:
-        """Extend our own chains, one for each block size, by the blocks that the first tokens fill."""
-        for size, chain in chains.items():
-            chains[size] = self._grown(request, self._own, size, num_tokens - num_tokens % size, chain)
+    def grow(self, request: Request, chains: Chains, block_sizes: Iterable[int], num_tokens: int) -> None:
+        """Extend our own chains of these sizes, without those of states, by the blocks that the first tokens fill."""
+        with chains.lock:
+            for size in filter(None, block_sizes):
+                chain, end = chains.by_size.get(size, NO_CHAIN), num_tokens - num_tokens % size
+                if len(chain[0]) * size < end:
+                    chains.by_size[size] = self._grown(request, self._own, size, end, chain)
 
-    def require(self, request: Request, ticket: Ticket, first: int = 0) -> None:
+    def require(self, request: Request, ticket: Ticket, first: int = 0, chains: Chains | None = None) -> None:
         """Check that all blocks of a ticket, whose signature was checked, hold the beginning of a request.
 
         If only the ``first`` tokens of more are to be read, the source has compared their digests: the ticket has those
@@ -188,9 +209,9 @@ class Contents:
         for grant, fingerprint in zip(ticket.grants, ticket.fingerprints, strict=True):
             if 0 < first < max(grant.num_tokens):
                 continue
-            self._require(request, grant, self._links.get(fingerprint, self._own))
+            self._require(request, grant, self._links.get(fingerprint, self._own), chains)
 
-    def _require(self, request: Request, grant: Grant, links: Links) -> None:
+    def _require(self, request: Request, grant: Grant, links: Links, chains: Chains | None) -> None:
         contents = grant.contents
         if contents is None:
             raise ContentMismatch(
@@ -211,7 +232,7 @@ class Contents:
             raise TicketInvalid(f"the ticket has {len(set(sizes))} block sizes: at most {BLOCK_SIZES_MAX} are allowed")
         # Of an open offer the ticket has no blocks yet, and the digest of the last that there will be.
         block_ids = [(0,)] * len(sizes) if grant.is_open else grant.block_ids
-        expected = self.digests(request, block_ids, sizes, covered, links=links)
+        expected = self.digests(request, block_ids, sizes, covered, links=links, chains=chains)
         for group, (content, digests) in enumerate(zip(contents, expected, strict=True)):
             last = digests[len(digests) - len(content.digests) :]
             if content.digests != last or any(digests) != any(last):

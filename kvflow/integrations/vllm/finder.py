@@ -1,8 +1,8 @@
 """Asks other engines for the beginnings of prompts, while vLLM's scheduler goes on.
 
 A thread of the scheduler's process connects every address of every source. When a request arrives, it asks all of them
-at once, with the digests of the prompt in each source's block size. The longest answer wins. Nobody waits for a source
-that was late the last time.
+at once, with some digests of the prompt in each source's block size, and then the one that holds most exactly. Nobody
+waits for a source whose last answer took longer than this request may wait.
 
 A request without a ticket may name the prefill engine that gets it at the same time. That engine is asked alone, and
 answers when it offers the prompt.
@@ -15,18 +15,18 @@ import random
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
-from msgspec import structs
-
-from kvflow import Manifest, PrefixReader, Ticket, open_reader
+from kvflow import Claim, Manifest, PrefixReader, Ticket, open_reader
 from kvflow.addresses import host_and_port
-from kvflow.errors import CapacityExceeded, DeadlineExceeded, KvflowError, TicketInvalid
-from kvflow.integrations.vllm.blocks import NO_CHAIN, Chain, Contents, Request
+from kvflow.errors import CapacityExceeded, ContentMismatch, DeadlineExceeded, KvflowError, TicketInvalid
+from kvflow.integrations.vllm.blocks import Chains, Contents, Request
 from kvflow.integrations.vllm.engine import LOAD_WAIT
 from kvflow.integrations.vllm.logs import logger
 from kvflow.integrations.vllm.messages import Found, Tally
@@ -38,13 +38,21 @@ ADDRESSES_MAX = 1024  # of one source that are dialed
 DIALED_MAX = 64  # of all, at a time
 LOOK_S = 10.0  # time between two look-ups of the addresses of a source; those without a connection are dialed then
 LOOK_AGAIN_S = 1.0  # the same of prefill engines, if a request names an address that they had not
-BASE_S = 0.030  # longest time that a request waits for answers, from the time that the questions leave
-S_PER_TOKEN = 5e-6  # and longer for each token of its prompt: the more it may save. Never longer than ``find_s``
+WAIT_SHARE = 0.05  # of the time in which this engine would compute the missing tokens: so long a request waits
+WAIT_S_MIN = 0.030  # from the time that the questions leave; never longer than ``find_s``
+TOKENS_PER_S = 15_000.0  # that an engine computes, until it has measured it
+MEASURED_TOKENS_MIN = 256  # of a step whose time tells how fast prompts are computed
+MEASURED_STEPS = 16  # the last ones, of which the median counts
+MANY = 1 << 40  # more tokens than any prompt has
+READ_MAX = 8  # tickets of a search that are read though their sources may hold no more than another one
+ASKED_AT_ONCE = 8  # sources, before answers are read
 GIVE_UP_S = 1.0  # longest time in all, with that in which digests are computed
-LATE_S = 1.0  # time between two questions to a source that was late
+FAILED_S = 1.0  # time between two questions to a source that has failed
 TURNS = 8  # of the event loop, in which an answer that has come is read
 PIECE_TOKENS = 1 << 14  # whose digests are computed at a time: 3 ms with blocks of 16 tokens
 CLOSE_S = 2.0  # longest time to wait for the end of the thread, which may be looking up a name
+
+AskSource = Callable[[str], Coroutine[Any, Any, Claim]]  # a question, for the worker at any address
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +65,9 @@ class _Source:
     manifest: Manifest
     block_size: int  # of its first group
     ask_from: float  # it is asked from then on
-    is_late: bool = False  # the last answer did not come in time: no request waits for the next one
+    took_s: float = 0.0  # the last answer, or so far the next one
+    num_open: int = 0  # questions without an answer
+    is_late: bool = False  # a request has waited in vain
 
 
 @dataclass(slots=True, eq=False)
@@ -66,10 +76,18 @@ class _Search:
 
     until: float
     hinted: frozenset[str]
+    num_tokens: int  # of the prompt
+    chains: Chains
+    outcome: str = "not_asked"  # if nothing is found
     best: Found | None = None
-    is_answered: bool = False  # by every source for which it has waited, and by one at least
+    rest: tuple[_Source, range] | None = None  # who said so, and blocks behind these for which nobody was asked
+    num_read: int = 0  # tickets
+    has_failed: bool = False  # a source for which it waits
+    most: int = 0  # tokens that a source can hold of it
+    waits_for: set[_Source] = field(default_factory=set)
+    is_enough: asyncio.Event = field(default_factory=asyncio.Event)  # nobody else can hold more
+    asked_at: float = math.inf
     is_done: bool = False
-    chains: dict[int, Chain] = field(default_factory=dict)  # by block size
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +116,7 @@ class Finder:
         self._tally = tally  # of how searches have ended, and of ignored hints
         self._whole = whole
         self._waits, self._is_idle = waits, False
+        self._rate = PrefillRate()
         self._searches: dict[str, _Search] = {}
         self._meetings: dict[str, _Meeting] = {}
         self._addresses: dict[str, frozenset[str]] = {each: frozenset() for each in settings.sources}  # of each source
@@ -117,7 +136,7 @@ class Finder:
         self._thread = threading.Thread(target=self._run, name="kvflow-finder", daemon=True)
         self._thread.start()
 
-    def seek(self, request: Request, hints: Iterable[str] = ()) -> None:
+    def seek(self, request: Request, chains: Chains, hints: Iterable[str] = ()) -> None:
         """Start to ask who holds the beginning of a prompt, first the sources that hints name."""
         hinted = frozenset(hints)
         names = [{each.partition("#")[0] for each in self._addresses}, *self._addresses.values()]
@@ -127,16 +146,21 @@ class Finder:
         if request.num_prompt_tokens <= self._settings.fetch_tokens_min:
             return
         if len(self._searches) >= SEARCHES_MAX:
-            self._tally.count("prefixes", "not_answered")
+            self._tally.count("prefixes", "not_asked")
             return
-        search = self._searches[request.request_id] = _Search(time.monotonic() + GIVE_UP_S, known)
+        search = self._searches[request.request_id] = _Search(
+            time.monotonic() + GIVE_UP_S, known, request.num_prompt_tokens, chains
+        )
         self._loop.call_soon_threadsafe(self._spawn, self._search, request, search)
 
-    def is_asking(self, request_id: str) -> bool:
-        """Return whether an answer for a request may still come in time."""
+    def is_asking(self, request_id: str, missing: int = MANY) -> bool:
+        """Return whether an answer for a request may still come in time; it misses so many tokens in our own cache."""
         search, meeting = self._searches.get(request_id), self._meetings.get(request_id)
-        waits = search is not None and not search.is_done and time.monotonic() < search.until
-        return waits or (meeting is not None and not meeting.asked.done())
+        if search is not None and not search.is_done:
+            until = min(search.until, search.asked_at + self._wait_s(missing))
+            if missing >= self._settings.fetch_tokens_min and time.monotonic() < until:
+                return True
+        return meeting is not None and not meeting.asked.done()
 
     def take(self, request_id: str, computed: int) -> Found | None:
         """End the search for a request; return what was found, if it saves enough over the ``computed`` tokens."""
@@ -144,14 +168,26 @@ class Finder:
         if search is None:
             return None
         found, outcome = search.best, "held"
-        if found is None:
-            outcome = "not_held" if search.is_answered else "not_answered"
-        elif found.num_tokens - computed < self._settings.fetch_tokens_min:
+        if (search.num_tokens if found is None else found.num_tokens) - computed < self._settings.fetch_tokens_min:
             found, outcome = None, "below_minimum"
+        elif found is None:
+            outcome = search.outcome
         self._tally.count("prefixes", outcome)
         return found
 
-    def meet(self, request: Request, endpoint: str, num_tokens: int, name: str) -> None:
+    def on_scheduled(self, num_tokens: int) -> None:
+        """Take how many tokens a step computes."""
+        self._rate.begin(num_tokens, time.monotonic())
+
+    def on_computed(self) -> None:
+        """Note that the oldest step has ended."""
+        self._rate.end(time.monotonic())
+
+    def _wait_s(self, num_tokens: int) -> float:
+        """Return how long a request that misses so many tokens waits for answers."""
+        return min(self._settings.find_s, max(WAIT_S_MIN, WAIT_SHARE * num_tokens / self._rate.tokens_per_s))
+
+    def meet(self, request: Request, chains: Chains, endpoint: str, num_tokens: int, name: str) -> None:
         """Start to wait for the ticket of the first tokens of a prompt, which this prefill engine computes now.
 
         It is there when the engine has computed some of them. Requests of the same ``name`` and prompt get the same.
@@ -163,7 +199,7 @@ class Finder:
         if meeting is None:
             self._make_room()
             meeting = _Meeting(name, request, endpoint)
-            asking = self._ticket_of(request, endpoint, num_tokens, meeting)
+            asking = self._ticket_of(request, chains, endpoint, num_tokens, meeting)
             meeting.asked = asyncio.run_coroutine_threadsafe(asking, self._loop)
             meeting.asked.add_done_callback(lambda _: self._has_answer.set())
         self._meetings[request.request_id] = meeting
@@ -202,13 +238,13 @@ class Finder:
         error = meeting.asked.exception()
         return meeting.asked.result() if error is None else error
 
-    def require(self, request: Request, ticket: Ticket) -> None:
+    def require(self, request: Request, chains: Chains, ticket: Ticket) -> None:
         """Compare a ticket with the prompt of a request that has met; raises as ``Contents.require``.
 
         Ids do not tell a sample from another prompt: who embeds vLLM chooses them.
         """
         if self._meetings[request.request_id].request is not request:  # compared on the other thread
-            self._contents.require(request, ticket)
+            self._contents.require(request, ticket, chains=chains)
 
     def forget(self, request_id: str) -> Ticket | None:
         """End the search for a request; return the ticket that it alone has not taken, if it names an engine."""
@@ -284,7 +320,9 @@ class Finder:
             logger.log(level, "kvflow: no prefixes come from %s: %s", endpoint, error)
             self._sources[address] = None
 
-    async def _ticket_of(self, request: Request, endpoint: str, num_tokens: int, meeting: _Meeting) -> Ticket:
+    async def _ticket_of(
+        self, request: Request, chains: Chains, endpoint: str, num_tokens: int, meeting: _Meeting
+    ) -> Ticket:
         """Wait until a prefill engine offers a prompt and has computed some of it, and return the ticket.
 
         Raises:
@@ -296,8 +334,7 @@ class Finder:
         address = await self._allowed(endpoint)
         manifest = await self._reader.read_manifest(address)
         size = manifest.groups[0].tokens_per_id or num_tokens
-        chains = {size: NO_CHAIN}
-        await self._grow(request, chains, num_tokens)
+        await self._grow(request, chains, (size,), num_tokens)
         (last,) = self._contents.digests(request, ((0,),), (size,), num_tokens, chains=chains)
         wait_s = max(0.001, until - time.monotonic())
         ticket, _ = await self._reader.find(address, last, wait_s)  # it stands for all before it, too
@@ -305,7 +342,7 @@ class Finder:
             message = f"{endpoint} has not offered this prompt within {self._settings.rendezvous_s:g} s"
             remedy = 'Set "dispatch": "concurrent" on the prefill engines, or raise rendezvous_s.'
             raise DeadlineExceeded(message, phase="handshake", peer=endpoint, remedy=remedy)
-        self._contents.require(request, ticket)
+        self._contents.require(request, ticket, chains=chains)
         meeting.given = ticket
         await self._reader.wait_settled(address, ticket)
         return ticket
@@ -372,89 +409,141 @@ class Finder:
             self._has_answer.set()
 
     async def _ask_all(self, request: Request, search: _Search) -> None:
-        now = time.monotonic()
+        now, end = time.monotonic(), search.num_tokens - 1  # the last token has to be computed
         ready = [each for each in self._sources.values() if each is not None and each.ask_from <= now]
         random.shuffle(ready)
-        search.chains = dict.fromkeys([each.block_size for each in ready], NO_CHAIN)
-        await self._grow(request, search.chains, request.num_prompt_tokens - 1)  # the last token has to be computed
-        within_s = wait_s_max(request.num_prompt_tokens, self._settings.find_s)
-        search.until = min(search.until, time.monotonic() + self._settings.find_s)
-        for each in ready:
-            if each.is_late and each.ask_from <= now:  # nobody else has asked it meanwhile
-                each.ask_from = now + LATE_S
-                self._spawn(self._ask, each, request, search, within_s)
-        timely = [each for each in ready if not each.is_late]
+        sizes = {each.block_size for each in ready}
+        await self._grow(request, search.chains, sizes, end)
+        if time.monotonic() >= search.until:
+            return
+        questions = {size: self._reader.asks_for(search.chains.first(size, end)) for size in sizes if size <= end}
+        search.most = max([end - end % size for size in sizes], default=0)
+        search.asked_at, wait_s = time.monotonic(), self._wait_s(end)
+        search.until = min(search.until, search.asked_at + wait_s)
+        late = [each for each in ready if each.took_s > wait_s]
+        for each in late:
+            if not each.num_open:
+                self._spawn(self._ask, each, questions.get(each.block_size), request, search)
+        timely = [each for each in ready if each.took_s <= wait_s]
         hinted = [each for each in timely if each.names & search.hinted]
-        asked: list[asyncio.Task[Any]] = []
-        for sources, later_s in ((hinted, within_s / 2), ([each for each in timely if each not in hinted], 0.0)):
-            if search.best is not None and search.best.num_tokens >= self._settings.fetch_tokens_min:
+        search.outcome = "late" if ready else "not_asked"
+        await self._ask_some(hinted, questions, request, search, search.asked_at + wait_s / 2)
+        if search.best is None or search.best.num_tokens < self._settings.fetch_tokens_min:
+            others = [each for each in timely if each not in hinted]
+            await self._ask_some(others, questions, request, search, search.until)
+            for each in () if search.is_enough.is_set() else search.waits_for:
+                self._set_late(each, time.monotonic() - search.asked_at, "no answer")
+        if timely and not search.waits_for and not search.has_failed:
+            search.outcome = "not_held"
+        if search.rest is not None:
+            async with asyncio.timeout(search.until - time.monotonic()):
+                await self._ask_exactly(*search.rest, request, search)
+
+    async def _ask_some(
+        self,
+        sources: list[_Source],
+        questions: Mapping[int, AskSource],
+        request: Request,
+        search: _Search,
+        until: float,
+    ) -> None:
+        """Ask sources, and wait until all have answered, or nobody can hold more than one that has."""
+        search.waits_for |= set(sources)
+        search.is_enough.clear()
+        for number, each in enumerate(sources, 1):
+            self._spawn(self._ask, each, questions.get(each.block_size), request, search)
+            if not number % ASKED_AT_ONCE:
+                await asyncio.sleep(0)  # the questions leave, and answers are read
+            if search.is_enough.is_set():
                 break
-            for each in sources:
-                if self.is_asking(request.request_id):
-                    asked.append(self._spawn(self._ask, each, request, search, within_s))
-                    await asyncio.sleep(0)  # the question leaves
-            if asked:
-                search.until = min(search.until, time.monotonic() + within_s)
-                await asyncio.wait(asked, timeout=max(0.0, search.until - later_s - time.monotonic()))
-        search.is_answered = bool(asked) and all(each.done() and each.result() for each in asked)
+        if search.waits_for:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(until - time.monotonic()):
+                    await search.is_enough.wait()
+        for _ in range(TURNS):
+            if search.waits_for and not search.is_enough.is_set():
+                await asyncio.sleep(0)
 
-    async def _ask(self, source: _Source, request: Request, search: _Search, within_s: float) -> bool:
-        """Ask one source, and note what it holds if nobody has more; return whether it was in time.
-
-        Its faults end no search.
-        """
-        digests = search.chains[source.block_size][0]
-        if not digests:
-            return True
-        asked_at = time.monotonic()
-        asked = self._loop.create_task(self._reader.find(source.address, digests))
+    async def _ask(self, source: _Source, ask: AskSource | None, request: Request, search: _Search) -> None:
+        """Ask one source, and note what it holds if nobody has more. Its faults end no search."""
+        asked_at, failed = time.monotonic(), True
+        source.num_open += 1
         try:
-            await asyncio.wait((asked,), timeout=within_s)
-            for _ in range(TURNS):
-                if not asked.done():
-                    await asyncio.sleep(0)
-            if not asked.done():
-                raise DeadlineExceeded(f"no answer within {within_s:.3f} s", phase="handshake", peer=source.endpoint)
-            ticket, count = asked.result()
-            if ticket is not None:
-                held = Found(source.endpoint, ticket, count * source.block_size, time.monotonic() - asked_at)
-                self._note(held, request, search)
+            claim = await ask(source.address) if ask is not None else None  # None: one of its blocks is longer
+            source.took_s, source.ask_from = time.monotonic() - asked_at, 0.0
+            if source.is_late and source.took_s <= WAIT_S_MIN:
+                logger.info("kvflow: source %s answers in time again", source.endpoint)
+                source.is_late = False
+            if claim is not None:
+                self._note(source, claim, request, search)
+            failed = False
         except CapacityExceeded:
-            return False  # it says that it is busy, or so many of our questions wait for it
+            pass  # it says that it is busy, or so many of our questions wait for it
         except KvflowError as error:
-            self._set_late(source, error)
-            return False
+            self._set_late(source, math.inf, error)
+            source.ask_from = time.monotonic() + FAILED_S
         finally:
-            asked.cancel()
-        if source.is_late:
-            logger.info("kvflow: source %s answers in time again", source.endpoint)
-        source.is_late, source.ask_from = False, 0.0
+            source.num_open -= 1
+            if source in search.waits_for:
+                search.waits_for.discard(source)
+                search.has_failed |= failed
+                if not search.waits_for:
+                    search.is_enough.set()
+
+    def _note(self, source: _Source, claim: Claim, request: Request, search: _Search) -> None:
+        """Note an answer if nobody holds more; raise ``ContentMismatch`` if its ticket has digests of other content."""
+        size, most = source.block_size, search.best.num_tokens if search.best else 0
+        may_hold = claim.count * size if search.num_read >= READ_MAX else (claim.count + len(claim.rest)) * size
+        if search.is_done or not claim.count or may_hold <= most:
+            return
+        search.num_read += 1
+        ticket = claim.read()
+        covered = max(ticket.grants[0].num_tokens)
+        num_tokens, rest = min(claim.count * size, covered), range(claim.count, min(claim.rest.stop, covered // size))
+        if rest and covered < search.num_tokens and self._is_of(request, ticket, search.chains):
+            num_tokens, rest = covered, range(0)
+        self._contents.require(request, ticket, num_tokens, search.chains)
+        if num_tokens <= most or (self._whole and num_tokens < covered):
+            return
+        search.best = Found(source.endpoint, ticket, num_tokens, time.monotonic() - search.asked_at)
+        search.rest = (source, rest) if rest else None
+        if num_tokens >= search.most:
+            search.is_enough.set()
+
+    def _is_of(self, request: Request, ticket: Ticket, chains: Chains) -> bool:
+        """Return whether all blocks of a ticket hold the beginning of a request."""
+        try:
+            self._contents.require(request, ticket, 0, chains)
+        except ContentMismatch:
+            return False
         return True
 
-    def _note(self, found: Found, request: Request, search: _Search) -> None:
-        """Note an answer. Raises ``ContentMismatch`` if the ticket has digests of other content."""
-        covered = max(found.ticket.grants[0].num_tokens)
-        num_tokens = min(found.num_tokens, covered)
-        if num_tokens < covered and self._whole:
-            return
-        if search.best is None or search.best.num_tokens < num_tokens:
-            self._contents.require(request, found.ticket, num_tokens)
-            search.best = structs.replace(found, num_tokens=num_tokens)
+    async def _ask_exactly(self, source: _Source, rest: range, request: Request, search: _Search) -> None:
+        """Ask who holds most for the blocks behind those that it has named."""
+        digests = search.chains.first(source.block_size, search.num_tokens - 1)[rest.start : rest.stop]
+        try:
+            claim = await self._reader.asks_for(digests)(source.address)
+            if claim.count:
+                ticket, num_tokens = claim.read(), (rest.start + claim.count) * source.block_size
+                self._contents.require(request, ticket, num_tokens, search.chains)
+                search.best = Found(source.endpoint, ticket, num_tokens, time.monotonic() - search.asked_at)
+        except KvflowError as error:
+            self._set_late(source, math.inf, error)
 
-    def _set_late(self, source: _Source, reason: object) -> None:
+    def _set_late(self, source: _Source, took_s: float, reason: object) -> None:
         if not source.is_late:
             text = "kvflow: requests do not wait for source %s until it answers in time: %s"
             logger.info(text, source.endpoint, reason)
-        source.is_late, source.ask_from = True, time.monotonic() + LATE_S
+        source.is_late, source.took_s = True, max(source.took_s, took_s)
 
-    async def _grow(self, request: Request, chains: dict[int, Chain], num_tokens: int) -> None:
+    async def _grow(self, request: Request, chains: Chains, sizes: Collection[int], num_tokens: int) -> None:
         """Compute digests piece by piece, while answers are read. Who came last goes first: it can still be in time."""
         for end in (*range(PIECE_TOKENS, num_tokens, PIECE_TOKENS), num_tokens):
             turn: asyncio.Future[None] = self._loop.create_future()
             self._turns.append(turn)
             self._has_turns.set()
             await turn
-            self._contents.grow(request, chains, end)
+            self._contents.grow(request, chains, sizes, end)
 
     async def _give_turns(self) -> None:
         """Let one go on in each iteration of the loop, so that answers are read between."""
@@ -467,9 +556,27 @@ class Finder:
             await asyncio.sleep(0)
 
 
-def wait_s_max(num_tokens: int, find_s: float) -> float:
-    """Return how long a request with a prompt of so many tokens waits for answers."""
-    return min(find_s, BASE_S + S_PER_TOKEN * num_tokens)
+class PrefillRate:
+    """How fast an engine computes prompts, by the time of its steps. Thread: the caller's."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = TOKENS_PER_S
+        self._begun: deque[tuple[int, float]] = deque(maxlen=MEASURED_STEPS)  # steps that have not ended
+        self._ended_at = -math.inf
+        self._rates: deque[float] = deque(maxlen=MEASURED_STEPS)
+
+    def begin(self, num_tokens: int, now: float) -> None:
+        """Take a step that computes so many tokens."""
+        self._begun.append((num_tokens, now))
+
+    def end(self, now: float) -> None:
+        """Note the end of the oldest step, behind which the next one begins."""
+        if self._begun:
+            num_tokens, begun_at = self._begun.popleft()
+            seconds, self._ended_at = now - max(begun_at, self._ended_at), now
+            if num_tokens >= MEASURED_TOKENS_MIN and seconds > 0:
+                self._rates.append(num_tokens / seconds)
+                self.tokens_per_s = median(self._rates)
 
 
 def _no_room() -> CapacityExceeded:

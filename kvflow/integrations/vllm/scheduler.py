@@ -11,7 +11,7 @@ from msgspec import structs
 from kvflow import RankAddress, TicketKey, TicketMint
 from kvflow.errors import DefectFound, KvflowError, TicketInvalid
 from kvflow.integrations.vllm.admission import Contact, EarlyAdmission
-from kvflow.integrations.vllm.blocks import NO_CHAIN, NULL_BLOCK, Contents, ExtraKeys, TransferGroup
+from kvflow.integrations.vllm.blocks import NULL_BLOCK, Chains, Contents, ExtraKeys, TransferGroup
 from kvflow.integrations.vllm.caches import read_groups, retained_tokens
 from kvflow.integrations.vllm.engine import can_keep, clears_first, load_wait
 from kvflow.integrations.vllm.finder import Finder
@@ -112,6 +112,7 @@ class SchedulerSide:
         )
         self._told_rewritten: set[str] = set()
         self._contents = Contents(extra_keys, key.content_keys())
+        self._chains: dict[str, Chains] = {}  # of each request that has not ended
         lookahead = prefill_lookahead(vllm_config)
         self._backoff, self._unsettled = prefill_backoff(groups, lookahead), lookahead - 1
         self._tally = Tally()
@@ -190,6 +191,7 @@ class SchedulerSide:
     def on_new_request(self, request: "Request") -> None:
         """Read the ``kv_transfer_params`` of a request and take it as one that loads, offers or does neither."""
         request_id, prompt = request.request_id, request.num_prompt_tokens
+        chains = self._chains[request_id] = Chains()
         if not request.abort_immediately:
             self.untagged.note(request.kv_transfer_params)
         wanted: Wanted | None = None
@@ -209,11 +211,10 @@ class SchedulerSide:
             request.max_tokens = 1  # whatever the API calls it: the blocks of further tokens fit no prompt
             self._leave_to_decode(request)
             trace = traceparent_of(getattr(request, "trace_headers", None))
-            chains = dict.fromkeys(filter(None, self._block_sizes), NO_CHAIN)
             self.offering.announce(
                 request_id,
                 partial(self._contents.digests, request, block_sizes=self._block_sizes, chains=chains),
-                partial(self._contents.grow, request, chains),
+                partial(self._contents.grow, request, chains, self._block_sizes),
                 num_tokens=request.num_prompt_tokens,
                 asked=isinstance(wanted, OfferWanted),
                 traceparent=trace,
@@ -234,13 +235,13 @@ class SchedulerSide:
         elif isinstance(wanted, LoadWanted):
             if wanted.rewritten:
                 self._tell_rewritten(wanted.rewritten)
-            self._contents.require(request, wanted.ticket)
+            self._contents.require(request, wanted.ticket, chains=self._chains[request_id])
             self.loading.announce(request_id, wanted.ticket, wanted=max(0, prompt - self._backoff))
         elif prompt > self._backoff:
             assert self._finder is not None
             sample = SAMPLE.fullmatch(request_id)
             name = sample["prompt"] if sample else request_id
-            self._finder.meet(request, wanted.endpoint, prompt - self._backoff, name)
+            self._finder.meet(request, self._chains[request_id], wanted.endpoint, prompt - self._backoff, name)
 
     @guarded((0, False), _fail_matched)
     def matched(self, request: "Request", computed: int) -> tuple[int | None, bool]:
@@ -249,7 +250,8 @@ class SchedulerSide:
         None: a source may still answer, or another request loads the same ticket.
         """
         if self._finder is not None:
-            if self._finder.is_asking(request.request_id) or not self._has_met(request, self._finder):
+            missing = request.num_prompt_tokens - computed
+            if self._finder.is_asking(request.request_id, missing) or not self._has_met(request, self._finder):
                 return None, False
             found = self._finder.take(request.request_id, computed)
             if found is not None:
@@ -266,7 +268,7 @@ class SchedulerSide:
             if found.grants[0].is_open and not self._has_room(wanted):
                 return False
             try:
-                finder.require(request, found)
+                finder.require(request, self._chains[request.request_id], found)
                 self.loading.announce(request.request_id, found, wanted=max(0, wanted - self._backoff))
                 finder.forget(request.request_id)
                 return True
@@ -291,7 +293,7 @@ class SchedulerSide:
         if self._finder is None or request.abort_immediately or request.get_skip_reading_prefix_cache():
             return
         hints = hinted_sources(request.kv_transfer_params, getattr(request, "kv_hints", None))
-        self._finder.seek(request, hints)
+        self._finder.seek(request, self._chains[request.request_id], hints)
 
     @guarded(None, _fail_allocated)
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", num_tokens: int) -> None:
@@ -302,6 +304,7 @@ class SchedulerSide:
     def on_finished(self, request: "Request", listed: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Keep and offer the blocks of a request that has ended, or release the ticket that it did not use."""
         self._keep(request, listed)
+        self._chains.pop(request.request_id, None)
         self.loading.finished(request.request_id)
         if self._finder is not None and (unused := self._finder.forget(request.request_id)) is not None:
             self.loading.give_back(request.request_id, unused)
@@ -323,7 +326,8 @@ class SchedulerSide:
         """Keep the blocks of a request that has ended, unless its tokens are wrong."""
         if request.status.name != "FINISHED_ERROR":
             num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
-            digests = partial(self._contents.digests, request, block_sizes=self._block_sizes)
+            chains = self._chains.get(request.request_id)
+            digests = partial(self._contents.digests, request, block_sizes=self._block_sizes, chains=chains)
             unsettled = self._unsettled  # a draft model computes these with the tokens that follow
             self.keeping.keep(request.request_id, listed, digests, num_tokens=num_tokens - unsettled, step=self._step)
 
@@ -332,7 +336,9 @@ class SchedulerSide:
         self.keeping.on_reuse(block)
 
     def on_reported(self, received: Iterable[str] | None, sent: Iterable[str] | None) -> None:
-        """Take the requests that the ranks have reported as received or sent."""
+        """Take the requests that the ranks have reported as received or sent, at the end of a step."""
+        if self._finder is not None:
+            self._finder.on_computed()
         for request_id in received or ():
             self._received(request_id)
         for request_id in sent or ():
@@ -349,6 +355,8 @@ class SchedulerSide:
         self._step = step if output.num_scheduled_tokens else self._step  # others write into no block
         self.offering.scheduled(output, step)
         if self._finder is not None:
+            if output.num_scheduled_tokens:
+                self._finder.on_scheduled(sum(output.num_scheduled_tokens.values()))
             self._finder.pause(idle=not output.num_scheduled_tokens and not self.loading.begun())
 
     @guarded(False)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvflow import Ticket
 from kvflow.errors import ContentMismatch
-from kvflow.integrations.vllm.blocks import ABSENT, NO_CHAIN
+from kvflow.integrations.vllm.blocks import ABSENT, Chains
 
 from .vllm_like import extra_keys, new_contents, new_mint, new_request, new_ticket
 
@@ -55,12 +55,13 @@ def test_digests_are_the_same_where_all_before_is_the_same(one, other, sizes, nu
 @given(named=named, sizes=sizes, steps=st.lists(st.integers(1, 48), max_size=4).map(sorted))
 def test_digests_that_grow_with_steps_are_those_of_the_whole(named, sizes, steps):
     request, contents = new_request(None, **named), new_contents()
-    block_ids = [range(1, 1 + (-(-48 // size) if size else 1)) for size in sizes]
-    chains = dict.fromkeys(filter(None, sizes), NO_CHAIN)
+    chains = Chains()
     for num_tokens in steps:
-        contents.grow(request, chains, num_tokens)
-    grown = contents.digests(request, block_ids, sizes, 48, chains=chains)
-    assert grown == contents.digests(request, block_ids, sizes, 48)
+        contents.grow(request, chains, sizes, num_tokens)
+    for num_tokens in (48, *steps):  # also of fewer tokens than are computed
+        ids = [range(-(-num_tokens // size) if size else 1) for size in sizes]
+        grown = contents.digests(request, ids, sizes, num_tokens, chains=chains)
+        assert grown == contents.digests(request, ids, sizes, num_tokens)
 
 
 @given(named, st.lists(st.booleans(), max_size=3))

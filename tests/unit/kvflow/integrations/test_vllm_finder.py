@@ -4,7 +4,6 @@ The sources are real workers. Only what they would not do, such as to be silent 
 """
 
 import asyncio
-import math
 import socket
 import threading
 from contextlib import ExitStack
@@ -16,12 +15,13 @@ from msgspec import structs
 from kvflow.errors import CapacityExceeded, DeadlineExceeded, PeerLost, ProtocolViolation
 from kvflow.integrations.vllm import finder as finder_module
 from kvflow.integrations.vllm import scheduler
-from kvflow.integrations.vllm.finder import Finder
+from kvflow.integrations.vllm.blocks import Chains
+from kvflow.integrations.vllm.finder import Finder, PrefillRate
 from kvflow.integrations.vllm.messages import Cancel, GiveBack, Hold, Load, Tally
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
 from kvflow.layout.specs import FullAttention, Mamba, State
 from kvflow.rendezvous import dialer
-from kvflow.rendezvous.dialer import Asker
+from kvflow.rendezvous.dialer import Asker, Claim
 from kvflow.rendezvous.issuer import draw_pair
 from kvflow.worker.askers import PrefixReader
 from kvflow.worker.threaded import run_worker
@@ -86,9 +86,9 @@ class Source:
 
 
 def chain_of(num_tokens, block_size):
-    chains = {block_size: ([], 0)}
-    new_contents().grow(new_request(None, num_tokens), chains, num_tokens)
-    return chains[block_size][0]
+    chains = Chains()
+    new_contents().grow(new_request(None, num_tokens), chains, (block_size,), num_tokens)
+    return chains.first(block_size, num_tokens)
 
 
 class Finders:
@@ -118,21 +118,23 @@ def connected(finder):
 @pytest.fixture
 def finders(monkeypatch):
     """Make finders whose requests wait for answers as long as a busy machine may need."""
-    monkeypatch.setattr(finder_module, "BASE_S", WITHIN_S)
+    monkeypatch.setattr(finder_module, "WAIT_S_MIN", WITHIN_S)
     monkeypatch.setattr(finder_module, "GIVE_UP_S", WITHIN_S)
-    finders, held = Finders(), Asker.held
+    finders, claim = Finders(), Asker.claim
 
-    async def ask(asker, digests, *given, **named):
+    async def ask(asker, question, within_s):
         finders.asked.append(asker.endpoint)
         source = finders.sources[asker.endpoint]
-        source.questions.append(digests)
+        source.questions.append(question.places)
         if source.before is not None:
             await asyncio.to_thread(source.before.wait, WITHIN_S)
         if source.error is not None:
             raise source.error
-        return (source.ticket, len(digests)) if source.ticket else await held(asker, digests, *given, **named)
+        if source.ticket is not None:
+            return Claim(question.num_digests, range(0), lambda: source.ticket)
+        return await claim(asker, question, WITHIN_S)
 
-    monkeypatch.setattr(Asker, "held", ask)
+    monkeypatch.setattr(Asker, "claim", ask)
     yield finders
     while SIDES:
         SIDES.pop().close()
@@ -157,9 +159,13 @@ def names(monkeypatch):
     return addresses
 
 
+def seek(finder, request, hints=()):
+    finder.seek(request, Chains(), hints)
+
+
 def sought(finder, request, hints=(), computed=0):
     """Ask for a request; wait until nothing more comes, and take what was found."""
-    finder.seek(request, hints)
+    seek(finder, request, hints)
     search = finder._searches.get(request.request_id)
     asking = finder.is_asking(request.request_id)
     deadline = threading.Event()
@@ -197,7 +203,7 @@ def test_with_windows_the_whole_of_a_long_entry_is_found(finders, monkeypatch):
     monkeypatch.setattr(dialer, "DIGESTS_MAX", 4)
     finder = finders({FIRST: Source(16 * 7)}, whole=True)
     assert sought(finder, new_request(None, 16 * 8 + 1)).num_tokens == 16 * 7
-    assert sought(finder, new_request(None, 16 * 12 + 1)) is None  # every fifth of the first ten is asked for
+    assert sought(finder, new_request(None, 16 * 12 + 1)).num_tokens == 16 * 7  # its last block is not asked for
 
 
 def test_another_prompt_is_not_held(finders):
@@ -299,33 +305,98 @@ def test_a_request_waits_no_longer_than_it_may(finders):
     gate = threading.Event()
     finder = finders({FIRST: Source(160, before=gate)}, find_s=0.001)
     request = new_request(None, 400)
-    finder.seek(request)
+    seek(finder, request)
     wait_until(lambda: not finder.is_asking(request.request_id))
     assert finder.take(request.request_id, 0) is None
-    assert counted(finder._tally, "prefixes") == {"not_answered": 1}
+    assert counted(finder._tally, "prefixes") == {"late": 1}
     gate.set()
 
 
 @pytest.mark.parametrize(
-    ("tokens", "find_s", "expected"),
-    [(300, 0.25, 0.0315), (2_000, 0.25, 0.040), (32_000, 0.25, 0.190), (128_000, 0.25, 0.25), (128_000, 1.0, 0.670)],
+    ("tokens", "rate", "expected"),
+    [(300, None, 0.03), (30_000, None, 0.1), (30_000, 30_000, 0.05), (30_000, 3_000, 0.25)],
 )
-def test_who_may_save_more_waits_longer(tokens, find_s, expected):
-    assert finder_module.wait_s_max(tokens, find_s) == pytest.approx(expected)
+def test_who_may_save_more_waits_longer(finders, monkeypatch, tokens, rate, expected):
+    finder = finders({}, listed=[FIRST], find_s=0.25)
+    monkeypatch.setattr(finder_module, "WAIT_S_MIN", 0.03)
+    monkeypatch.setattr(finder_module, "time", clock := SimpleNamespace(now=0.0, monotonic=lambda: clock.now))
+    if rate is not None:
+        finder.on_scheduled(rate)
+        clock.now = 1.0
+        finder.on_computed()
+    assert finder._wait_s(tokens) == pytest.approx(expected)
+
+
+def test_an_engine_is_as_fast_as_its_steps_of_prompts():
+    rate = PrefillRate()
+    for number, tokens in enumerate((8000, 16, 4000, 8000)):  # the third is slow
+        rate.begin(tokens, number + 0.0)
+        rate.begin(0, number + 0.1)  # two steps are in flight
+        rate.end(number + 0.5)
+        rate.end(number + 0.6)
+    assert rate.tokens_per_s == pytest.approx(16_000)
+    rate.end(9.0)
+    rate.begin(500, 10.0)
+    rate.begin(500, 10.0)
+    rate.end(11.0)
+    rate.end(12.0)  # it began when the one before it ended
+    assert rate.tokens_per_s == pytest.approx(8_000)
+
+
+def test_a_request_whose_cache_has_much_waits_as_for_the_rest(finders):
+    gate = threading.Event()
+    finder = finders({FIRST: Source(160, before=gate)})
+    request = new_request(None, 400)
+    seek(finder, request)
+    assert finder.is_asking(request.request_id, 400)
+    assert not finder.is_asking(request.request_id, 31)
+    assert finder.take(request.request_id, 369) is None
+    assert counted(finder._tally, "prefixes") == {"below_minimum": 1}
+    gate.set()
+
+
+def test_an_answer_that_nobody_can_better_ends_the_wait(finders):
+    gate = threading.Event()
+    finder = finders({FIRST: Source(400, before=gate), SECOND: Source(400, "decode-1")})
+    assert sought(finder, new_request(None, 400)).source == SECOND
+    assert not finder._sources[FIRST].is_late
+    gate.set()
+
+
+def test_of_a_long_prompt_few_digests_are_asked_for_and_then_the_winners(finders, monkeypatch):
+    monkeypatch.setattr(dialer, "DIGESTS_MAX", 8)
+    first, second = Source(16 * 30), Source(16 * 20, "decode-1")
+    finder = finders({FIRST: first, SECOND: second})
+    prompt = [*range(16 * 25), *range(5000, 5000 + 16 * 25)]  # it leaves what is kept within a stride
+    assert sought(finder, new_request(None, prompt)).num_tokens == 16 * 25
+    assert len(first.questions[0]) <= 8
+    assert len(first.questions) == 2
+    assert len(second.questions) == 1
+
+
+def test_tickets_of_equal_sources_are_read_a_few_times(finders, monkeypatch):
+    monkeypatch.setattr(finder_module, "READ_MAX", 1)
+    monkeypatch.setattr(dialer, "DIGESTS_MAX", 8)
+    finder = finders({FIRST: Source(16 * 21), SECOND: Source(16 * 21, "decode-1")})
+    read = []
+    held = Asker._read_ticket
+    monkeypatch.setattr(Asker, "_read_ticket", lambda *given: read.append(given) or held(*given))
+    assert sought(finder, new_request(None, 800)).num_tokens == 16 * 21
+    assert len(read) == 1
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Return a clock that stands still, whose time ``hashing`` passes with each piece of digests."""
     clock = SimpleNamespace(now=0.0, hashing=0.0, monotonic=lambda: clock.now)
-    grow = finder_module.Contents.grow
+    grow = finder_module.Contents._grown
 
     def grown(*given):
         clock.now += clock.hashing
-        grow(*given)
+        return grow(*given)
 
     monkeypatch.setattr(finder_module, "time", clock)
-    monkeypatch.setattr(finder_module.Contents, "grow", grown)
+    monkeypatch.setattr(finder_module.Contents, "_grown", grown)
     return clock
 
 
@@ -343,14 +414,14 @@ def test_a_prompt_is_given_up_if_its_digests_take_too_long(finders, clock):
     assert sought(finder, new_request(None, 400)) is None
     assert source.questions == []
     assert not finder._sources[FIRST].is_late
-    assert counted(finder._tally, "prefixes") == {"not_answered": 1}
+    assert counted(finder._tally, "prefixes") == {"not_asked": 1}
 
 
 def test_a_request_that_is_given_up_computes_no_more_digests(finders, monkeypatch):
     monkeypatch.setattr(finder_module, "GIVE_UP_S", 0.0)
     source = Source(160)
     finder = finders({FIRST: source})
-    finder.seek(new_request(None, 400))
+    seek(finder, new_request(None, 400))
     wait_until(lambda: finder._searches["r"].is_done)
     assert finder.take("r", 0) is None
     wait_until(lambda: not finder._turns)
@@ -362,14 +433,15 @@ def test_who_comes_last_computes_digests_first(finders, monkeypatch):
     finder = finders({FIRST: Source(160)})
     grown, grow, gate = [], finder_module.Contents.grow, threading.Event()
 
-    def noted(contents, request, chains, num_tokens):
-        grown.append((request.request_id, num_tokens))
-        grow(contents, request, chains, num_tokens)
+    def noted(contents, request, chains, sizes, num_tokens):
+        if sizes == {16}:  # not for a ticket
+            grown.append((request.request_id, num_tokens))
+        grow(contents, request, chains, sizes, num_tokens)
 
     monkeypatch.setattr(finder_module.Contents, "grow", noted)
     finder._loop.call_soon_threadsafe(gate.wait, WITHIN_S)
     for name in "abc":
-        finder.seek(new_request(None, 400, name))
+        seek(finder, new_request(None, 400, name))
     searches = list(finder._searches.values())
     gate.set()
     wait_until(lambda: all(each.is_done for each in searches))
@@ -381,7 +453,7 @@ def test_what_has_come_in_time_is_used(finders):
     gate = threading.Event()
     finder = finders({FIRST: Source(320, before=gate), SECOND: Source(160, "decode-1")})
     request = new_request(None, 400)
-    finder.seek(request)
+    seek(finder, request)
     search = finder._searches[request.request_id]
     wait_until(lambda: search.best is not None)
     assert finder.is_asking(request.request_id)
@@ -407,11 +479,10 @@ def test_nobody_waits_for_a_source_that_was_late(finders, caplog, error):
     for number in range(3):
         assert sought(finder, new_request(None, 400, str(number))).source == SECOND
     assert len(source.questions) == 1  # the others came within a second
-    for number in range(3):  # it is asked along, and no request waits for it
+    for number in range(3):  # it is asked along, one question at a time, and no request waits for it
         source.before, late.ask_from = gate, 0.0
         assert sought(finder, new_request(None, 400, f"along {number}")).source == SECOND
-        assert late.ask_from > 0.0
-    assert len(source.questions) == 4
+    assert len(source.questions) == 2
     source.error = None
     gate.set()
     wait_until(lambda: not late.is_late)
@@ -423,30 +494,34 @@ def test_nobody_waits_for_a_source_that_was_late(finders, caplog, error):
 def test_a_dead_source_alone_costs_one_request_its_time(finders, monkeypatch):
     gate = threading.Event()
     finder = finders({FIRST: Source(160, before=gate)})
-    monkeypatch.setattr(finder_module, "BASE_S", 0.001)
+    monkeypatch.setattr(finder_module, "WAIT_S_MIN", 0.001)
     assert sought(finder, new_request(None, 400)) is None
     wait_until(lambda: finder._sources[FIRST].is_late)
-    monkeypatch.setattr(finder_module, "BASE_S", math.inf)
+    finder._sources[FIRST].took_s = WITHIN_S
+    monkeypatch.setattr(finder_module, "WAIT_S_MIN", WITHIN_S / 2)
     for number in range(3):
-        finder._sources[FIRST].ask_from = 0.0
         assert sought(finder, new_request(None, 400, str(number))) is None
-    assert counted(finder._tally, "prefixes") == {"not_answered": 4}
+    assert counted(finder._tally, "prefixes") == {"late": 4}
+    assert len(finders.sources[FIRST].questions) == 1  # it still waits for the first answer
     gate.set()
 
 
 def test_an_answer_that_has_come_is_read_though_the_time_is_over(finders, monkeypatch):
-    request, ticket = new_request(None, 400), new_ticket(160, (tuple(range(1, 11)),))
+    ticket = new_ticket(160, (tuple(range(1, 11)),))
 
-    async def read(*_, **__):
+    async def read(*_):
         for _ in range(4):  # as many turns of the loop as an answer may take
             await asyncio.sleep(0)
-        return ticket, 10
+        return Claim(10, range(10, 10), lambda: ticket)
 
     finder = finders({FIRST: Source()})
-    monkeypatch.setattr(Asker, "held", read)
-    search = finder_module._Search(0.0, frozenset(), chains={16: (chain_of(160, 16), 0)})
-    asking = finder._ask(finder._sources[FIRST], request, search, 0.0)
-    assert asyncio.run_coroutine_threadsafe(asking, finder._loop).result(WITHIN_S)
+    monkeypatch.setattr(Asker, "claim", read)
+    monkeypatch.setattr(finder_module, "WAIT_S_MIN", 0.0)
+    monkeypatch.setattr(finder_module, "WAIT_SHARE", 0.0)
+    request = new_request(None, 400)
+    seek(finder, request)
+    search = finder._searches[request.request_id]
+    wait_until(lambda: search.is_done)
     assert search.best.num_tokens == 160
 
 
@@ -454,7 +529,7 @@ def test_a_source_that_refuses_a_question_has_not_answered_and_is_not_late(finde
     source = Source(160, error=CapacityExceeded("questions", 1))
     finder = finders({FIRST: source})
     assert sought(finder, new_request(None, 400)) is None
-    assert counted(finder._tally, "prefixes") == {"not_answered": 1}
+    assert counted(finder._tally, "prefixes") == {"late": 1}
     source.error = None
     assert sought(finder, new_request(None, 400, "s")).source == FIRST
 
@@ -463,13 +538,13 @@ def test_what_nobody_holds_is_told_from_what_somebody_has_not_answered(finders):
     late, other = Source(0, error=LATE["silent"]), Source(0, "decode-1")
     finder = finders({FIRST: late, SECOND: other})
     assert sought(finder, new_request(None, 400)) is None
-    assert counted(finder._tally, "prefixes") == {"not_answered": 1}
+    assert counted(finder._tally, "prefixes") == {"late": 1}
     assert sought(finder, new_request(None, 400)) is None  # nobody waits for the first
     assert counted(finder._tally, "prefixes") == {"not_held": 1}
     other.error = LATE["silent"]
     assert sought(finder, new_request(None, 400)) is None
     assert sought(finder, new_request(None, 400)) is None  # nobody is asked
-    assert counted(finder._tally, "prefixes") == {"not_answered": 2}
+    assert counted(finder._tally, "prefixes") == {"late": 1, "not_asked": 1}
 
 
 def test_a_prompt_shorter_than_a_block_of_a_source_is_not_held(finders):
@@ -490,9 +565,9 @@ def test_sources_are_asked_in_random_order(finders):
 def test_a_hinted_source_that_is_silent_leaves_half_of_the_time_to_others(finders, monkeypatch):
     gate = threading.Event()
     finder = finders({FIRST: Source(320, before=gate), SECOND: Source(160, "decode-1")})
-    monkeypatch.setattr(finder_module, "BASE_S", 0.1)
+    monkeypatch.setattr(finder_module, "WAIT_S_MIN", 0.1)
     request = new_request(None, 400)
-    finder.seek(request, [FIRST])
+    seek(finder, request, [FIRST])
     search = finder._searches[request.request_id]
     wait_until(lambda: search.is_done)
     assert search.until - finder._loop.time() < 0.1
@@ -580,14 +655,14 @@ def test_searches_are_bounded_and_end_with_their_requests(finders, monkeypatch):
     source = Source(160)
     finder = finders({FIRST: source})
     for name in "abc":
-        finder.seek(new_request(None, 400, name))
+        seek(finder, new_request(None, 400, name))
     assert list(finder._searches) == ["a", "b"]
     finder.forget("a")
     finder.forget("unknown")
     assert finder.take("a", 0) is None
     finder.clear()
     assert finder.take("b", 0) is None
-    assert counted(finder._tally, "prefixes") == {"not_answered": 1}
+    assert counted(finder._tally, "prefixes") == {"not_asked": 1}
 
 
 def test_a_defect_in_a_search_ends_only_that_search(finders, monkeypatch, caplog):
@@ -606,7 +681,7 @@ def test_idle_steps_wait_for_the_answers_of_sources(finders, monkeypatch):
     finder.pause(idle=True)
     finder.pause(idle=True)  # nobody has asked for anything
     finder._has_answer.clear()
-    finder.seek(new_request(None, 400))
+    seek(finder, new_request(None, 400))
     finder._loop.call_soon_threadsafe(finder._loop.call_later, 0.01, gate.set)
     finder.pause(idle=True)
     assert not finder.is_asking("r")

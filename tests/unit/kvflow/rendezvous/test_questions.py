@@ -271,7 +271,7 @@ async def test_the_longest_prefix_is_found_in_few_short_questions(answers):
 
 async def test_an_answer_tells_what_was_not_asked_for(answers):
     said, _ = answers
-    question = dialer.Question([number.to_bytes(16) for number in range(1000)])
+    question = dialer.ContentQuestion([number.to_bytes(16) for number in range(1000)])
     async with producing() as producer, asking(producer) as asker:
         for count in (0, 1, len(question.places)):
             said.append(AnswerHeld(ticket=minted() if count else "", count=count))
