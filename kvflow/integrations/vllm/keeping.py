@@ -27,6 +27,7 @@ class _Entry:
 
     name: str
     block_ids: BlocksByGroup
+    replaces: "_Entry | None" = None  # it has all that this one has, which ends when this lease is held
 
 
 class Keeping:
@@ -40,6 +41,7 @@ class Keeping:
         self._offering = offering  # which signs grants
         self._entries: dict[str, _Entry] = {}  # the oldest first
         self._of_block: dict[int, set[_Entry]] = {}  # the pool calls ``tell_reuse`` for each of these
+        self._by_last: dict[int, _Entry] = {}  # by the last block of the first group, the newest
         self._tell_reuse = tell_reuse
         self._signed: deque[tuple[_Entry, KeepBlocks | None]] = deque()
         self._num_signing = 0
@@ -81,7 +83,7 @@ class Keeping:
             return
         if any(each.block_ids == block_ids for each in self._of_block.get(ids[-1], ())):
             return  # it is kept already: all its tokens were in the prefix cache
-        entry = _Entry(PREFIX + request_id, block_ids)
+        entry = _Entry(PREFIX + request_id, block_ids, self._extended_by(block_ids))
         while len(self._entries) >= self._offering.slots or entry.name in self._entries:
             oldest = self._entries.get(entry.name) or next(iter(self._entries.values()))
             self._revoked.append(oldest.name)
@@ -92,7 +94,7 @@ class Keeping:
         pool.unpin_blocks(new, self._tell_reuse)
         for block in ids:
             self._of_block.setdefault(block, set()).add(entry)
-        self._entries[entry.name] = entry
+        self._entries[entry.name] = self._by_last[block_ids[0][-1]] = entry
         self._offering.submit(partial(self._sign, entry, digests, end, step))
         self._num_signing += 1  # behind what may fail: vLLM takes steps until all are signed
 
@@ -115,6 +117,7 @@ class Keeping:
         self._revoked += names  # the others end them before the next step writes
         self._entries.clear()
         self._of_block.clear()
+        self._by_last.clear()
         for name in names:
             self._offering.submit(partial(self._offering.retire, name))
         return names
@@ -130,6 +133,7 @@ class Keeping:
                     self._forget(entry)
                 else:
                     commands.append(command)
+                    self._replace(entry)
         return commands
 
     def take_revoked(self) -> tuple[str, ...]:
@@ -137,8 +141,27 @@ class Keeping:
         revoked, self._revoked = tuple(self._revoked), []
         return revoked
 
+    def _extended_by(self, block_ids: BlocksByGroup) -> _Entry | None:
+        """Return the longest lease whose lists these blocks continue, in every group."""
+        for block in reversed(block_ids[0][:-1]):
+            entry = self._by_last.get(block)
+            if entry is not None and all(
+                new[: len(old)] == old for old, new in zip(entry.block_ids, block_ids, strict=True)
+            ):
+                return entry
+        return None
+
+    def _replace(self, entry: _Entry) -> None:
+        """End the lease that a new one extends, unless it has ended."""
+        replaced, entry.replaces = entry.replaces, None
+        if replaced is not None and self._entries.get(replaced.name) is replaced:
+            self._revoked.append(replaced.name)
+            self._forget(replaced)
+
     def _forget(self, entry: _Entry) -> None:
         del self._entries[entry.name]
+        if self._by_last.get(entry.block_ids[0][-1]) is entry:
+            del self._by_last[entry.block_ids[0][-1]]
         for group in entry.block_ids:
             for block in group:
                 entries = self._of_block[block]

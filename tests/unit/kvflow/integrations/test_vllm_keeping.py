@@ -253,6 +253,48 @@ def test_groups_with_blocks_of_several_sizes_are_kept_up_to_a_common_end(pool):
     assert (command.grant.num_tokens, [len(ids) for ids in command.grant.block_ids]) == ((64, 64), [4, 1])
 
 
+def test_a_request_that_extends_what_is_kept_replaces_it(pool):
+    found = keeper(pool)
+    first, other = filled(pool, 2), filled(pool, 2)
+    end(found, pool, first, "first")
+    end(found, pool, other, "other")
+    assert kept(found) == ["kept:first", "kept:other"]
+    pool.touch(first)
+    end(found, pool, [*first, *filled(pool, 1)], "second")
+    assert found.keeping.take_revoked() == ()  # not before its successor is held
+    assert kept(found) == ["kept:second"]
+    assert found.keeping.take_revoked() == ("kept:first",)
+    pool.touch(first[:1])
+    end(found, pool, [*first[:1], *filled(pool, 2)], "fork")
+    assert kept(found) == ["kept:fork"]
+    assert found.keeping.take_revoked() == ()
+    assert [*found.keeping._entries] == ["kept:other", "kept:second", "kept:fork"]
+
+
+def test_what_has_ended_is_not_replaced(pool):
+    found = keeper(pool)
+    first = filled(pool, 2)
+    end(found, pool, first, "first")
+    assert kept(found) == ["kept:first"]
+    pool.touch(first)
+    end(found, pool, [*first, *filled(pool, 1)], "second")
+    found.on_refused(["kept:first"])
+    assert found.keeping.take_revoked() == ("kept:first",)
+    assert kept(found) == ["kept:second"]
+    assert found.keeping.take_revoked() == ()
+
+
+def test_a_window_that_has_moved_on_is_not_replaced(pool):
+    found = keeper(pool, FullAttentionSpec(), SlidingWindowSpec(sliding_window=17))
+    full, window = filled(pool, 2), filled(pool, 2)
+    end(found, pool, [full, window], "first")
+    assert kept(found) == ["kept:first"]
+    pool.touch(full)
+    end(found, pool, [[*full, *filled(pool, 1)], [None, None, *filled(pool, 1)]], "second")
+    assert kept(found) == ["kept:second"]
+    assert found.keeping.take_revoked() == ()
+
+
 def test_a_lease_ends_in_the_call_that_hands_one_of_its_blocks_out(pool):
     found = keeper(pool)
     first, second = filled(pool, 3), filled(pool, 3)
