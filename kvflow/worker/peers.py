@@ -320,10 +320,13 @@ class PeerPool:
 
     async def _run(self, connection: Connection) -> None:
         """Link a peer, connect our transport once the peer is to be read, and end the connection when it is dropped."""
-        started, peer_id = self._clock(), connection.member.peer
+        peer_id = connection.member.peer
         code: str = PeerLost.code
         detail = ""
         try:
+            if rest_s := self._reachability.redial_in_s(peer_id.endpoint):
+                await asyncio.sleep(rest_s)
+            started = self._clock()
             ended, first = partial(self.drop, peer_id), self._reachability.last_address(peer_id)
             async with open_link(peer_id, local=self._local, on_ended=ended, first=first) as link:
                 connection.link, connection.linked_at = link, self._clock()
@@ -408,6 +411,8 @@ class PeerPool:
         self._forget_routes(peer)
         if connection.peer is not None:
             self._reachability.saw(peer, connection.peer.issued_ms)
+        if code == PeerLost.code and connection.link is not None:
+            self._reachability.on_lost(peer.endpoint)
         if code == FailureCode.PEER_CLOSED:
             self._reachability.on_goodbye(member)
         self._transport.remove_peer(peer, gone=self._reachability.is_closed(member))

@@ -125,6 +125,18 @@ async def test_a_lost_peer_is_told_once_and_connected_again_when_needed(world, n
     assert len(network.dialed) == 2
 
 
+async def test_a_peer_that_was_lost_is_dialed_again_at_a_drawn_moment(world, network, monkeypatch):
+    monkeypatch.setattr("kvflow.worker.connections.SPREAD_S", PATIENCE_S)
+    await world.connect()
+    network.draw = lambda: 0.5
+    network.cut(world.producer.endpoint)
+    await world.heard(PeerDropped)
+    handle = world.start()
+    await turns(50)
+    assert len(network.dialed) == 1
+    handle.cancel()
+
+
 async def test_a_peer_that_said_goodbye_is_closed_and_never_dialed(network):
     async with opened(ranks=0, network=network) as world:
         async with living(network) as producer:

@@ -1,5 +1,7 @@
 """When an address is left alone, and when a peer counts as closed."""
 
+from random import Random
+
 import msgspec
 import pytest
 
@@ -11,6 +13,7 @@ from kvflow.worker.connections import (
     BACKOFF_S,
     BACKOFF_S_MAX,
     FAILURES_MAX,
+    SPREAD_S,
     SUPERSEDED_S,
     TRIED_MAX,
     AddressRecord,
@@ -294,3 +297,20 @@ def test_an_attempt_may_fail_after_the_others(opened):
     opened.failed("p", 1.0, 0.0)
     assert opened.broken
     assert opened.retry_at > 1.0
+
+
+def test_peers_that_lose_one_server_dial_it_again_at_moments_of_their_own():
+    clock, moments = Clock(), []
+    peers = [Reachability(clock=clock, draw=Random(seed).random, report=Reports()) for seed in range(1100)]
+    for each in peers:
+        assert each.redial_in_s(ENDPOINT) == 0.0
+        each.on_lost(ENDPOINT)
+        moments.append(each.redial_in_s(ENDPOINT))
+        assert each.redial_in_s(OTHER_ENDPOINT) == 0.0
+    tenths = [int(10 * moment / SPREAD_S) for moment in moments]
+    assert all(80 <= tenths.count(tenth) <= 140 for tenth in range(10))
+    clock.now += SPREAD_S  # a restart has taken longer, and its first pull waits for nothing
+    assert not any(each.redial_in_s(ENDPOINT) for each in peers)
+    peers[0].on_lost(ENDPOINT)
+    peers[0].on_answered(ENDPOINT)
+    assert peers[0].redial_in_s(ENDPOINT) == 0.0
