@@ -121,7 +121,8 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
         queue_s: budget of a pull from its submission to its first read.
         wire_s: longest time without a completed read while a peer owes one. Only this finds a hung peer.
         fence_s: budget from the last byte to the result, including the wait for a late admission.
-        compute_s: budget of an open offer, from the start of its pull until its producer has computed everything.
+        compute_s: budget of an open offer, from the start of its pull until its producer has computed everything; and
+            how long a ticket is held without a pull.
         follow_bytes_min: bytes of an open offer that are worth a read while its producer computes the rest.
         staging_bytes: memory for staged reads, allocated if the cache is in host memory; 0 disables staging.
         peer_weights: engine id of a producer -> chunks that are read from it in a row while other peers wait; 1 for

@@ -73,8 +73,8 @@ class LeaseState(Struct, frozen=True, kw_only=True):
         age_s: seconds since the lease was admitted.
         expires_in_s: seconds until the lease expires unless it is renewed; 0 if it is kept.
         num_blocks: blocks that it keeps, of all groups together; if it is open, those told so far.
-        readers: engines that have renewed it or released it in part, at most 16. A reader whose pull takes less than a
-            third of the lease does neither. Over NIXL a producer does not see reads. Of a kept lease none is listed.
+        readers: engines that have renewed it or released it in part, at most 16. A reader whose pull takes less than
+            20 ms does neither. Over NIXL a producer does not see reads. Of a kept lease none is listed.
         kind: ``offer``; ``kept``: only the producer ends it; or ``open``: its blocks are told while they are computed.
     """
 

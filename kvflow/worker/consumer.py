@@ -84,7 +84,7 @@ class Consumer:
             pool=self.peers, clock=self._clock, wall=wall, report=self._report, cancel=self._cancel_by_id
         )
         self._scheduler = Scheduler(self.pulls.by_id, tuning, environment.pulls_max)
-        self._renewals = LeaseRenewer(self.peers, self._clock, wall)
+        self._renewals = LeaseRenewer(self.peers, self._clock, tuning.compute_s)
         self._fresh: list[OpenPull] = []  # opened since the last tick
         self._busy = asyncio.Event()
         self._collected: dict[int, OpenPull] = {}  # checked, but not posted yet

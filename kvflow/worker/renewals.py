@@ -12,7 +12,7 @@ from kvflow.leases.tickets import Member
 from kvflow.worker.peers import PeerPool
 
 RENEWALS_PER_LEASE = 3  # two may be lost before a lease runs out
-TICK_S = 0.02  # renewals are due at ticks; most pulls end before the first
+TICK_S = 0.02  # renewals are due at ticks. The first is due at the second tick, and most pulls end before
 REDIAL_S = 0.5  # until the next renewal of a lease whose peer is not connected
 RELEASE_PAUSE_S = 0.002  # collects releases: a message costs as much as several fences, and delays the next pull
 RELEASE_PAUSES_MAX = 10  # releases wait for one pause more while others join them, at most for so many
@@ -32,14 +32,16 @@ class _Lease(Struct, eq=False, gc=False):
 class LeaseRenewer:
     """Renew the leases of one worker's open pulls and held tickets, and release them. Thread: the event loop.
 
-    A lease is renewed once for all pulls that need it. Those due at one tick are in one dictionary, so the cost of a
-    lease does not depend on their number. ``held``: the lease of each held ticket, and the requests that hold it.
+    The first renewal of a lease tells its producer that it has a reader, so it is sent at once. A lease is renewed once
+    for all pulls that need it. Those due at one tick are in one dictionary, so the cost of a lease does not depend on
+    their number. ``held``: the lease of each held ticket, the requests that hold it, and since when; each does so for
+    at most ``hold_s``.
     """
 
-    def __init__(self, pool: PeerPool, clock: Clock, wall: Clock) -> None:
-        self._pool, self._clock, self._wall = pool, clock, wall
+    def __init__(self, pool: PeerPool, clock: Clock, hold_s: float) -> None:
+        self._pool, self._clock, self._hold_s = pool, clock, hold_s
         self._leases: dict[HeldLease, _Lease] = {}
-        self.held: dict[HeldLease, set[str]] = {}
+        self.held: dict[HeldLease, dict[str, float]] = {}
         self._num_held = 0  # of all requests
         self._due: dict[int, dict[HeldLease, _Lease]] = defaultdict(dict)
         self._tick: int | None = None  # the last whose leases were renewed; none while nothing is held
@@ -89,12 +91,13 @@ class LeaseRenewer:
         Raises:
             CapacityExceeded: too many leases are held; some leases of this ticket may be among them.
         """
+        now = self._clock()
         for member in members:
-            names = self.held.setdefault(_key(member), set())
+            names = self.held.setdefault(_key(member), {})
             if name not in names:
                 if self._num_held >= HELD_MAX:
                     raise CapacityExceeded("leases of tickets that are held", HELD_MAX)
-                names.add(name)
+                names[name] = now
                 self._num_held += 1
                 self.start([member])
 
@@ -126,7 +129,7 @@ class LeaseRenewer:
 
     def _end_hold(self, key: HeldLease, name: str) -> None:
         names = self.held[key]
-        names.remove(name)
+        del names[name]
         self._num_held -= 1
         if not names:
             del self.held[key]
@@ -147,7 +150,7 @@ class LeaseRenewer:
         get_running_loop().call_later(TICK_S, self._renew)
         now, last = self._clock(), self._tick
         for key, lease in self._due.pop(NEW, {}).items():
-            self._put(key, lease, now + self._left_s(key[0], lease.member))
+            self._put(key, lease, now)
         self._tick = int(now / TICK_S)
         renewals: dict[PeerId, list[LeaseKey]] = {}
         for tick in range(last + 1, self._tick + 1):
@@ -164,18 +167,14 @@ class LeaseRenewer:
         lease.tick = max(int(due / TICK_S), (self._tick or 0) + 1)
         self._due[lease.tick][key] = lease
 
-    def _left_s(self, peer: PeerId, member: Member) -> float:
-        """Return the seconds until the first renewal of a ticket: 0 if a third of its lease may have passed."""
-        link, grant = self._pool.link(peer), member.grant
-        offset = None if link is None else link.clock_offset
-        if offset is None or grant.issued_ms is None:
-            return 0.0
-        age_s = self._wall() + offset.ahead_s + offset.error_s - grant.issued_ms / 1000
-        # A negative age means that the signer's clock is ahead of the producer's: the age is unknown.
-        return max(0.0, grant.lease_s / RENEWALS_PER_LEASE - age_s) if age_s >= 0 else 0.0
-
     def _again_at(self, peer: PeerId, member: Member, now: float) -> float:
-        """Return when a lease that is renewed now is due again; start to connect its peer if it is not connected."""
+        """Return when a lease that is renewed now is due again; start to connect its peer if it is not connected.
+
+        A request that has held it for too long does so no more.
+        """
+        for name, since in tuple(self.held.get(_key(member), {}).items()):
+            if now - since >= self._hold_s:
+                self._end_hold(_key(member), name)
         try:
             if self._pool.link(peer) is None:
                 self._pool.start_connecting(member)

@@ -514,7 +514,8 @@ class Worker:
     def hold(self, ticket: Ticket, *, local_request_id: str = "") -> None:
         """Renew a ticket's leases until the ticket is pulled or released. Use it while a request waits for room.
 
-        A held lease lasts until this worker closes, unless its producer ends it. If it has ended, the pull reports it.
+        A held lease lasts ``compute_s`` or until this worker closes, unless its producer ends it. If it has ended, the
+        pull reports it.
 
         Args:
             ticket: the producer's ticket.

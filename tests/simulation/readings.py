@@ -54,6 +54,7 @@ class Reading:
         self._released = 0
         self._neglected = False
         self._renewing = 0  # ranks that keep the ticket, or pull
+        self._started = False  # to pull
 
     @property
     def over(self) -> bool:
@@ -119,8 +120,14 @@ class Reading:
 
     def _keep(self) -> None:
         self._kept = True
+        self._world.after(self.engine.setting.settings.compute_s, self._keep_no_more)
         for rank in self.engine.ranks:
             rank.process.create_task(self._keep_on(rank), name=f"drive keeping {self.name}")
+
+    def _keep_no_more(self) -> None:
+        """A worker holds a ticket that is not pulled for so long only."""
+        if not self._started:
+            self._kept, self._renewing = False, 0
 
     async def _keep_on(self, rank: Rank) -> None:
         if rank.face is None:
@@ -155,6 +162,7 @@ class Reading:
             self._blocks[:1] = self._occupied
         blocks = list(self._blocks)
         self._block_ids = [[blocks.pop(0) for _ in range(number)] for number in counts] if blocks else []
+        self._started = True
         for rank in engine.ranks:
             self._start(rank)
 

@@ -52,7 +52,6 @@ class Loading:
         self._sampled: dict[str, None] = {}
         self._commands: list[Command] = []
         self._new: list[str] = []
-        self._waited: list[str] = []
 
     def announce(self, request_id: str, ticket: Ticket, *, wanted: int) -> None:
         """Take a request, and a verified ticket whose blocks hold its beginning; ``wanted`` tokens can be loaded."""
@@ -189,18 +188,16 @@ class Loading:
     def take_commands(self) -> list[Command]:
         """Return the commands for the ranks since the last call.
 
-        A request that got no blocks in the step of its arrival may wait longer than its lease: from the next step on,
-        the lease is renewed.
+        A request that gets no blocks in the step of its arrival may wait longer than its lease, so the lease is renewed
+        from then on, and its producer knows that it has a reader.
         """
-        if not (self._commands or self._waited or self._new):
+        if not (self._commands or self._new):
             return []
-        commands = self._commands
-        if self._waited:
-            loads = [(name, self._loads.get(name)) for name in self._waited]
-            held = [RenewLeases(name, load.ticket) for name, load in loads if load and load.ticket and not load.loading]
-            commands = [*commands, *held]
+        loads = [(name, self._loads.get(name)) for name in self._new]
+        held = [RenewLeases(name, load.ticket) for name, load in loads if load and load.ticket and not load.loading]
+        commands = [*self._commands, *held]
         # Clear the lists last: a request whose command is lost would never end.
-        self._commands, self._waited, self._new = [], self._new, []
+        self._commands, self._new = [], []
         return commands
 
     def _remember(self, prompt: str) -> None:
