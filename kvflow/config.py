@@ -116,13 +116,15 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
         lease_slots: leases that may be held at once; what is kept leaves its slot to offers. A kept lease takes 170
             bytes of memory for each of its blocks, and in vLLM's scheduler 500.
         peers_max: most peers that may be connected. Each takes up to 5 open files.
+        unread_s: age at which the oldest offer without a sign of a reader ends if such offers hold over half of the
+            blocks.
         connect_s: budget for reaching a peer's endpoint.
         handshake_s: budget from there until the peer's manifest has arrived; all of it if a name has several addresses.
         queue_s: budget of a pull from its submission to its first read.
         wire_s: longest time without a completed read while a peer owes one. Only this finds a hung peer.
         fence_s: budget from the last byte to the result, including the wait for a late admission.
         compute_s: budget of an open offer, from the start of its pull until its producer has computed everything; and
-            how long a ticket is held without a pull.
+            of a hold.
         follow_bytes_min: bytes of an open offer that are worth a read while its producer computes the rest.
         staging_bytes: memory for staged reads, allocated if the cache is in host memory; 0 disables staging.
         peer_weights: engine id of a producer -> chunks that are read from it in a row while other peers wait; 1 for
@@ -148,6 +150,7 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
     copy_threads: Annotated[int, Meta(ge=0, le=16)] = 0  # on two cores a busy engine needs the second one
     lease_slots: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096  # 32 KiB of epochs; more requests than one rank runs
     peers_max: Annotated[int, Meta(ge=1, le=1 << 16)] = 1024  # 128 engines of TP 8 meet each rank of such an engine
+    unread_s: Seconds = 10.0  # a router hands a ticket on at once; longer than a first meeting
     connect_s: Seconds = 1.5  # a listening peer accepts within milliseconds; a death must be detected within 2 s
     handshake_s: Seconds = 5.0  # one round trip and a manifest; the rest is a peer that is busy starting
     queue_s: Seconds = 30.0

@@ -375,8 +375,9 @@ class StaleLease(TransferFailed):
     """The lease ended before the read was complete. The bytes that were read may belong to another request.
 
     Attributes:
-        ended_by: how it ended: ``expired``, ``revoked``, ``used`` by a reader that read it before, ``released`` by
-            one that gave it back, ``gone`` with its producer, or ``unknown``. Empty if the producer was not asked yet.
+        ended_by: how it ended: ``expired``, ``unread`` for want of blocks, ``revoked``, ``used`` by a reader that read
+            it before, ``released`` by one that gave it back, ``gone`` with its producer, or ``unknown``. Empty if the
+            producer was not asked yet.
         ended_s: seconds between the end and the question to the producer; None if unknown.
     """
 

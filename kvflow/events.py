@@ -15,7 +15,9 @@ from msgspec import Struct
 
 from kvflow.report import TransferReport
 
-Outcome = Literal["released", "expired", "revoked"]
+Outcome = Literal["released", "expired", "unread", "revoked"]
+
+TIMED_OUT = ("expired", "unread")  # outcomes of leases whose readers did not come in time
 """How a lease ends."""
 
 
@@ -182,7 +184,7 @@ class LeaseEnded(Struct, frozen=True, gc=False):
     """A lease has ended: its epoch is raised, and the producer may reuse its blocks."""
 
     request_id: str  # the producer's name of the request
-    outcome: Outcome  # how it ended: ``released``, ``expired`` or ``revoked``
+    outcome: Outcome  # how it ended: ``released``, ``expired``, ``unread`` or ``revoked``
     held_s: float  # seconds for which the producer held it
     # W3C trace context of the request; empty if the ticket has none. The record has ``trace_id`` instead.
     traceparent: str = ""

@@ -25,7 +25,7 @@ class Lease(Struct, eq=False, kw_only=True):
     more settled, the seconds since the admission, and the tokens.
     ``ends_by_readers``: it ends when they have released it, or at ``ends_at``; otherwise only the producer ends it.
     ``released_by``: by engine and number of its ranks, those that have released it; ``named_by``: the key that has
-    named this engine first.
+    named this engine first. ``shown``: whether a reader has shown its ticket.
     ``digests``: of its blocks, by which peers find it; without any, nobody does. ``found_by_all``: whether all who
     ask find it; otherwise one question does, ``found_by``, until that reader gives it back unread. ``text``: of its
     ticket, once a peer has found it.
@@ -48,8 +48,19 @@ class Lease(Struct, eq=False, kw_only=True):
     released_by: dict[tuple[str, int], set[int]] = {}
     named_by: dict[tuple[str, int], str] = {}
     macs: Sequence[bytes] = ()
+    shown: bool = False
     found_by: Hashable = None
     text: str = ""
+
+    @property
+    def renewed_at(self) -> float:
+        """When it was last renewed: at its admission or seal, unless a reader or a question did so."""
+        return self.ends_at - self.grant.lease_ms / 1000
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether it is whole, and no reader has renewed it, released it in part, or shown its ticket."""
+        return self.sealed and not (self.shown or self.released_by)
 
     @property
     def released(self) -> bool:

@@ -2,7 +2,8 @@
 
 A lease ends by release, expiry or revocation. Each end raises the epoch *before* the engine learns that the blocks are
 free. A lease is released when all ranks of one consumer engine have released it; each rank counts once. An offer that
-this engine has found by asking, and that none of its ranks has read, is found again instead. A *kept* lease
+this engine has found by asking, and that none of its ranks has read, is found again instead. Offers without a sign of a
+reader have half of the blocks: if they hold more, the oldest end, as ``unread``. A *kept* lease
 ends only by revocation, or when another grant gets its slot. Peers find it by the digests of its blocks. The blocks of
 an *open* lease are told and settle while it is held; what has settled is not written again before its end.
 """
@@ -12,13 +13,14 @@ from collections.abc import Callable, Collection, Container, Hashable, Sequence
 from hmac import compare_digest
 from itertools import islice, takewhile
 from math import inf
+from operator import attrgetter
 from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid, RequestUnknown
 from kvflow.events import LeaseEnded, Outcome
-from kvflow.ids import LeaseKey
+from kvflow.ids import ABSENT, LeaseKey
 from kvflow.leases.epochs import EpochTable
 from kvflow.leases.held import ADVANCES_MAX, Blocks, Index, Lease
 from kvflow.leases.tickets import Grant, Kind
@@ -26,13 +28,17 @@ from kvflow.validation import Count, Name, Number
 
 PAST_MAX = 16384  # four per slot of a worker
 
+UNREAD_SHARE = 0.5  # of the blocks
+UNREAD_PAUSE_S = 1.0  # between two counts of the blocks of unread offers: with many offers a count takes milliseconds
+
 ReaderAnswer = Literal["held", "counted", "ended", "unknown"]
 
 
 class PastLease(Struct, frozen=True, gc=False):
     """How a lease ended, and when on the clock of the leases.
 
-    ``ended_by`` is ``expired``; ``revoked``; ``used`` if a reader released it after a read; otherwise ``released``.
+    ``ended_by`` is ``expired``; ``unread``; ``revoked``; ``used`` if a reader released it after a read; otherwise
+    ``released``.
     """
 
     ended_by: str
@@ -124,9 +130,13 @@ class LeaseTable:
     """The leases of one worker, which holds a lock around every call but ``blocks_of`` and ``has_mac``.
 
     One issuer allots its slots: the worker's own, or a mint elsewhere. The first lease decides which.
+
+    ``num_blocks``: of the cache. ``unread_s``: an offer without a sign of a reader lasts at least so long.
     """
 
-    def __init__(self, epochs: EpochTable) -> None:
+    def __init__(self, epochs: EpochTable, *, num_blocks: int, unread_s: float) -> None:
+        self._unread_blocks, self._unread_s = int(num_blocks * UNREAD_SHARE), unread_s
+        self._counted_at = -inf  # when the blocks of unread offers were counted last
         self._epochs = epochs
         self._slots = len(epochs)
         self._by_slot: dict[int, Lease] = {}
@@ -314,7 +324,9 @@ class LeaseTable:
             return False
         if not lease.macs:
             lease.macs = macs_of(lease.grant)
-        return any(compare_digest(mac, each) for each in lease.macs)
+        found = any(compare_digest(mac, each) for each in lease.macs)
+        lease.shown = lease.shown or found
+        return found
 
     def blocks_of(self, slot: int, epoch: int) -> Sequence[Sequence[int]] | None:
         """Return the block ids of each group that have settled while the lease is held; otherwise None.
@@ -410,20 +422,43 @@ class LeaseTable:
         return self._end(list(self._by_slot.values()), "revoked", now)
 
     def expire(self, now: float, awaited: Container[object] = ()) -> list[LeaseEnded]:
-        """End the leases that have run out, except those of ``awaited`` requests, which are renewed."""
+        """End the leases that have run out, except those of ``awaited`` requests, which are renewed; and unread ones.
+
+        The oldest unread offers end, of those that are older than ``unread_s``, while all together have more than half
+        of the blocks.
+        """
         due = [
             lease
             for leases in self._ends.values()
             for lease in takewhile(lambda lease: lease.ends_at <= now, leases.values())
         ]
-        if not due:
-            return []
-        self.renew([(lease.grant.slot, lease.epoch) for lease in due if lease.grant.request_id in awaited], now)
-        return self._end([lease for lease in due if lease.ends_at <= now], "expired", now)
+        if due:
+            self.renew([(lease.grant.slot, lease.epoch) for lease in due if lease.grant.request_id in awaited], now)
+        ended = self._end([lease for lease in due if lease.ends_at <= now], "expired", now)
+        return ended + self._end(self._excess(now), "unread", now)
 
     def next_deadline(self) -> float | None:
-        """Return when the next lease runs out."""
-        return min((next(iter(leases.values())).ends_at for leases in self._ends.values()), default=None)
+        """Return when the next lease runs out, or the blocks of unread offers are to be counted."""
+        ends = [next(iter(leases.values())).ends_at for leases in self._ends.values()]
+        return min([*ends, self._count_at()]) if ends else None
+
+    def _count_at(self) -> float:
+        oldest = min([next(iter(leases.values())).renewed_at for leases in self._ends.values()], default=inf)
+        return max(oldest + self._unread_s, self._counted_at + UNREAD_PAUSE_S)
+
+    def _excess(self, now: float) -> list[Lease]:
+        """Return the unread offers that are old enough to end, and do not fit beside the newer ones."""
+        if now < self._count_at():
+            return []
+        self._counted_at = now
+        unread = [lease for leases in self._ends.values() for lease in leases.values() if lease.is_unread]
+        blocks, excess = {ABSENT}, []
+        for lease in sorted(unread, key=attrgetter("renewed_at"), reverse=True):
+            if len(blocks) <= self._unread_blocks + 1:
+                blocks.update(*lease.blocks)
+            if len(blocks) > self._unread_blocks + 1 and lease.renewed_at + self._unread_s <= now:
+                excess.append(lease)
+        return excess
 
     def _require_issuer(self, grant: Grant) -> None:
         """Refuse a lease whose slot another issuer has allotted: neither knows which slots the other has taken."""

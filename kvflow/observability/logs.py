@@ -55,7 +55,7 @@ LEVELS: dict[type[Event], int] = {
     events.TransferTraced: logging.DEBUG,
     events.TransferQuiesced: logging.DEBUG,
 }
-"""The usual level of each event. ``lease.ended`` is a WARNING if the lease has expired, ``peer.connected`` if it has a
+"""The usual level of each event. ``lease.ended`` is a WARNING if no reader came in time, ``peer.connected`` if it has a
 remedy; ``transfer.failed`` is INFO if the caller canceled the pull, ``peer.dropped`` DEBUG if the worker is closing."""
 
 COSTLY = (events.TransferTraced,)  # take time for each chunk of a pull: a hook of all events does not get these
@@ -73,7 +73,7 @@ Record = tuple[Event, Mapping[str, Any]]  # an event, and further fields of its 
 
 # Of warnings without a field ``remedy`` and without the code of an error that has a default remedy.
 REMEDIES = {
-    "lease.ended": "Find out why no consumer read in time, or raise lease_s.",
+    "lease.ended": "Find out why no consumer read in time, or raise lease_s; or unread_s, if it ended unread.",
     "peer.dropped": "Read the log of that worker. kvflow reconnects when a pull needs it.",
     "breaker.opened": "Check that a worker listens at this address. kvflow tries again automatically.",
     "consumer.rejected": "Run the same release on both sides. If they do, find out what connects to this worker.",
@@ -242,8 +242,8 @@ def _log(logger: logging.Logger, level: int, message: EventRecord) -> None:
 
 
 def _level_of(event: Event) -> int:
-    expired = isinstance(event, events.LeaseEnded) and event.outcome == "expired"
-    if expired or (isinstance(event, events.PeerConnected) and event.remedy):
+    late = isinstance(event, events.LeaseEnded) and event.outcome in events.TIMED_OUT
+    if late or (isinstance(event, events.PeerConnected) and event.remedy):
         return logging.WARNING
     if isinstance(event, events.PullFailed) and event.code == FailureCode.TRANSFER_CANCELLED:
         return logging.INFO

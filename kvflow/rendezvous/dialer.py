@@ -59,6 +59,8 @@ from kvflow.rendezvous.issuer import TicketKey
 from kvflow.rendezvous.questions import AnswerSettled, AskHeld, AskSettled, Withdraw
 from kvflow.version import __version__
 
+UNREAD_REMEDY = "Recompute the prompt. If routers pass tickets on late, raise unread_s of the producer, or its blocks."
+
 
 class LeaseEnd(Struct, frozen=True):
     """How a lease has ended, as of ``StaleLease``, and how many seconds ago, if its producer says so."""
@@ -72,9 +74,15 @@ class LeaseEnd(Struct, frozen=True):
         how = _ENDINGS.get(self.ended_by, self.ended_by)
         return how if self.ended_s is None else f"{how} {self.ended_s:.3f} s ago"
 
+    @property
+    def remedy(self) -> str:
+        """What to do about it; empty if there is nothing but the usual."""
+        return UNREAD_REMEDY if self.ended_by == "unread" else ""
+
 
 _ENDINGS = {
     "expired": "it expired",
+    "unread": "it had no reader yet when the producer ran short of blocks, and ended",
     "revoked": "the producer revoked it",
     "used": "it was used before, and released",
     "released": "a reader released it",

@@ -379,7 +379,7 @@ class OpenPulls:
             ended_s=end.ended_s,
             request_id=error.request_id,
             peer=error.peer,
-            remedy=error.remedy,
+            remedy=end.remedy or error.remedy,
         )
 
     def _write(self, pull: OpenPull, failed: PullFailed) -> None:

@@ -20,7 +20,7 @@ from operator import index
 from typing import NamedTuple
 
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid, KvflowError, RequestUnknown, shown
-from kvflow.events import LeaseEnded, OfferAdmitted, OfferRefused, Outcome
+from kvflow.events import TIMED_OUT, LeaseEnded, OfferAdmitted, OfferRefused, Outcome
 from kvflow.ids import Ids, LeaseKey, worker_name
 from kvflow.leases.blocks import (
     as_digest_lists,
@@ -91,7 +91,7 @@ class LeaseManager:
         self._lent: dict[str, tuple[Ids, ...]] = {}
         self._num_blocks = manifest.num_blocks
         self._groups = OpenGroups.of(manifest)
-        self._lease_s = shared.config.lease_s
+        self._lease_s, self._unread_s = shared.config.lease_s, shared.config.tuning.unread_s
         self._offers = shared.config.role != "consumer"
         self._lifecycle = shared.lifecycle
         self._clock = shared.environment.clock
@@ -428,7 +428,7 @@ class LeaseManager:
             raise
         self._lent[grant.request_id] = ids
         self._ended.pop(grant.request_id, None)
-        expires_at = now + grant.lease_ms / 1000 if grant.ends_by_readers else math.inf
+        expires_at = now + min(grant.lease_ms / 1000, self._unread_s) if grant.ends_by_readers else math.inf
         # Usually ``expire_leases`` need not wake: the first lease to expire was admitted before.
         if expires_at < self._expires_at or now >= self._expires_at:
             self._expires_at = min(expires_at, self._expires_at)
@@ -466,7 +466,7 @@ class LeaseManager:
         """Report ends, then free their request ids. The lock is not held, because a hook may call this manager."""
         if not ended:
             return
-        if ended[0].outcome == "expired" or self._report.wants(LeaseEnded):
+        if ended[0].outcome in TIMED_OUT or self._report.wants(LeaseEnded):
             self._report.take_all([(end, {}) for end in ended])
         with self._lock:
             for end in ended:

@@ -221,7 +221,7 @@ class _Parts:
         self.manifest = msgspec.structs.replace(manifest, identity=_identity(config, incarnation))
         self.bytes_per_block = cache.bytes_per_block
         self.epochs = EpochTable(config.tuning.lease_slots, environment.draw_bits(EPOCH_BITS), order_memory)
-        self.leases = LeaseTable(self.epochs)
+        self.leases = LeaseTable(self.epochs, num_blocks=self.manifest.num_blocks, unread_s=config.tuning.unread_s)
         self.pass_key = environment.draw_bits(256).to_bytes(32)
         self.staging_bytes = environment.staging(config, self.manifest)
         self.inbox = Inbox(asyncio.get_running_loop())

@@ -47,7 +47,7 @@ class Finished(Struct, frozen=True):
     Attributes:
         request_id: the producer's name of the request.
         side: ``producer`` for a lease of this worker, ``consumer`` for a pull.
-        outcome: ``released``, ``expired``, ``revoked``; or ``completed``, ``failed``.
+        outcome: ``released``, ``expired``, ``unread``, ``revoked``; or ``completed``, ``failed``.
         report, error: of a pull.
         local_request_id: the caller's own name of the request, if it gave one to ``pull``.
     """

@@ -312,7 +312,7 @@ class Worker:
         """Wait until a lease has ended. Then its blocks may be reused.
 
         Returns:
-            ``released``, ``expired`` or ``revoked``.
+            ``released``, ``expired``, ``unread`` or ``revoked``.
 
         Raises:
             RequestUnknown: no such offer is held, and none ended recently.

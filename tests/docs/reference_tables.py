@@ -91,7 +91,7 @@ PARITY = {
 """What NixlConnector can do, and what KVFlowConnector makes of it: rows that tests prove by the marker ``proves``."""
 
 LEVEL_EXCEPTIONS = {
-    LeaseEnded: ", `WARNING` if the lease has expired",
+    LeaseEnded: ", `WARNING` if no reader came in time",
     PeerConnected: ", `WARNING` if it has a remedy",
     PeerDropped: ", `DEBUG` if the worker is closing",
     PullFailed: ", `INFO` if the caller canceled the pull",

@@ -80,7 +80,7 @@ class LeaseMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.epochs = EpochTable(SLOTS, BASE)
-        self.leases = LeaseTable(self.epochs)
+        self.leases = LeaseTable(self.epochs, num_blocks=8, unread_s=100.0)
         address = RankAddress(0, "0" * 32, "tcp://127.0.0.1:1", str(BASE), SLOTS)
         self.mint = Issuer("prefill", [address], sign=lambda payload: bytes(32), lease_s=LEASE_S, block_sizes=[1])
         self.held = {}

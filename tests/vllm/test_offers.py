@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvflow.integrations.vllm.params import UNTAGGED_MAX
+from tests.stopping import stopped
 
 from .engines import PREFILL_PARAMS, Options, Pair
 from .pairs import FULL, chosen, model_folder
@@ -50,7 +51,7 @@ def test_all_samples_of_a_prompt_keep_the_blocks_of_one(pair, n, max_tokens):
 
 # Offers that no client asked for. Leases outlast every patience: what is kept is free when it is read.
 
-LASTING = {"lease_s": 600.0}
+LASTING = {"lease_s": 600.0, "unread_s": 600.0}
 NUM_BLOCKS = 64
 SMALL = {"num_gpu_blocks_override": NUM_BLOCKS}
 
@@ -123,30 +124,35 @@ def test_tickets_that_nobody_takes_leave_the_engine_half_of_its_blocks(always):
     assert not warnings_of(always.prefill), "it need not be asked"
 
 
-BRIEF_S = 20.0
+BRIEF_S, UNREAD_S = 30.0, 4.0
 
 
 @pytest.fixture(scope="module")
 def brief(pairs):
-    """A prefill engine with few blocks, whose leases end soon, and a decode engine."""
+    """A prefill engine with few blocks, where unread offers beyond half of them end soon, and a decode engine."""
     pairs.stop()
     decode = Options("llama", extra={"lease_s": BRIEF_S})
-    with Pair(model_folder("llama"), replace(decode, llm=SMALL), decode, nursery=pairs.nursery) as pair:
+    prefill = replace(decode, extra={"lease_s": BRIEF_S, "unread_s": UNREAD_S}, llm=SMALL)
+    with Pair(model_folder("llama"), prefill, decode, nursery=pairs.nursery) as pair:
         yield pair
 
 
-def test_tickets_that_a_client_never_reads_hold_blocks_until_their_end(brief, capsys):
+def test_a_prefill_engine_goes_on_though_its_decode_engine_has_stopped(brief, capsys):
     free = brief.prefill.state()["free_blocks"]
-    brief.ticket(prompt_of(LENGTH, "never read"))
-    taken, each = 1, free - brief.prefill.state()["free_blocks"]
-    while brief.prefill.state()["free_blocks"] > each:
-        brief.ticket(prompt_of(LENGTH, f"never read {taken}"))
-        taken += 1
-    asked, begun_s = prompt_of(LENGTH, "honest"), time.monotonic()
-    params = brief.ticket(asked)  # waits for the blocks of a lease that has ended
-    waited_s = time.monotonic() - begun_s
+    prompts = [prompt_of(LENGTH, f"of a stopped engine {number}") for number in range(NUM_BLOCKS)]
+    tickets, waited_s = [], []
+    with stopped(brief.decode.pid):
+        for prompt in prompts:  # together they need more blocks than there are
+            begun_s = time.monotonic()
+            tickets.append(brief.ticket(prompt))
+            waited_s.append(time.monotonic() - begun_s)
     with capsys.disabled():
-        sys.stdout.write(f"\n{taken} tickets of {each} blocks hold {free}; the next one waits for {waited_s:.1f} s")
-    assert brief.prefill.state()["held"] <= taken
-    expect_read(brief, asked, params)
+        sys.stdout.write(f"\n{len(tickets)} tickets of {free} blocks; one waits for at most {max(waited_s):.1f} s")
+    assert max(waited_s) < BRIEF_S / 2
+    assert "outcome=unread" in brief.prefill.log.read_text()
+    expect_read(brief, prompts[-1], tickets[-1])
+    answer = brief.decode.generate(prompts[0], tickets[0])
+    assert brief.decode.reason(answer["id"]) == "stale_lease"
+    assert "ran short of blocks" in brief.decode.log.read_text()
+    brief.prefill.settle(2 * BRIEF_S)
     brief.settle()

@@ -7,6 +7,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvflow.errors import FailureCode
+from kvflow.events import TIMED_OUT
 from kvflow.integrations.vllm.messages import COUNTS, SERIES, Counters, add_counters, empty_counters, is_empty, summary
 
 SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -69,7 +70,7 @@ vLLM's ``NixlConnector``, so that its dashboards also show kvflow."""
 
 NIXL_COUNTERS = {
     "num_failed_transfers": "Failed KV cache transfers, including failed handshakes, without expired leases",
-    "num_kv_expired_reqs": "Expired leases of this engine's prompts",
+    "num_kv_expired_reqs": "Leases of this engine's prompts that no reader has read in time",
 }
 """Name after ``vllm:nixl_`` -> meaning."""
 
@@ -181,4 +182,4 @@ class KVFlowMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
                 self._nixl[name][engine].observe(sum(values))
         failed = sum(number for code, number in counters["failed"].items() if code not in NO_TRANSFER)
         self._nixl["num_failed_transfers"][engine].inc(failed)
-        self._nixl["num_kv_expired_reqs"][engine].inc(counters["leases"].get("expired", 0))
+        self._nixl["num_kv_expired_reqs"][engine].inc(sum([counters["leases"].get(each, 0) for each in TIMED_OUT]))

@@ -20,7 +20,7 @@ def epochs():
 
 @pytest.fixture
 def leases(epochs):
-    return LeaseTable(epochs)
+    return LeaseTable(epochs, num_blocks=8, unread_s=100.0)
 
 
 def grant_of(mint=None, request_id="r"):
@@ -275,7 +275,7 @@ def test_slots_that_are_taken_or_not_there_are_refused(leases):
     with pytest.raises(CapacityExceeded, match="no room for more leases in slot 0: the limit is 1") as caught:
         leases.admit(grant_of(request_id="another mint, the same slot"), now=0.0)
     assert "It holds that of 'r'." in caught.value.remedy
-    small = LeaseTable(EpochTable(1, BASE))
+    small = LeaseTable(EpochTable(1, BASE), num_blocks=8, unread_s=100.0)
     mint = mint_of()
     small.admit(grant_of(mint, "a"), now=0.0)
     with pytest.raises(BlockIdsInvalid, match="the grant has slot 1, and this worker has 1"):
@@ -438,3 +438,110 @@ def test_readers_that_renew_are_bounded(leases):
     assert len(lease.released_by) == READERS_MAX
     (state,) = leases.listed(5.0, 9)
     assert len(state.readers) == READERS_LISTED_MAX
+
+
+UNREAD_S = 10.0
+
+
+class Unread:
+    """A table of eight blocks, of which offers without a sign of a reader may hold four."""
+
+    def __init__(self):
+        self.leases = LeaseTable(EpochTable(SLOTS, BASE), num_blocks=8, unread_s=UNREAD_S)
+        self.mint = mint_of(block_sizes=[1])
+
+    def offer(self, name, *blocks, now=0.0, **how):
+        _, grant = self.mint.offer(name, block_ids=[blocks], num_tokens=len(blocks))
+        self.leases.admit(grant, now, **how)
+        return grant.slot, grant.epoch_value
+
+    def ends(self, until):
+        """Let time pass as a worker does; return which leases have ended how, and when."""
+        found = []
+        while (now := self.leases.next_deadline()) is not None and now <= until:
+            for end in self.leases.expire(now):
+                self.mint.retire(end.request_id)
+                found.append((end.request_id, end.outcome, now))
+        return found
+
+
+@pytest.fixture
+def unread():
+    return Unread()
+
+
+def test_unread_offers_of_half_of_the_blocks_last_as_long_as_their_leases(unread):
+    unread.offer("a", 1, 2)
+    unread.offer("b", 3, 4)
+    unread.offer("c", 1, 4, now=1.0)  # shared blocks count once
+    assert unread.ends(40.0) == [("a", "expired", 30.0), ("b", "expired", 30.0), ("c", "expired", 31.0)]
+
+
+def test_beyond_half_of_the_blocks_the_oldest_unread_offers_end(unread):
+    for at, name in enumerate("abcd"):
+        unread.offer(name, 2 * at, 2 * at + 1, now=float(at))
+    assert unread.ends(20.0) == [("a", "unread", 10.0), ("b", "unread", 11.0)]
+    unread.offer("e", 0, 1, now=20.0)
+    assert unread.ends(21.5) == [("c", "unread", 21.0)]  # it is old enough
+    assert [name for name, *_ in unread.ends(60.0)] == ["d", "e"]
+
+
+def test_a_lease_that_ends_unread_is_past_as_any_other(unread):
+    slot, epoch = unread.offer("a", *range(5))
+    assert unread.ends(20.0) == [("a", "unread", 10.0)]
+    assert unread.leases.past(slot, epoch).ended_by == "unread"
+    assert unread.leases.renew([(slot, epoch)], 21.0, ALONE) == ["ended"]
+
+
+@pytest.mark.parametrize("sign", ["renewal", "partial release", "ticket", "early release"])
+def test_an_offer_with_a_sign_of_a_reader_does_not_end_unread(unread, sign):
+    part = Reader("decode-0", 0, 2)
+    if sign == "early release":
+        _, grant = unread.mint.offer("a", block_ids=[[1, 2, 3]], num_tokens=3)
+        unread.leases.release([(grant.slot, grant.epoch_value)], part, 0.0)
+        unread.leases.admit(grant, 0.0)
+    else:
+        key = unread.offer("a", 1, 2, 3)
+    unread.offer("b", 4, 5, 6, now=0.5)
+    match sign:
+        case "renewal":
+            unread.leases.renew([key], 1.0, ALONE)
+        case "partial release":
+            released(unread.leases, key, part, 1.0)
+        case "ticket":
+            assert unread.leases.has_mac(*key, b"mac", lambda grant: [b"mac"])
+    assert {end[:2] for end in unread.ends(60.0)} == {("a", "expired"), ("b", "expired")}
+
+
+def test_a_false_ticket_and_a_question_that_waits_are_no_signs_of_a_reader(unread):
+    key = unread.offer("a", *range(5))
+    assert not unread.leases.has_mac(*key, b"false", lambda grant: [b"mac"])
+    assert unread.leases.expire(35.0, {"a"}) == []  # but the question renews it
+    assert unread.ends(50.0) == [("a", "unread", 45.0)]
+
+
+def test_the_time_of_an_open_lease_begins_at_its_seal(unread):
+    _, grant = unread.mint.offer_progressive("a", [()], 5, None, "")
+    unread.leases.admit(grant, 0.0, (), set())
+    lease = unread.leases.unsealed("a")
+    for now in (9.0, 18.0, 27.0):
+        unread.leases.advance(lease, (tuple(range(5)),), (tuple(range(4)),), 4, now, sealed=False)
+        assert unread.ends(now + 9.0) == []
+    unread.leases.advance(lease, (tuple(range(5)),), (tuple(range(5)),), 5, 36.0, sealed=True)
+    assert unread.ends(60.0) == [("a", "unread", 46.0)]
+
+
+def test_kept_leases_do_not_count_among_unread_offers(unread):
+    _, kept = unread.mint.keep("kept", block_ids=[range(8)], num_tokens=8, digests=[[bytes([at]) for at in range(8)]])
+    unread.leases.admit(kept, 0.0)
+    unread.offer("a", 1, 2, 3)
+    assert unread.ends(60.0) == [("a", "expired", 30.0)]
+
+
+def test_blocks_of_unread_offers_are_counted_once_a_second_at_most(unread):
+    unread.offer("a", 1)
+    times = []
+    while (now := unread.leases.next_deadline()) is not None:
+        times.append(now)
+        unread.leases.expire(now)
+    assert times == [*map(float, range(10, 31))]
