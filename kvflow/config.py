@@ -134,6 +134,8 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
         quarantine_bytes_max: most bytes of blocks that failed pulls may keep for more than 5 s, all pulls together.
             Above it the reader is reset.
         http_public: allows ``http`` to listen on an address that other hosts reach.
+        log_every: of the pulls that complete, one in so many has a record, from the first one on. Failed pulls always
+            have one, and hooks and metrics take every pull.
         trace_offers: gives each offer without a ``traceparent`` a drawn one, with the flag ``sampled``, so that the
             records and spans of both sides have one trace id.
     """
@@ -163,6 +165,7 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
     quarantine_s_max: Seconds = 120.0  # four times wire_s: a peer that has not answered by then will hang for long
     quarantine_bytes_max: Annotated[int, Meta(ge=0)] = 4 << 30  # 32,768 tokens of an 8B model: one long prompt
     http_public: bool = False  # who reaches the port reads names of requests and peers
+    log_every: Annotated[int, Meta(ge=1, le=1 << 20)] = 1  # a record has 750 bytes
     trace_offers: bool = False  # a ticket is 60 bytes longer with it
 
 

@@ -81,7 +81,12 @@ class Consumer:
         self._report = shared.report
         self._clock, wall = environment.clock, environment.network.wall
         self.pulls = OpenPulls(
-            pool=self.peers, clock=self._clock, wall=wall, report=self._report, cancel=self._cancel_by_id
+            pool=self.peers,
+            clock=self._clock,
+            wall=wall,
+            report=self._report,
+            cancel=self._cancel_by_id,
+            log_every=tuning.log_every,
         )
         self._scheduler = Scheduler(self.pulls.by_id, tuning, environment.pulls_max)
         self._renewals = LeaseRenewer(self.peers, self._clock, tuning.compute_s)

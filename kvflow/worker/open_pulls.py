@@ -256,18 +256,26 @@ class OpenPulls:
     """
 
     def __init__(
-        self, *, pool: PeerPool, clock: Clock, wall: Clock, report: Reporter, cancel: Callable[[int], None]
+        self,
+        *,
+        pool: PeerPool,
+        clock: Clock,
+        wall: Clock,
+        report: Reporter,
+        cancel: Callable[[int], None],
+        log_every: int = 1,
     ) -> None:
         self._pool = pool
         self._clock = clock
         self._wall = wall
         self._report = report
         self._cancel = cancel
+        self._log_every = log_every
         self._ids = count(1)
         self.by_id: dict[int, OpenPull] = {}
         self._is_logged = report.is_logged[TransferCompleted]
         self._hooks = report.hooks[TransferCompleted]
-        self._records = _CompletedRecords(report.identity, clock, wall, self.flush)
+        self._records = _CompletedRecords(report.identity, clock, wall, self.flush, log_every)
         self.completed: list[tuple[OpenPull, TransferReport, bool]] = []
         self.traced = report.wants(TransferTraced)
 
@@ -311,10 +319,11 @@ class OpenPulls:
         """
         route, ended_at = pull.route, self._clock()
         report = report_of(pull, ended_at, route.transport, route.plane)
-        logged = self.traced or (
-            self._is_logged() and not (pull.sealed_at == math.inf and self._records.keep(pull, ended_at))
+        logged = (pull.pull_id - 1) % self._log_every == 0 and (
+            self.traced
+            or (self._is_logged() and not (pull.sealed_at == math.inf and self._records.keep(pull, ended_at)))
         )
-        if logged or self._hooks:
+        if logged or self.traced or self._hooks:
             if turn_until is None and not self.completed:
                 asyncio.get_running_loop().call_soon(self.write_completed)
             self.completed.append((pull, report, logged))
@@ -332,9 +341,13 @@ class OpenPulls:
             names = (pull.local_request_id[:NAME_MAX], pull.engine_id, pull.traceparent)
             event = TransferCompleted(pull.pull_id, pull.request_id, report, *names)
             if logged:
-                self._report.take_all([(event, pull.context(self._wall() - self._clock())), *self._trace(pull)])
+                context = pull.context(self._wall() - self._clock())
+                if self._log_every > 1:
+                    context["log_every"] = self._log_every
+                self._report.take_all([(event, context), *self._trace(pull)])
             else:
-                self._report.tell(event)
+                for each in (event, *(trace for trace, _ in self._trace(pull))):
+                    self._report.tell(each)
         self.traced = self._report.wants(TransferTraced)
 
     def _trace(self, pull: OpenPull) -> list[Record]:
@@ -408,7 +421,10 @@ class _CompletedRecords:
     They equal those that ``EventLog`` writes of the same pulls.
     """
 
-    def __init__(self, identity: Mapping[str, Any], clock: Clock, wall: Clock, flush: Callable[[], None]) -> None:
+    def __init__(
+        self, identity: Mapping[str, Any], clock: Clock, wall: Clock, flush: Callable[[], None], log_every: int
+    ) -> None:
+        self._log_every = log_every if log_every > 1 else UNSET
         self._identity = tuple(identity.values())
         self._line = _record_type(*identity)
         self._clock = clock
@@ -456,6 +472,7 @@ class _CompletedRecords:
             sum(map(len, grant.block_ids)),
             UNSET if issued_at is None else issued_at,
             sum(map(len, targets)) or UNSET,
+            self._log_every,
             pull_id,
             grant.request_id,
             local_request_id[:NAME_MAX],
@@ -472,7 +489,7 @@ class _CompletedRecords:
 @cache
 def _record_type(*identity: str) -> Callable[..., Struct]:
     """Return the type of the records of completed pulls of workers with these fields of identity."""
-    context = "called_at remote_endpoint num_remote_blocks issued_at num_local_blocks pull_id request_id"
+    context = "called_at remote_endpoint num_remote_blocks issued_at num_local_blocks log_every pull_id request_id"
     report = "nbytes descriptors reads read_bytes merged early early_bytes transport plane"
     names = f"{context} local_request_id remote_engine_id {report} trace_id".split()
     phases = [f"{phase}_s" for phase in TIMED]

@@ -8,6 +8,7 @@ from datetime import datetime
 
 import pytest
 
+from kvflow.errors import StaleLease
 from kvflow.events import TransferCompleted
 from kvflow.layout.groups import Group
 from kvflow.observability.logs import configure_logging, event_fields
@@ -101,6 +102,23 @@ async def test_a_record_of_a_pull_of_nothing(path, contexts):
     async with logged(path) as world:
         await world.pull(blocks=(-1, -1))
         await check(world, path, *contexts)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_one_in_so_many_pulls_has_a_record_and_says_so(path, contexts, kept):
+    async with logged(path, log_every=3) as world:
+        if not kept:
+            logging.getLogger("kvflow").handlers[0].setLevel(logging.INFO)  # so that it gets each record by itself
+        for number in range(7):
+            await world.pull(world.ticket(str(number)))
+        await world.records(7)  # hooks take each pull
+        stale = world.ticket("stale")
+        world.producer.revoke("stale")
+        with pytest.raises(StaleLease):
+            await world.pull(stale)
+        await world.records(8)
+    assert '"transfer.failed"' in path.read_text()
+    assert [(line["request_id"], line["log_every"]) for line in completed(path)] == [("0", 3), ("3", 3), ("6", 3)]
 
 
 async def test_a_worker_that_closes_has_written_everything(path):
