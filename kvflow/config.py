@@ -118,6 +118,9 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
         peers_max: most peers that may be connected. Each takes up to 5 open files.
         unread_s: age at which the oldest offer without a sign of a reader ends if such offers hold over half of the
             blocks.
+        drain_s: how long a worker that drains keeps what is kept readable, so that an engine that leaves can still be
+            read; 0: not at all. With nothing kept, draining does not wait. In vLLM an engine that shuts down does so,
+            within ``--shutdown-timeout``.
         connect_s: budget for reaching a peer's endpoint.
         handshake_s: budget from there until the peer's manifest has arrived; all of it if a name has several addresses.
         queue_s: budget of a pull from its submission to its first read.
@@ -153,6 +156,7 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
     lease_slots: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096  # 32 KiB of epochs; more requests than one rank runs
     peers_max: Annotated[int, Meta(ge=1, le=1 << 16)] = 1024  # 128 engines of TP 8 meet each rank of such an engine
     unread_s: Seconds = 10.0  # a router hands a ticket on at once; longer than a first meeting
+    drain_s: Annotated[float, Meta(ge=0, le=86400)] = 10.0  # a chat that a tool continues is back by then
     connect_s: Seconds = 1.5  # a listening peer accepts within milliseconds; a death must be detected within 2 s
     handshake_s: Seconds = 5.0  # one round trip and a manifest; the rest is a peer that is busy starting
     queue_s: Seconds = 30.0

@@ -276,8 +276,13 @@ class LeaseManager:
             except TimeoutError:
                 continue
 
-    def drain(self) -> None:
-        """Refuse new leases. End those that are kept, and no others."""
+    def drain(self, kept_s: float) -> None:
+        """Refuse new leases. End those that are kept in ``kept_s``, if ``end_kept`` has not, and no others."""
+        self._stop(self._lifecycle.drain, lambda _: [])
+        self._loop.call_later(kept_s, self.end_kept)
+
+    def end_kept(self) -> None:
+        """End the leases that are kept, in a worker that drains."""
         self._stop(self._lifecycle.drain, self._leases.revoke_kept)
 
     def close(self) -> int:

@@ -201,7 +201,8 @@ class Worker:
 
         Neither time nor the releases of readers end the lease. Call ``revoke`` before you write into one of the blocks.
         A kept lease takes one of ``lease_slots``. If none is free, an offer, or another call of ``keep``, ends the
-        oldest. Draining ends all. An engine of several ranks uses ``TicketMint.keep``, so that peers find all of them.
+        oldest. All end ``drain_s`` after the worker begins to drain. An engine of several ranks uses
+        ``TicketMint.keep``, so that peers find all of them.
 
         The arguments and the errors are those of ``offer``, but ``digests`` must be given, and are chained: each covers
         all tokens up to the end of its block. The ticket has only the last of each group.
@@ -558,10 +559,12 @@ class Worker:
         """Accept no new work, and wait until every lease and every pull has ended.
 
         From this call on, the worker refuses offers, admissions and pulls with ``WorkerDraining``. It still serves the
-        reads, releases and renewals of its readers. Draining cannot be undone: leave ``open_worker`` when this returns.
+        reads, releases and renewals of its readers. What is kept is found and read for ``drain_s`` more, so that others
+        read it where this engine's requests go next; ``revoke`` ends it before. Draining cannot be undone: leave
+        ``open_worker`` when this returns.
 
         Args:
-            deadline_s: longest time to wait; 0 returns at once.
+            deadline_s: longest time to wait; 0 returns at once. What is kept ends then.
 
         Returns:
             What is left. Nothing is left unless the deadline has passed.
@@ -574,13 +577,13 @@ class Worker:
         self._require_loop()
         require_seconds("deadline_s", deadline_s)
         started = self._clock()
-        self._leases.drain()
+        self._leases.drain(self._shared.config.tuning.drain_s)
         try:
             async with asyncio.timeout(deadline_s):
                 await self._leases.wait_idle()
                 await self._consumer.pulls.quiesced()
         except TimeoutError:
-            pass  # the report says what is left
+            self._leases.end_kept()  # the report says what else is left
         report = DrainReport(
             leases=self._leases.requests(),
             pulls=self._consumer.pulls.requests(),

@@ -186,8 +186,8 @@ def bounds(field: Any) -> str:
             return "true or false"
         case kinds.StrType(min_length=low, max_length=int(high)):
             return f"{low} to {high:,} characters" if low else f"up to {high:,} characters"
-        case kinds.FloatType(gt=low, le=high):
-            return f"above {low:,}, to {high:,}"
+        case kinds.FloatType(ge=low, gt=below, le=high):
+            return f"{low:,} to {high:,}" if below is None else f"above {below:,}, to {high:,}"
         case kinds.IntType(ge=low, le=high):
             return f"{low:,} or more" if high is None else f"{low:,} to {high:,}"
     raise AssertionError(f"{field.name} has no bounds")

@@ -26,6 +26,7 @@ from kvflow.integrations.vllm.caches import adopt_caches, cpu_kernels, layer_spe
 from kvflow.integrations.vllm.engine import (
     allow_tiles,
     draft_layers,
+    drain_time,
     engine_facts,
     engine_shape,
     load_wait,
@@ -310,6 +311,7 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
             apart=runs_apart(self._vllm_config),
             mark=cache.write_marker(),
             load_wait=load_wait(self._vllm_config),
+            drain_s=drain_time(self._vllm_config, config.tuning.drain_s),
         )
         endpoint = self._runtime.rank.address.endpoint
         logger.info(

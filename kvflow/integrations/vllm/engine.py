@@ -187,6 +187,16 @@ def load_wait(vllm_config: "VllmConfig") -> LoadWait:
     return BRIEF_WAIT if vllm_config.scheduler_config.async_scheduling else LOAD_WAIT
 
 
+def drain_time(vllm_config: "VllmConfig", drain_s: float) -> float:
+    """Return how long a rank that shuts down may be read: vLLM soon ends processes that take longer than it waits."""
+    within = getattr(vllm_config, "shutdown_timeout", 0)
+    if runs_apart(vllm_config):
+        from vllm import envs  # noqa: PLC0415 - likewise
+
+        within = min(within, envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS - 1)
+    return max(0.0, min(drain_s, within))
+
+
 def writes_late(vllm_config: "VllmConfig") -> bool:
     """Return whether a step of a GPU may still write blocks that vLLM gives to another request.
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class RankRuntime:
     """Owns the worker of a rank, from the registration of its cache to the end of the engine. Thread: the engine's.
 
-    The scheduler's side, which may be a process ``apart``, reaches ``rank`` between steps over ``contact``.
+    The scheduler's side, which may be a process ``apart``, reaches ``rank`` between steps over ``contact``. What is
+    kept can be read for ``drain_s`` after the engine has computed its last step.
 
     Raises:
         ConfigInvalid, SpecInvalid, TransportUnavailable: as ``kvflow.open_worker`` does.
@@ -33,6 +34,7 @@ class RankRuntime:
         apart: bool = False,
         mark: Callable[[], Passed] | None = None,
         load_wait: LoadWait = LOAD_WAIT,
+        drain_s: float = 0.0,
     ) -> None:
         self._stack = ExitStack()
         self._cache = cache
@@ -42,6 +44,8 @@ class RankRuntime:
         log = EventLog(engine_id=config.engine_id, rank=config.rank)
         self.rank = RankWorker(self._worker, mark, load_wait, log)
         self.contact = self._stack.enter_context(reachable(self.rank, apart=apart))
+        if drain_s:
+            self._stack.callback(self._drain, drain_s)
 
     def divide(self, commands: Sequence[Command]) -> tuple[Sequence[Command], Sequence[Command]]:
         """Return the commands to execute before the model runs, and those for after its launch, or its end on a CPU.
@@ -67,6 +71,10 @@ class RankRuntime:
             logger.info("kvflow: the engine is awake; this rank is at %s", self.rank.address.endpoint)
 
     def close(self) -> None:
-        """Revoke every lease, cancel every pull, and deregister the memory."""
+        """Drain, revoke every lease, cancel every pull, and deregister the memory."""
         self.rank.stop()
         self._stack.close()
+
+    def _drain(self, drain_s: float) -> None:
+        if not self._asleep:
+            self._worker.drain(drain_s).result()

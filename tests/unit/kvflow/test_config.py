@@ -128,6 +128,7 @@ def test_valid_settings(settings):
         ({"lease_s": float("nan")}, "lease_s"),
         ({"lease_s": float("inf")}, "lease_s"),
         ({"log_every": 0}, "log_every"),
+        ({"drain_s": -1.0}, "drain_s"),
         ({"lease_slots": 0}, "lease_slots"),
         ({"lease_slots": (1 << 20) + 1}, "lease_slots"),
         *(({name: -1.0}, name) for name in ("connect_s", "handshake_s", "queue_s", "wire_s", "fence_s")),

@@ -16,6 +16,7 @@ from kvflow.integrations.vllm.caches import EngineShape, read_spec
 from kvflow.integrations.vllm.engine import (
     allow_tiles,
     draft_layers,
+    drain_time,
     head_counts,
     require_fixed_pages,
     require_own_device,
@@ -176,6 +177,20 @@ def test_no_layout_is_asked_for_latents_or_without_a_model(monkeypatch):
 )
 def test_a_packed_layout_is_one_that_backends_support(monkeypatch, engine, layout):
     assert asked(monkeypatch, packed=True, **engine) == layout
+
+
+@pytest.mark.parametrize(
+    ("backend", "shutdown_timeout", "seconds"),
+    [("uni", 0, 0.0), ("uni", 3, 3.0), ("uni", 60, 10.0), ("uni", None, 0.0), ("mp", 60, 4.0), ("mp", 3, 3.0)],
+)
+def test_a_rank_that_shuts_down_is_read_while_vllm_lets_it(monkeypatch, backend, shutdown_timeout, seconds):
+    monkeypatch.setitem(
+        sys.modules, "vllm", SimpleNamespace(envs=SimpleNamespace(VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS=5))
+    )
+    engine = SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_backend=backend))
+    if shutdown_timeout is not None:  # older releases have none
+        engine.shutdown_timeout = shutdown_timeout
+    assert drain_time(engine, 10.0) == seconds
 
 
 @pytest.fixture

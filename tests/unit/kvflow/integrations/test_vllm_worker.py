@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from kvflow import Finished, FullAttention, TicketMint, TransferReport, WorkerConfig, allocate, run_worker
+from kvflow import Finished, FullAttention, TicketMint, TransferReport, Tuning, WorkerConfig, allocate, run_worker
 from kvflow.errors import (
     CapacityExceeded,
     LayoutMismatch,
@@ -45,6 +45,8 @@ from kvflow.observability.logs import REPEATS_S, Repeats
 from tests.helpers.waiting import wait_until
 
 from .vllm_like import SECRET, new_mint, new_ticket
+
+PATIENCE_S = 60.0
 
 STEP = 4  # the last one that has ended
 TICKET = new_ticket()
@@ -453,6 +455,35 @@ def test_a_rank_that_has_slept_is_served_as_another_incarnation():
         runtime.suspend()
     finally:
         runtime.close()
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+def test_what_a_rank_keeps_is_read_while_its_engine_shuts_down(asleep):
+    spec = FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")
+    configs = [
+        WorkerConfig(engine_id=name, cluster_secret=SECRET, transport="loopback", tuning=Tuning(drain_s=PATIENCE_S))
+        for name in ("engine", "reader")
+    ]
+    source, target = (allocate({"a": spec}, num_blocks=8) for _ in configs)
+    source.views["a"][3].fill_(7.0)
+    runtime = RankRuntime(configs[0], source, drain_s=PATIENCE_S)
+    endpoint = runtime.rank.address.endpoint
+    if asleep:
+        runtime.suspend()
+        runtime.close()  # at once
+        return
+    runtime._worker.keep("kept", [[3]], 4, [[b"content"]])
+    closing = threading.Thread(target=runtime.close)
+    closing.start()
+    with run_worker(configs[1], target) as reader:
+        ticket, count = reader.find(endpoint, [b"content"]).result(PATIENCE_S)
+        reader.pull(ticket, [[5]]).result(PATIENCE_S)
+    assert count == 1
+    assert bool((target.views["a"][5] == 7.0).all())
+    assert closing.is_alive()
+    runtime._worker.revoke("kept")
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
 
 
 def test_a_refused_request_is_reported_as_failed():

@@ -155,18 +155,59 @@ async def test_what_is_kept_has_a_digest_for_each_block(producer, digests):
     assert held(producer) == {}
 
 
-async def test_draining_ends_what_is_kept():
-    async with opened() as world:
-        ticket = keep(world.producer, "kept", 3, 4)
+async def test_what_is_kept_is_found_and_read_while_its_worker_drains():
+    async with opened(theirs={"drain_s": PATIENCE_S}) as world:
+        keep(world.producer, "kept", 3, 4)
         offered = world.producer.offer("offered", [[5]], 4)
         draining = asyncio.ensure_future(world.producer.drain(PATIENCE_S))
-        await until(lambda: "kept" not in held(world.producer))
-        with pytest.raises(StaleLease):
-            await world.pull(ticket)
+        ticket, count = await find(world, chain(3, 4, 6))
+        await world.pull(ticket)
+        assert count == 2
+        assert world.holds((1, 2), (3, 4))
         with pytest.raises(WorkerDraining):
             keep(world.producer, "late", 3)
         await world.pull(offered, (1,))
+        assert not draining.done()
+        assert world.producer.revoke("kept")  # the engine closes earlier
         assert (await draining).complete
+        with pytest.raises(StaleLease):
+            await world.pull(ticket)
+
+
+@pytest.mark.parametrize(
+    ("drain_s", "deadline_s", "ended_s"), [(10.0, 60.0, 10.0), (10.0, 3.0, 3.0), (10.0, 0.0, 0.0), (0.0, 60.0, 0.0)]
+)
+def test_what_is_kept_ends_after_drain_s_or_at_the_deadline(drain_s, deadline_s, ended_s):
+    with virtual(theirs={"drain_s": drain_s}) as world:
+        (producer,) = world.producers
+        worker = producer.worker
+        world.do(lambda: keep(worker, "kept", 1, 2), life=producer)
+        report = world.do(lambda: worker.drain(deadline_s), life=producer)
+        assert report.complete
+        assert report.waited_s == pytest.approx(ended_s, abs=0.01)
+        (end,) = producer.of(LeaseEnded)
+        assert (end.request_id, end.outcome, round(end.held_s)) == ("kept", "revoked", ended_s)
+
+
+def test_a_drain_that_is_given_up_ends_what_is_kept_all_the_same():
+    with virtual(theirs={"drain_s": 10.0}) as world:
+        (producer,) = world.producers
+        world.do(lambda: keep(producer.worker, "kept", 1, 2), life=producer)
+        draining = producer.process.create_task(producer.worker.drain(60.0), name="drive a drain")
+        world.pass_time(5.0)
+        draining.cancel()
+        world.pass_time(4.0)
+        assert world.do(lambda: held(producer.worker), life=producer) == {"kept": True}
+        world.pass_time(2.0)
+        assert world.do(lambda: held(producer.worker), life=producer) == {}
+
+
+def test_with_nothing_kept_draining_does_not_wait():
+    with virtual(theirs={"drain_s": 10.0}) as world:
+        (producer,) = world.producers
+        report = world.do(lambda: producer.worker.drain(60.0), life=producer)
+        assert report.complete
+        assert report.waited_s == pytest.approx(0.0, abs=0.01)
 
 
 async def test_a_grant_ends_the_kept_lease_that_has_its_slot(producer):
