@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -34,7 +35,8 @@ from kvflow.integrations.vllm.settings import Settings
 
 SEARCHES_MAX = 1024  # requests that are asked for at a time: further ones are computed
 
-ADDRESSES_MAX = 1024  # of one source that are dialed
+ADDRESSES_MAX = 1024  # of one source that are dialed, though nobody names them
+HINTED_MAX = 8  # others that are dialed in a second because a hint names them: clients may send hints
 DIALED_MAX = 64  # of all, at a time
 LOOK_S = 10.0  # time between two look-ups of the addresses of a source; those without a connection are dialed then
 LOOK_AGAIN_S = 1.0  # the same of prefill engines, if a request names an address that they had not
@@ -66,6 +68,7 @@ class _Source:
     block_size: int  # of its first group
     ask_from: float  # it is asked from then on
     took_s: float = 0.0  # the last answer, or so far the next one
+    is_further: bool = False  # only hints lead to it
     num_open: int = 0  # questions without an answer
     is_late: bool = False  # a request has waited in vain
 
@@ -124,6 +127,7 @@ class Finder:
         self._looked_at = -math.inf  # when these were looked up
         self._looking = asyncio.Lock()
         self._dialing = asyncio.Semaphore(DIALED_MAX)
+        self._hinted_at: deque[float] = deque(maxlen=HINTED_MAX)  # when addresses of hints were dialed
         self._crowded: set[str] = set()  # names with too many addresses, of which the log has said so
         self._turns: list[asyncio.Future[None]] = []  # who waits to compute digests
         self._has_turns = asyncio.Event()
@@ -271,7 +275,8 @@ class Finder:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        limit = ADDRESSES_MAX * (len(self._addresses) + len(self._settings.rendezvous_from))
+        names = len(self._addresses) + len(self._settings.rendezvous_from)
+        limit = ADDRESSES_MAX * names + math.ceil(HINTED_MAX * LOOK_S)
         async with open_reader(self._settings.worker, connections_max=limit) as self._reader:
             self._spawn(self._give_turns)
             for source in self._addresses:
@@ -297,15 +302,30 @@ class Finder:
         name, mark, key = source.partition("#")
         while True:
             endpoints = await self._look_up(name)
+            before = self._addresses[source]
             if endpoints is not None:
-                for gone in self._addresses[source] - endpoints:
-                    self._sources.pop(gone + mark + key, None)
                 self._addresses[source] = endpoints
-            endpoints = self._addresses[source]
-            await asyncio.gather(*[self._connect(name, each, each + mark + key) for each in endpoints])
+            first = sorted(self._addresses[source], key=hash)[:ADDRESSES_MAX]  # each process has its own order
+            for each in (before | self._addresses[source]).difference(first):  # it has gone, or hints lead to it
+                self._sources.pop(each + mark + key, None)
+            await asyncio.gather(*[self._connect(name, each, each + mark + key) for each in first])
             await asyncio.sleep(LOOK_S)
 
-    async def _connect(self, name: str, endpoint: str, address: str) -> None:
+    async def _connect_hinted(self, search: _Search) -> None:
+        """Connect addresses of sources that hints name and nobody has tried, few in a second."""
+        dialed: list[asyncio.Task[Any]] = []
+        for source, endpoints in self._addresses.items():
+            name, mark, key = source.partition("#")
+            for endpoint in endpoints & search.hinted:
+                address, now = endpoint + mark + key, time.monotonic()
+                is_free = len(self._hinted_at) < HINTED_MAX or now - self._hinted_at[0] >= 1.0
+                if address not in self._sources and is_free:
+                    self._hinted_at.append(now)
+                    dialed.append(self._spawn(partial(self._connect, is_further=True), name, endpoint, address))
+        if dialed:
+            await asyncio.wait(dialed, timeout=self._wait_s(search.num_tokens))
+
+    async def _connect(self, name: str, endpoint: str, address: str, *, is_further: bool = False) -> None:
         """Connect an address, unless it is connected, and learn what it has."""
         known = self._sources.get(address)
         try:
@@ -314,7 +334,8 @@ class Finder:
             if known is None or known.manifest is not manifest:
                 ask_from = 0.0 if self._is_of_use(endpoint, manifest) else math.inf
                 names, size = frozenset((name, endpoint)), manifest.groups[0].tokens_per_id
-                self._sources[address] = _Source(names, endpoint, address, manifest, size, ask_from)
+                found = _Source(names, endpoint, address, manifest, size, ask_from, is_further=is_further)
+                self._sources[address] = found
         except KvflowError as error:
             level = logging.INFO if known or address not in self._sources else logging.DEBUG
             logger.log(level, "kvflow: no prefixes come from %s: %s", endpoint, error)
@@ -377,14 +398,15 @@ class Finder:
         except (OSError, ValueError) as error:  # the latter for a part of a name that is too long
             logger.debug("kvflow: %s has no address: %s", name, error)
             return None
-        hosts = sorted({str(address[0]) for *_, address in found})
+        hosts = {str(address[0]) for *_, address in found}
         if len(hosts) > ADDRESSES_MAX and name not in self._crowded:
             self._crowded.add(name)
             text = (
-                "kvflow: %s has %d addresses, of which this engine uses %d. Set several names with fewer addresses each"
+                "kvflow: %s has %d addresses, of which this engine asks %d, and others if a hint names them. "
+                "Set several names with fewer addresses each"
             )
             logger.warning(text, name, len(hosts), ADDRESSES_MAX)
-        return frozenset(f"tcp://{f'[{each}]' if ':' in each else each}:{port}" for each in hosts[:ADDRESSES_MAX])
+        return frozenset(f"tcp://{f'[{each}]' if ':' in each else each}:{port}" for each in hosts)
 
     def _is_of_use(self, endpoint: str, manifest: Manifest) -> bool:
         """Return whether a source may hold what this engine can read; it may be this engine itself."""
@@ -409,8 +431,10 @@ class Finder:
             self._has_answer.set()
 
     async def _ask_all(self, request: Request, search: _Search) -> None:
+        await self._connect_hinted(search)
         now, end = time.monotonic(), search.num_tokens - 1  # the last token has to be computed
-        ready = [each for each in self._sources.values() if each is not None and each.ask_from <= now]
+        known = [each for each in self._sources.values() if each is not None and each.ask_from <= now]
+        ready = [each for each in known if not each.is_further or each.names & search.hinted]
         random.shuffle(ready)
         sizes = {each.block_size for each in ready}
         await self._grow(request, search.chains, sizes, end)

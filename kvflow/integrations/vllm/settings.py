@@ -23,6 +23,7 @@ SourceAddress = Annotated[
         extra_json_schema={"description": "tcp://HOST:PORT or tcp://HOST:PORT#KEY of an engine that keeps or offers"},
     ),
 ]
+Port = Annotated[int, Meta(ge=1, le=PORT_MAX)]
 Sources = Annotated[tuple[SourceAddress, ...], Meta(max_length=256)]
 
 
@@ -38,6 +39,8 @@ class OwnSettings(Struct, frozen=True, kw_only=True):
     sources: Sources = ()  # control endpoints of engines that keep
     find_s: Annotated[float, Meta(gt=0, le=1.0)] = 0.25  # longest time that a request waits for answers
     fetch_tokens_min: Annotated[int, Meta(ge=1, le=1 << 31)] = 256  # fewest tokens to fetch
+    router_capabilities: Annotated[tuple[str, ...], Meta(max_length=16)] = ()  # which Dynamo reads, and kvflow not
+    control_ports: Annotated[tuple[Port, ...], Meta(max_length=256)] = ()  # likewise
     rendezvous_from: Sources = ()  # prefill engines that requests may name
     rendezvous_s: Annotated[float, Meta(gt=0, le=600.0)] = 2.0  # longest time until such an engine offers the prompt
     dispatch: Literal["serial", "concurrent"] = "serial"  # concurrent: offer prompts when they arrive

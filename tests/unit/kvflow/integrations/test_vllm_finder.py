@@ -576,14 +576,61 @@ def test_a_hinted_source_that_is_silent_leaves_half_of_the_time_to_others(finder
     gate.set()
 
 
-def test_of_a_name_with_too_many_addresses_the_first_are_used(finders, names, caplog):
+def test_of_a_name_with_too_many_addresses_some_are_asked(finders, names, caplog):
     finder = finders({FIRST: Source(160)})
     names += [f"10.0.{number >> 8}.{number & 255}" for number in range(1100)]
     for _ in range(2):
         found = asyncio.run_coroutine_threadsafe(finder._look_up(NAME), finder._loop).result(WITHIN_S)
-        assert len(found) == 1024
-    text = f"{NAME} has 1100 addresses, of which this engine uses 1024. Set several names with fewer addresses each"
+        assert len(found) == 1100
+    text = f"{NAME} has 1100 addresses, of which this engine asks 1024, and others if a hint names them. Set several"
     assert caplog.text.count(text) == 1
+
+
+def test_a_hint_leads_to_an_address_beyond_those_that_are_connected(finders, names, monkeypatch):
+    monkeypatch.setattr(finder_module, "ADDRESSES_MAX", 1)
+    monkeypatch.setattr(finder_module, "LOOK_S", WITHIN_S)
+    names += ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+    sources = {each: Source(160, f"decode-{each[14:15]}") for each in (FIRST, SECOND, THIRD)}
+    for endpoint, source in sources.items():
+        finders.sources[endpoint] = source
+        source.open(endpoint)
+    finder = finders({}, listed=[NAME])
+    wait_until(lambda: len(connected(finder)) == 1)
+    (near,) = connected(finder)
+    far, other = sorted(sources.keys() - {near})
+    assert sought(finder, new_request(None, 400), [far]).source == far
+    assert connected(finder) == {near, far}
+    assert sought(finder, new_request(None, 400, "s")).source == near  # without a hint it is not asked
+    assert [len(sources[each].questions) for each in (near, far, other)] == [1, 1, 0]
+    assert counted(finder._tally, "prefixes") == {"held": 2}
+
+
+def test_few_addresses_of_hints_are_dialed_in_a_second(finders, names, monkeypatch):
+    monkeypatch.setattr(finder_module, "ADDRESSES_MAX", 0)
+    monkeypatch.setattr(finder_module, "LOOK_S", WITHIN_S)
+    names += [f"127.0.1.{number}" for number in range(1, 41)]
+    dialed = []
+
+    async def connect(_reader, endpoint):
+        dialed.append(endpoint)
+        raise PeerLost("gone", peer=endpoint)
+
+    monkeypatch.setattr(PrefixReader, "_connect", connect)
+    finder = finders({}, listed=[NAME])
+    wait_until(lambda: len(finder._addresses[NAME]) == 40)
+    clock = SimpleNamespace(now=1.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(finder_module, "time", clock)
+    endpoints = sorted(finder._addresses[NAME])
+    assert sought(finder, new_request(None, 400, "a"), endpoints[:20]) is None
+    assert len(dialed) == 8
+    assert sought(finder, new_request(None, 400, "b"), endpoints) is None
+    assert len(dialed) == 8
+    clock.now += 1.0
+    assert sought(finder, new_request(None, 400, "c"), dialed) is None  # nobody dials what has failed
+    assert len(dialed) == 8
+    assert sought(finder, new_request(None, 400, "d"), endpoints) is None
+    assert len(dialed) == len(set(dialed)) == 16
+    assert counted(finder._tally, "prefixes") == {"not_asked": 4}
 
 
 def test_few_addresses_are_dialed_at_a_time(finders, names, monkeypatch):

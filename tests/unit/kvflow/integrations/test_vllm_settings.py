@@ -421,3 +421,10 @@ def test_an_address_of_this_host_is_not_doubted():
         assert list(vllm_settings.doubts(found(host=address))) == []
     [control] = vllm_settings.doubts(found())
     assert "correct it; or write tcp://{host}:PORT" in control
+
+
+def test_what_dynamo_reads_is_accepted():
+    extra = {"cluster_secret": SECRET, "router_capabilities": ["router_hint"], "control_ports": [5600]}
+    read_settings(extra, EngineFacts(engine_id="e", kv_role="kv_both"))
+    with pytest.raises(ConfigInvalid):
+        read_settings(extra | {"control_ports": [0]}, EngineFacts(engine_id="e", kv_role="kv_both"))
