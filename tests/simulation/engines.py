@@ -49,6 +49,7 @@ class Settings(Struct, frozen=True, kw_only=True):
 
     lease_s: float
     lease_slots: int
+    unread_s: float
     connect_s: float
     handshake_s: float
     queue_s: float

@@ -137,6 +137,7 @@ def draw_settings(world: World, faults: Faults) -> Settings:
     if faults.calm:
         return Settings(
             lease_s=chance.choice((1.0, 1.5, 3.0)),
+            unread_s=10.0,
             lease_slots=chance.choice((4, 16, 64)),
             connect_s=2.0,
             handshake_s=5.0,
@@ -150,6 +151,7 @@ def draw_settings(world: World, faults: Faults) -> Settings:
         )
     return Settings(
         lease_s=chance.choice((0.05, 0.2, 1.0, 3.0)),
+        unread_s=0.1,
         lease_slots=chance.choice((2, 4, 16, 64)),
         connect_s=chance.uniform(0.05, 0.5),
         handshake_s=chance.uniform(0.1, 0.5),

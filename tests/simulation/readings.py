@@ -125,9 +125,9 @@ class Reading:
             rank.process.create_task(self._keep_on(rank), name=f"drive keeping {self.name}")
 
     def _keep_no_more(self) -> None:
-        """A worker holds a ticket that is not pulled for so long only."""
+        """A worker holds a ticket that is not pulled for so long only: its lease may run out from now on."""
         if not self._started:
-            self._kept, self._renewing = False, 0
+            self._kept, self._renewing = False, -len(self.engine.ranks)
 
     async def _keep_on(self, rank: Rank) -> None:
         if rank.face is None:
