@@ -338,9 +338,9 @@ BACKOFF_S = 0.5
 BACKOFF_S_MAX = 15.0
 """Pause before the next attempt, doubled with each that fails: a restart takes seconds, loading a model a minute."""
 
-SPREAD_S = 1.0
-"""Peers that lose one server dial it again at random moments within so long. A meeting takes 2.6 ms of its CPU, so a
-thousand at one moment would wait for longer than ``connect_s``. A restart takes longer, and waits for none of this."""
+SPREAD_S = 0.05
+"""Peers that lose one server dial it again at random moments within so long. It is short, because a firewall that cuts
+one connection must not cost a pull more. Those whom a restarted server has no place for draw longer pauses."""
 
 TRIED_MAX = 16  # peers that are remembered to have failed at one address
 
