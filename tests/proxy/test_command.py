@@ -89,6 +89,7 @@ def test_a_wrong_command_line_is_refused(arguments, capsys):
 def test_every_setting_is_a_flag_with_its_own_default():
     options = build_parser().parse_args(["proxy", *SERVERS])
     settings = {field.name: field.default for field in msgspec.structs.fields(ProxyConfig) if not field.required}
+    del settings["keepers"]  # which ``--keeper`` gives one by one
     assert {name: getattr(options, name) for name in settings} == settings
 
 
@@ -96,3 +97,13 @@ def test_several_servers_are_taken_and_a_slash_is_not():
     options = build_parser().parse_args(["proxy", *SERVERS, "--decode", "https://[::1]:3/"])
     assert options.prefill == ["http://127.0.0.1:1"]
     assert options.decode == ["http://127.0.0.1:2", "https://[::1]:3"]
+
+
+def test_a_keeper_is_a_server_with_its_control_endpoint(capsys):
+    parse = build_parser().parse_args
+    options = parse(["proxy", *SERVERS, "--keeper", "http://127.0.0.1:2/=tcp://decode-0:5600"])
+    assert options.keeper == [("http://127.0.0.1:2", "tcp://decode-0:5600")]
+    for wrong in ("http://127.0.0.1:2", "http://127.0.0.1:2=decode-0", "decode=tcp://decode-0:5600"):
+        with pytest.raises(SystemExit):
+            parse(["proxy", *SERVERS, "--keeper", wrong])
+    assert "error: " in capsys.readouterr().err

@@ -110,6 +110,16 @@ def server(text: str) -> str:
     return text.rstrip("/")
 
 
+def keeper(text: str) -> tuple[str, str]:
+    """Check ``http://HOST:PORT=tcp://HOST:PORT`` and return both parts."""
+    url, _, endpoint = text.partition("=")
+    try:
+        host_and_port(endpoint, port_min=1)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not http://HOST:PORT=tcp://HOST:PORT") from error
+    return server(url), endpoint
+
+
 def member_config(*given: str | None) -> WorkerConfig:
     """Return the settings of the environment, for a command that dials workers with the public keys that are given."""
     keys = tuple(key for key in given if key)

@@ -27,6 +27,7 @@ from kvflow.tools.cli.arguments import (
     address,
     at_least,
     bound_address,
+    keeper,
     missing_checkout,
     number_from,
     require_extra,
@@ -360,6 +361,15 @@ def add_proxy(commands: Subparsers) -> None:
             metavar="URL",
             help=f"a {role} server, http://HOST:PORT; repeat it for more servers, which take turns",
         )
+    parser.add_argument(
+        "--keeper",
+        type=keeper,
+        action="append",
+        default=[],
+        metavar="URL=ENDPOINT",
+        help="the control endpoint, tcp://HOST:PORT, of a decode server that keeps: prefill servers whose sources name "
+        "it are told which texts it has answered",
+    )
     fields = {field.name: field for field in msgspec.structs.fields(ProxyConfig)}
     with_default(parser, "--listen", LISTEN, "address for clients", type=bound_address, metavar="HOST:PORT")
     meaning = (
@@ -387,6 +397,7 @@ def run_proxy(options: argparse.Namespace) -> int:
     config = ProxyConfig(
         prefill=tuple(options.prefill),
         decode=tuple(options.decode),
+        keepers=dict(options.keeper),
         dispatch=options.dispatch,
         **{name: getattr(options, name) for name in SETTINGS},
     )

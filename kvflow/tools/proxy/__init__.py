@@ -11,6 +11,8 @@ class ProxyConfig(Struct, frozen=True, kw_only=True):
     Attributes:
         prefill: base URLs of prefill servers, at least one; they take turns.
         decode: base URLs of decode servers, at least one; they take turns.
+        keepers: control endpoints of decode engines that keep, by their base URLs. A prefill server is told which of
+            them has answered the beginning of a text last, of 65,536 texts.
         dispatch: ``concurrent``: ask both at once if the last answer of the prefill server says that decode servers may
             read a prompt while it computes it.
         prefill_timeout_s: seconds before the proxy asks the next prefill server.
@@ -27,6 +29,7 @@ class ProxyConfig(Struct, frozen=True, kw_only=True):
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
+    keepers: dict[str, str] = {}
     dispatch: Literal["serial", "concurrent"] = "serial"
     prefill_timeout_s: float = 300.0
     requests_max: int = 1024

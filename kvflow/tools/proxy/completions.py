@@ -125,10 +125,11 @@ def read_completion(body: bytes) -> Completion:
         raise RequestMalformed(f"the body is not a JSON object that can be read: {error}") from error
 
 
-def prefill_body(completion: Completion, path: str) -> bytes:
-    """Return the body for a prefill server: the same prompt, one token, and ``OFFER``."""
+def prefill_body(completion: Completion, path: str, hint: Raw | None = None) -> bytes:
+    """Return the body for a prefill server: the same prompt, one token, ``OFFER``, and who may have its beginning."""
     fields = {name: REPLACED.get(name, value) for name, value in completion.fields.items() if name not in DROPPED}
-    return msgspec.json.encode({**fields, **ONE_TOKEN[path], PARAMS: OFFERED})
+    params = OFFERED if hint is None else OFFER | {"kv_hint": hint}
+    return msgspec.json.encode({**fields, **ONE_TOKEN[path], PARAMS: params})
 
 
 def decode_body(completion: Completion, params: Raw | None) -> bytes:

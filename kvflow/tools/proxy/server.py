@@ -46,6 +46,7 @@ from kvflow.tools.proxy.completions import (
     read_params,
     without_params,
 )
+from kvflow.tools.proxy.conversations import Conversations, digests_of, hint_of
 
 ASKED_OF_ONE: Final = ("/v1/embeddings", "/v1/messages/count_tokens", "/tokenize")  # a decode server answers alone
 TOLD_BY_ONE: Final = ("/v1/models", "/version")
@@ -114,6 +115,7 @@ class Proxy:
         self._config = config
         self._prefill = deque(config.prefill)
         self._decode = deque(config.decode)
+        self._conversations = Conversations()
         self._early: dict[str, Raw] = {}  # by prefill server: what a decode server needs to read a prompt early
         self._prefill_timeout = aiohttp.ClientTimeout(total=config.prefill_timeout_s, sock_connect=CONNECT_S)
         self._decode_timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
@@ -178,6 +180,9 @@ class Proxy:
         try:
             response = await self._answer(request, completion, headers, record)
             record.status = response.status
+            keeper = self._config.keepers.get(record.decode_server)
+            if keeper is not None and response.status == 200:
+                self._conversations.note(digests_of(completion.fields), keeper)
         except asyncio.CancelledError:
             if self._stopping:
                 record.fail(EndCause.PROXY_STOPPED, "the proxy was told to stop")
@@ -196,7 +201,8 @@ class Proxy:
         if completion.alone and request.path in ONE_TOKEN:
             _log.info("prefill.left_out", request_id=record.request_id, reason=completion.alone)
         elif request.path in ONE_TOKEN:
-            body = prefill_body(completion, request.path)
+            source = self._conversations.find(digests_of(completion.fields)) if self._config.keepers else ""
+            body = prefill_body(completion, request.path, hint_of(source) if source else None)
             for server in _in_turn(self._prefill):
                 record.prefill_server, early = server, self._early.get(server)
                 computing = self._prefill_at(server, request.path, body, headers, record)
