@@ -340,7 +340,7 @@ BACKOFF_S_MAX = 15.0
 
 SPREAD_S = 0.05
 """Peers that lose one server dial it again at random moments within so long. It is short, because a firewall that cuts
-one connection must not cost a pull more. Those whom a restarted server has no place for draw longer pauses."""
+one connection must not cost a pull more. Those that a restarted server has no place for draw longer pauses."""
 
 TRIED_MAX = 16  # peers that are remembered to have failed at one address
 
