@@ -147,6 +147,20 @@ class Content(Struct, frozen=True, gc=False, array_like=True):
         return block_ends(len(self.digests), self.block_size, num_tokens)
 
 
+class LeaseName(Struct, frozen=True, gc=False):
+    """One lease of a peer, and the proof that this worker may read under it.
+
+    Attributes:
+        slot: its index in the peer's epoch table.
+        epoch: value of the slot while the lease is held. A lower value: not admitted yet. A higher value: ended.
+        mac: MAC of its ticket, which a producer that serves reads requires.
+    """
+
+    slot: int
+    epoch: int
+    mac: bytes = b""
+
+
 class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """One signed promise: these ranks keep these blocks while the slot holds this epoch.
 

@@ -19,8 +19,9 @@ from msgspec import Meta, Struct
 from kvflow.errors import FailureCode
 from kvflow.ids import PeerId
 from kvflow.layout.component import METADATA_BYTES_MAX, Region
+from kvflow.leases.tickets import LeaseName
 from kvflow.reads.bounds import CheckedRows, CheckedScatter
-from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, PreparedList, Serving
+from kvflow.reads.contract import Carrier, PeerAddress, PreparedList, Serving
 from kvflow.reads.reach import HostFacts
 from kvflow.reads.staging import Scatterer
 

@@ -45,6 +45,7 @@ from kvflow.events import PlaneOmitted
 from kvflow.ids import Credentials, Ids, Int32s, PeerId
 from kvflow.layout.component import Region
 from kvflow.layout.tracks import Track
+from kvflow.leases.tickets import LeaseName
 from kvflow.planning.bind import AnyBinding, Bound
 from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.staging import Scatter
@@ -73,20 +74,6 @@ class Part(Struct, frozen=True, eq=False, gc=False):
     list_id: int
     pairs: UnitPairs
     binding: AnyBinding | None = None
-
-
-class LeaseName(Struct, frozen=True, gc=False):
-    """One lease of a peer, and the proof that this worker may read under it.
-
-    Attributes:
-        slot: its index in the peer's epoch table.
-        epoch: value of the slot while the lease is held. A lower value: not admitted yet. A higher value: ended.
-        mac: MAC of its ticket, which a producer that serves reads requires.
-    """
-
-    slot: int
-    epoch: int
-    mac: bytes = b""
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from kvflow.errors import FailureCode, TransportUnavailable
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
+from kvflow.leases.tickets import LeaseName
 from kvflow.reads.backend import (
     Backend,
     BackendError,
@@ -22,7 +23,7 @@ from kvflow.reads.backend import (
     encode_envelope,
 )
 from kvflow.reads.bounds import OutOfBounds, check_inside, merge
-from kvflow.reads.contract import Carrier, LeaseName, PeerAddress
+from kvflow.reads.contract import Carrier, PeerAddress
 
 
 @dataclass(slots=True, eq=False)

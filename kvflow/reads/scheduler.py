@@ -23,7 +23,8 @@ from kvflow.config import Tuning
 from kvflow.errors import CapacityExceeded, FailureCode
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.ids import PeerId
-from kvflow.reads.contract import SPAN_MAX, CancelReads, LeaseName, RankRead, ReadEnded, ReadPhase
+from kvflow.leases.tickets import LeaseName
+from kvflow.reads.contract import SPAN_MAX, CancelReads, RankRead, ReadEnded, ReadPhase
 from kvflow.reads.pulls import AWAITED, PROBE_S_MAX, PROBE_S_MIN, Pull, SourceRank
 
 PULLS_MAX = 65536  # most pulls that may be open at once

@@ -24,13 +24,12 @@ from kvflow.errors import (
 from kvflow.events import PullFailed, ReaderReset, TransferQuiesced, TransferRetried, TransferStarted
 from kvflow.ids import PeerId
 from kvflow.leases.blocks import as_digest_lists, check_block_ids
-from kvflow.leases.tickets import MAC_BYTES, Member, Ticket
+from kvflow.leases.tickets import MAC_BYTES, LeaseName, Member, Ticket
 from kvflow.reads import contract
 from kvflow.reads.contract import (
     INLINE_S_MAX,
     PRIORITY_MAX,
     CancelReads,
-    LeaseName,
     PeerAdded,
     PeerFailed,
     RankRead,

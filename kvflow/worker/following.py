@@ -27,10 +27,10 @@ from kvflow.layout.groups import SETTLES
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import check_block_ids
 from kvflow.leases.held import Blocks, OpenGroups
-from kvflow.leases.tickets import MAC_BYTES, Ticket
+from kvflow.leases.tickets import MAC_BYTES, LeaseName, Ticket
 from kvflow.planning.bind import AnyBinding
 from kvflow.planning.pairs import UnitPairs, located, pair_units
-from kvflow.reads.contract import LeaseName, Part, RankRead
+from kvflow.reads.contract import Part, RankRead
 from kvflow.reads.pulls import ReadRange
 from kvflow.rendezvous.questions import IDS_MAX, AnswerSettled
 from kvflow.worker.open_pulls import OpenPull

@@ -28,11 +28,11 @@ import numpy.typing as npt
 
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
+from kvflow.leases.tickets import LeaseName
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.backend import decode_envelope
 from kvflow.reads.contract import (
     INLINE_S_MAX,
-    LeaseName,
     Part,
     PeerAddress,
     PreparedList,

@@ -15,7 +15,8 @@ from handshake.messages import Release
 from handshake.sockets import Delivery, DialedChannel, Network
 from kvflow.config import WorkerConfig
 from kvflow.ids import PeerId
-from kvflow.reads.contract import LeaseName, Sink, Transport
+from kvflow.leases.tickets import LeaseName
+from kvflow.reads.contract import Sink, Transport
 from kvflow.reads.planes import PlaneBackends
 from kvflow.reads.thread import ThreadedTransport
 from kvflow.worker.environment import PRODUCTION, Environment, OpenTransport

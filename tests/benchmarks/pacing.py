@@ -20,8 +20,9 @@ from unittest import mock
 import numpy as np
 
 from kvflow.layout.component import Region
+from kvflow.leases.tickets import LeaseName
 from kvflow.planning.pairs import UnitPairs
-from kvflow.reads.contract import LeaseName, Part, PeerAdded, PeerAddress, PreparedList, RankRead, ReadEnded
+from kvflow.reads.contract import Part, PeerAdded, PeerAddress, PreparedList, RankRead, ReadEnded
 from kvflow.reads.pacing import Pace
 from tests.contract.conftest import Descriptors
 from tests.helpers.async_backend import AsyncTransport, LinkModel

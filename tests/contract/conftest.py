@@ -20,10 +20,10 @@ import pytest
 
 from kvflow.ids import FEW_IDS
 from kvflow.layout.component import Region
+from kvflow.leases.tickets import LeaseName
 from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.contract import (
-    LeaseName,
     Part,
     PeerAdded,
     PeerAddress,

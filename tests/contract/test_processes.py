@@ -319,7 +319,8 @@ def test_nothing_is_printed_to_standard_output_whatever_fails():
         from kvflow.layout.component import Region
         from kvflow.planning.bind import Bound
         from kvflow.planning.pairs import UnitPairs
-        from kvflow.reads.contract import LeaseName, Part, RankRead
+        from kvflow.leases.tickets import LeaseName
+        from kvflow.reads.contract import Part, RankRead
         from kvflow.reads.contract import PeerAddress, PreparedList
         from tests.helpers.transports import nixl_transport
         import threading

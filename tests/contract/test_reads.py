@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvflow.reads.contract import LeaseName, RankRead
+from kvflow.leases.tickets import LeaseName
+from kvflow.reads.contract import RankRead
 from tests.contract.conftest import INLINE_KINDS, WITH_APART
 
 BLOCK = 4096

@@ -11,9 +11,10 @@ from msgspec.structs import replace
 from kvflow.errors import TransportUnavailable
 from kvflow.layout.component import Region
 from kvflow.layout.tracks import Track
+from kvflow.leases.tickets import LeaseName
 from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs
-from kvflow.reads.contract import LeaseName, Part, PeerAdded, PeerFailed, RankRead
+from kvflow.reads.contract import Part, PeerAdded, PeerFailed, RankRead
 from tests.contract.conftest import TCP_KINDS
 from tests.contract.kinds import serving
 

@@ -24,10 +24,11 @@ from msgspec import Struct
 from kvflow.errors import FailureCode
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
+from kvflow.leases.tickets import LeaseName
 from kvflow.planning.bind import Bound
 from kvflow.reads.backend import Backend, BackendError, CheckedList, Chunk, PostedWork, share_numbers
 from kvflow.reads.bounds import OutOfBounds, check_bound, check_inside, merge
-from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, Serving
+from kvflow.reads.contract import Carrier, PeerAddress, Serving
 from kvflow.reads.serving import LeasedBlocks
 from kvflow.reads.staging import memory_at
 from kvflow.reads.tcp.connection import Told

@@ -14,9 +14,10 @@ from kvflow.config import TcpSettings
 from kvflow.ids import Credentials, PeerId, pass_of
 from kvflow.layout.component import Region
 from kvflow.layout.tracks import Track
+from kvflow.leases.tickets import LeaseName
 from kvflow.reads.backend import CheckedList, Chunk, Portion, Share
 from kvflow.reads.bounds import check_rows
-from kvflow.reads.contract import LeaseName, PeerAddress, PreparedList, Serving
+from kvflow.reads.contract import PeerAddress, PreparedList, Serving
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.backend import TcpBackend
 from kvflow.reads.tcp.opening import Opening, introduction

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from kvflow.errors import TransportUnavailable
 from kvflow.layout.component import Region
+from kvflow.leases.tickets import LeaseName
 from kvflow.reads.backend import (
     BackendError,
     CheckedList,
@@ -25,7 +26,7 @@ from kvflow.reads.backend import (
     encode_envelope,
 )
 from kvflow.reads.bounds import check_rows
-from kvflow.reads.contract import LeaseName, PeerAddress, PreparedList
+from kvflow.reads.contract import PeerAddress, PreparedList
 from kvflow.reads.nixl import backend as nixl
 from kvflow.reads.nixl import binding as nixl_binding
 from kvflow.reads.nixl.backend import USUAL, NixlBackend, Uses

@@ -15,7 +15,7 @@ import pytest
 
 from kvflow import errors
 from kvflow.events import PeerConnected, PlaneOmitted, TransferCompleted
-from kvflow.reads.contract import LeaseName
+from kvflow.leases.tickets import LeaseName
 from kvflow.reads.reach import host_facts
 from kvflow.rendezvous.issuer import draw_pair
 from tests.ports import free_port

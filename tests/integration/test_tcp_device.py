@@ -14,10 +14,11 @@ from kvflow.config import TcpSettings
 from kvflow.ids import Credentials, PeerId, pass_of
 from kvflow.layout.component import Region
 from kvflow.layout.tracks import Track
+from kvflow.leases.tickets import LeaseName
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.backend import CheckedList, Chunk, Portion, Share
 from kvflow.reads.bounds import check_rows
-from kvflow.reads.contract import LeaseName, Part, PeerAdded, PeerAddress, PreparedList, RankRead, ReadEnded, Serving
+from kvflow.reads.contract import Part, PeerAdded, PeerAddress, PreparedList, RankRead, ReadEnded, Serving
 from kvflow.reads.device import PORTION_BYTES
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.tcp.backend import TcpBackend

@@ -9,8 +9,9 @@ import numpy as np
 
 from kvflow.config import Tuning
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
+from kvflow.leases.tickets import LeaseName
 from kvflow.planning.pairs import UnitPairs
-from kvflow.reads.contract import SPAN_MAX, CancelReads, LeaseName, Outstanding, Part, RankRead, ReadEnded
+from kvflow.reads.contract import SPAN_MAX, CancelReads, Outstanding, Part, RankRead, ReadEnded
 from kvflow.reads.pulls import PROBE_S_MAX, PROBE_S_MIN, Pull
 from kvflow.reads.scheduler import Delivered, Scheduler, StartReads
 

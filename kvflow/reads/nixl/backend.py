@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvflow.errors import FailureCode, TransportUnavailable
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
+from kvflow.leases.tickets import LeaseName
 from kvflow.reads.backend import (
     Backend,
     BackendError,
@@ -30,7 +31,7 @@ from kvflow.reads.backend import (
     decode_envelope,
     encode_envelope,
 )
-from kvflow.reads.contract import REQUIRED, SHARED_BYTES_MIN, UNKNOWN_CARRIER, Carrier, LeaseName, PeerAddress, Serving
+from kvflow.reads.contract import REQUIRED, SHARED_BYTES_MIN, UNKNOWN_CARRIER, Carrier, PeerAddress, Serving
 from kvflow.reads.device import device_order_of
 from kvflow.reads.nixl.binding import (
     ADDING,

@@ -24,6 +24,7 @@ from kvflow.config import TcpSettings
 from kvflow.errors import FailureCode
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
+from kvflow.leases.tickets import LeaseName
 from kvflow.reads.backend import (
     Backend,
     BackendError,
@@ -38,7 +39,7 @@ from kvflow.reads.backend import (
     share_numbers,
 )
 from kvflow.reads.bounds import Places
-from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, Serving
+from kvflow.reads.contract import Carrier, PeerAddress, Serving
 from kvflow.reads.device import landing
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.certificates import draw_identity

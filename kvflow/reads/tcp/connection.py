@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.errors import FailureCode
+from kvflow.leases.tickets import LeaseName
 from kvflow.reads.backend import BackendError, Share
-from kvflow.reads.contract import LeaseName
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.opening import Opening
 from kvflow.reads.tcp.stream import ByteRows, Stream, rows_of

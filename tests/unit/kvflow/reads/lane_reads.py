@@ -2,11 +2,12 @@
 
 import numpy as np
 
+from kvflow.leases.tickets import LeaseName
 from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.backend import CheckedList, Staged
 from kvflow.reads.bounds import CheckedScatter, check_rows
-from kvflow.reads.contract import LeaseName, Part, PreparedList, RankRead
+from kvflow.reads.contract import Part, PreparedList, RankRead
 from kvflow.reads.lanes import Check, Lanes
 
 UNITS = 1 << 20

@@ -5,12 +5,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from kvflow.leases.tickets import LeaseName
 from kvflow.planning.bind import bind_plan
 from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.staging import STAGING_BUFFERS
 from kvflow.reads.backend import Chunk, Portion, Share, share_numbers
 from kvflow.reads.bounds import check_bound, check_rows, check_scatter
-from kvflow.reads.contract import LeaseName, PreparedList
+from kvflow.reads.contract import PreparedList
 from kvflow.reads.prepared import fetching
 from tests.fakes.staging import STAGE_ALL, plan_at
 from tests.unit.kvflow.planning.helpers import full, manifest_of, sliding

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from kvflow.layout.component import Region
+from kvflow.leases.tickets import LeaseName
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.backend import Backend, BackendError, PostedWork
 from kvflow.reads.contract import (
     RESET_DRAIN_S,
     CancelReads,
     Carrier,
-    LeaseName,
     Part,
     PeerAddress,
     PeerFailed,

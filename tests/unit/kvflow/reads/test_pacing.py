@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from kvflow.layout.component import Region
+from kvflow.leases.tickets import LeaseName
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.contract import (
     CHUNK_BYTES_MAX,
     CHUNK_DESCRIPTORS_MAX,
     CancelReads,
-    LeaseName,
     Part,
     PeerAdded,
     PeerAddress,

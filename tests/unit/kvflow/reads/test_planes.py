@@ -6,9 +6,10 @@ import pytest
 from kvflow.errors import TransportUnavailable
 from kvflow.events import PlaneOmitted
 from kvflow.layout.component import Region
+from kvflow.leases.tickets import LeaseName
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, Envelope, Portion, PostedWork, Share, encode_envelope
 from kvflow.reads.bounds import check_rows
-from kvflow.reads.contract import SERVES_NOTHING, Carrier, LeaseName, PeerAddress, PreparedList, Published
+from kvflow.reads.contract import SERVES_NOTHING, Carrier, PeerAddress, PreparedList, Published
 from kvflow.reads.loopback import LoopbackBackend
 from kvflow.reads.planes import PlaneBackends, open_planes
 

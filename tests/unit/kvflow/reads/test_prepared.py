@@ -6,11 +6,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvflow.layout.component import Region
+from kvflow.leases.tickets import LeaseName
 from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.backend import Share
 from kvflow.reads.bounds import OutOfBounds, check_bound
-from kvflow.reads.contract import INLINE_S_MAX, LeaseName, PreparedList
+from kvflow.reads.contract import INLINE_S_MAX, PreparedList
 from kvflow.reads.prepared import BYTE_S, DESCRIPTOR_S, POST_S, READ_S, PostCosts, bind_portion, bind_whole, check_list
 from kvflow.reads.staging import StagingMemory
 

@@ -5,7 +5,8 @@ from typing import get_args
 import pytest
 
 from kvflow.ids import IllegalTransition, advance
-from kvflow.reads.contract import LeaseName, RankRead
+from kvflow.leases.tickets import LeaseName
+from kvflow.reads.contract import RankRead
 from kvflow.reads.pulls import (
     TRANSITIONS,
     Pull,

@@ -6,9 +6,10 @@ import pickle
 import msgspec
 import pytest
 
+from kvflow.leases.tickets import LeaseName
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads import pulls
-from kvflow.reads.contract import LeaseName, Part, RankRead, ReadEnded
+from kvflow.reads.contract import Part, RankRead, ReadEnded
 from kvflow.report import PHASES, TransferReport
 
 

@@ -6,9 +6,10 @@ import pytest
 from kvflow.config import Tuning
 from kvflow.errors import CapacityExceeded
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
+from kvflow.leases.tickets import LeaseName
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads import scheduler as scheduling
-from kvflow.reads.contract import CancelReads, LeaseName, Outstanding, Part, RankRead, ReadEnded
+from kvflow.reads.contract import CancelReads, Outstanding, Part, RankRead, ReadEnded
 from kvflow.reads.pulls import AWAITED, PROBE_S_MAX, PROBE_S_MIN, Pull
 from kvflow.reads.scheduler import Delivered, StartReads
 from tests.counting import calls_of

@@ -7,11 +7,12 @@ import pytest
 
 from kvflow.errors import ConfigInvalid
 from kvflow.layout.component import Region
+from kvflow.leases.tickets import LeaseName
 from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.staging import AXES_MAX, Scatter
 from kvflow.reads.backend import BackendError
 from kvflow.reads.bounds import check_rows, check_scatter
-from kvflow.reads.contract import CancelReads, LeaseName, Part, PeerAddress, PreparedList, RankRead, ReadEnded
+from kvflow.reads.contract import CancelReads, Part, PeerAddress, PreparedList, RankRead, ReadEnded
 from kvflow.reads.core import PostReads, ReadCore, RemovePeer, ResetReader
 from kvflow.reads.staging import Scatterer, StagingMemory, evenly_spaced
 from tests.unit.kvflow.reads.test_core import EPOCHS, ScriptedBackend

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvflow.layout.component import Region
+from kvflow.leases.tickets import LeaseName
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads import thread as threaded
 from kvflow.reads.backend import Backend, PostedWork
@@ -17,7 +18,6 @@ from kvflow.reads.contract import (
     SERVES_NOTHING,
     CancelReads,
     Carrier,
-    LeaseName,
     Part,
     PeerAddress,
     PreparedList,

@@ -22,8 +22,7 @@ from kvflow.errors import (
     WorkerDraining,
 )
 from kvflow.events import PeerConnected, PeerDropped, TransferRetried
-from kvflow.leases.tickets import MAC_BYTES, join_tickets
-from kvflow.reads.contract import LeaseName
+from kvflow.leases.tickets import MAC_BYTES, LeaseName, join_tickets
 from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker import open_pulls
 from kvflow.worker.peers import PeerPool

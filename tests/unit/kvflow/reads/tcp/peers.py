@@ -11,9 +11,10 @@ from kvflow.config import TcpSettings
 from kvflow.ids import Credentials, PeerId, pass_of
 from kvflow.layout.component import Region
 from kvflow.layout.tracks import Track
+from kvflow.leases.tickets import LeaseName
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, Envelope, Portion, Share, encode_envelope
 from kvflow.reads.bounds import check_rows
-from kvflow.reads.contract import LeaseName, PeerAddress, PreparedList, Serving
+from kvflow.reads.contract import PeerAddress, PreparedList, Serving
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.access import Access
 from kvflow.reads.tcp.backend import TcpBackend
