@@ -156,9 +156,9 @@ class LeaseName(Struct, frozen=True, gc=False):
         mac: MAC of its ticket, which a producer that serves reads requires.
     """
 
-    slot: int
-    epoch: int
-    mac: bytes = b""
+    slot: Annotated[int, Meta(ge=0, le=1 << 24)]
+    epoch: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    mac: Annotated[bytes, Meta(max_length=MAC_BYTES)] = b""
 
 
 class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
@@ -445,6 +445,12 @@ class Ticket(Struct, frozen=True, kw_only=True, weakref=True):
             grants.append(grant_of(each, room))
             room -= sum(map(len, grants[-1].block_ids))
         return _checked(tuple(grants), signed)
+
+
+def lease_name(ticket: Ticket, index: int) -> LeaseName:
+    """Return how reads and questions name the lease of a grant, by the index of the grant in its ticket."""
+    grant = ticket.grants[index]
+    return LeaseName(grant.slot, int(grant.epoch), ticket.signed[index][:MAC_BYTES])
 
 
 def join_tickets(tickets: Sequence[Ticket]) -> Ticket:

@@ -43,7 +43,7 @@ from kvflow.errors import (
     quoted,
 )
 from kvflow.ids import LeaseKey, PeerId, agent_name
-from kvflow.leases.tickets import DIGEST_BYTES_MAX, MAC_BYTES, Grant, Ticket
+from kvflow.leases.tickets import DIGEST_BYTES_MAX, Grant, LeaseName, Ticket
 from kvflow.rendezvous import questions
 from kvflow.rendezvous.endpoint import (
     READER,
@@ -56,7 +56,7 @@ from kvflow.rendezvous.endpoint import (
     security_of,
 )
 from kvflow.rendezvous.issuer import TicketKey
-from kvflow.rendezvous.questions import AnswerSettled, AskHeld, AskSettled, Withdraw
+from kvflow.rendezvous.questions import AskHeld, AskSettled, Settled, Withdraw
 from kvflow.version import __version__
 
 UNREAD_REMEDY = "Recompute the prompt. If routers pass tickets on late, raise unread_s of the producer, or its blocks."
@@ -294,22 +294,24 @@ class Asker:
         return ticket
 
     async def settled(
-        self, lease: LeaseKey, signed: bytes, *, known: Sequence[int], above: int, wait_s: float, within_s: float
-    ) -> AnswerSettled:
-        """Ask what has settled of an open offer; the fields are those of ``AskSettled``. Cancellation: safe.
+        self, leases: Sequence[LeaseName], *, known: Sequence[int], above: int, wait_s: float, within_s: float
+    ) -> tuple[Settled, ...]:
+        """Ask what has settled of each of these leases; the fields are those of ``AskSettled``. Cancellation: safe.
 
-        ``signed``: its grant as its ticket has it, or the MAC alone. ``within_s``: seconds to wait for an answer beyond
-        ``wait_s``, for which the worker may wait.
+        ``within_s``: seconds to wait for an answer beyond ``wait_s``, for which the worker may wait.
 
         Raises:
             KvflowError: of ``ask``.
             CapacityExceeded: as ``held``.
-            ProtocolViolation: the answer is malformed, or empty.
+            ProtocolViolation: the answer is malformed, or about another number of leases.
         """
-        (slot, epoch), mac, wait_ms = lease, signed[:MAC_BYTES], math.ceil(1e3 * wait_s)
-        question = AskSettled(slot=slot, epoch=epoch, mac=mac, known=tuple(known), above=above, wait_ms=wait_ms)
+        wait_ms = math.ceil(1e3 * wait_s)
+        question = AskSettled(leases=tuple(leases), known=tuple(known), above=above, wait_ms=wait_ms)
         answer = await self.ask(questions.encode(question), within_s + wait_s)
-        return questions.decode_settled(answer, peer=self.endpoint)
+        settled = questions.decode_settled(answer, peer=self.endpoint).leases
+        if len(settled) != len(leases):
+            raise ProtocolViolation(f"the peer answered about {len(settled)} leases", peer=self.endpoint)
+        return settled
 
     async def ping(self) -> float:
         """Return the seconds of one round trip. Raises ``DeadlineExceeded`` or ``PeerLost``."""

@@ -10,12 +10,12 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from threading import Lock
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from kvflow.ids import Clock
 from kvflow.leases.held import Lease, OpenGroups
 from kvflow.leases.table import LeaseTable, Reader
-from kvflow.leases.tickets import Grant, Ticket
+from kvflow.leases.tickets import Grant, LeaseName, Ticket
 from kvflow.rendezvous.questions import (
     IDS_MAX,
     AnswerHeld,
@@ -25,6 +25,7 @@ from kvflow.rendezvous.questions import (
     NoRoom,
     PeerAnswer,
     PeerQuestion,
+    Settled,
     Withdraw,
     decode_question,
     encode,
@@ -36,7 +37,8 @@ WAITING_BYTES_MAX = 64 << 20
 RESERVED_BYTES = 64 << 10
 """Bytes of each connection, or key, whatever the others take: the longest question, or thirty short ones."""
 
-WAITING_BYTES = 2 << 10  # of each, beside what it says
+WAITING_BYTES = 1 << 10  # of each, beside what it says
+PLACE_BYTES = 512  # likewise, for each place
 
 BATCH_S = 0.001  # of the event loop, in which answers are made; then others have their turn
 
@@ -62,7 +64,7 @@ class _OpenQuestion:
 
     @property
     def nbytes(self) -> int:
-        return len(self.encoded) + WAITING_BYTES
+        return len(self.encoded) + WAITING_BYTES + PLACE_BYTES * len(self.places)
 
 
 class Answers:
@@ -214,29 +216,45 @@ class Answers:
         if isinstance(question, AskHeld):
             # A lease that has more than enough has the first of these, too.
             return tuple(dict.fromkeys((*question.digests[:1], *question.digests[-1:])))
-        lease = self._leases.held(question.slot, question.epoch)
-        return (question.slot if lease is None else lease.grant.request_id,)
+        held = [(name.slot, self._leases.held(name.slot, name.epoch)) for name in question.leases]
+        return tuple(dict.fromkeys(slot if lease is None else lease.grant.request_id for slot, lease in held))
 
     def _prove(self, question: AskHeld | AskSettled) -> None:
-        """Sign the grant that a question names before the lock is taken, if nobody has: engines wait for the lock."""
-        if isinstance(question, AskSettled):
-            self._vouches(question.slot, question.epoch, question.mac)
+        """Sign the grants that a question names before the lock is taken, if nobody has: engines wait for the lock."""
+        until = self._clock() + BATCH_S
+        for name in question.leases if isinstance(question, AskSettled) else ():
+            if self._clock() < until:
+                self._vouches(*astuple(name))
 
     def _try(self, asked: _OpenQuestion, question: AskHeld | AskSettled, *, last: bool) -> _Reply:
         """Return what there is to say. ``last``: it waits no more."""
         if isinstance(question, AskHeld):
             return self._leases.find(question.digests, (asked.connection, asked.nonce) if question.wait_ms else None)
-        held = self._leases.held(question.slot, question.epoch)
-        if held is None:
-            if self._leases.may_come(question.slot, question.epoch):
-                return AnswerSettled() if last else None
-            past = self._leases.past(question.slot, question.epoch)
-            return AnswerSettled(ended="unknown" if past is None else past.ended_by)
-        if not self._vouches(question.slot, question.epoch, question.mac):
-            return AnswerSettled(ended="unknown")
-        if not (last or held.sealed) and self._groups.whole(held.settled) < question.above:
+        states: list[Lease | str] = []
+        until, is_news = self._clock() + BATCH_S, False
+        for name in question.leases:  # what is found no more in this time is told when it is asked for again
+            states.append("" if is_news and self._clock() >= until else self._state(name))
+            is_news = is_news or self._is_news(states[-1], question.above)
+        if not (last or is_news):
             return None
-        return self._settled(held, question.known)
+        most = IDS_MAX // len(states)
+        return AnswerSettled(tuple([self._settled(each, question.known, most) for each in states]))
+
+    def _state(self, name: LeaseName) -> Lease | str:
+        """Return a lease that is held, to who has the MAC of its ticket; otherwise how it has ended, if it has."""
+        held = self._leases.held(name.slot, name.epoch)
+        if held is not None:
+            return held if self._vouches(*astuple(name)) else "unknown"
+        past = self._leases.past(name.slot, name.epoch)
+        if past is not None:
+            return past.ended_by
+        return "" if self._leases.may_come(name.slot, name.epoch) else "unknown"
+
+    def _is_news(self, state: Lease | str, above: int) -> bool:
+        """Return whether a question that waits for so many tokens waits no more."""
+        if isinstance(state, str):
+            return state != ""
+        return state.sealed or self._groups.whole(state.settled) >= above
 
     def _say(self, asked: _OpenQuestion, question: AskHeld | AskSettled, found: _Reply) -> None:
         """Send the answer. If the connection takes none, make no more of them, and let others find what it found."""
@@ -250,16 +268,18 @@ class Answers:
             self.forget(asked.connection)
             self.forget(asked.connection, asked.nonce)
 
-    def _settled(self, lease: Lease, known: tuple[int, ...]) -> AnswerSettled:
-        """Return what has settled. What does not fit into one answer comes with the next one."""
+    def _settled(self, lease: Lease | str, known: tuple[int, ...], most: int) -> Settled:
+        """Return what has settled. What is more than so many block ids comes with the next answer."""
+        if isinstance(lease, str):
+            return Settled(ended=lease)
         blocks, sealed = lease.blocks, lease.sealed
         known = (*known, *(0 for _ in blocks))[: len(blocks)]
         tokens = lease.settled if sealed else self._groups.whole(lease.settled)
         lists = [each[begin:] for each, begin in zip(blocks, known, strict=True)]
-        if sum(map(len, lists)) > IDS_MAX:
-            room = IDS_MAX // len(blocks)
+        if sum(map(len, lists)) > most:
+            room = most // len(blocks)
             sealed, tokens = False, min(tokens, self._groups.tokens_of([each + room for each in known]))
         if not sealed:
             ends = self._groups.counts(tokens)
             lists = [each[begin:end] for each, begin, end in zip(blocks, known, ends, strict=True)]
-        return AnswerSettled(num_tokens=tokens, block_ids=tuple(lists), sealed=sealed)
+        return Settled(num_tokens=tokens, block_ids=tuple(lists), sealed=sealed)

@@ -11,7 +11,7 @@ from typing import Any
 from kvflow.config import WorkerConfig
 from kvflow.errors import ArgumentInvalid, KvflowError, PeerLost, StaleLease, WorkerClosed, quoted
 from kvflow.layout.manifest import Manifest
-from kvflow.leases.tickets import Ticket
+from kvflow.leases.tickets import Ticket, lease_name
 from kvflow.rendezvous.dialer import DIGESTS_REMEDY, Asker, Claim, ContentQuestion, open_asker
 from kvflow.rendezvous.endpoint import security_of
 from kvflow.validation import require_count, require_seconds
@@ -91,14 +91,12 @@ class PrefixReader:
         Cancellation: safe; the worker forgets the question.
         """
         grant = ticket.grants[0]
-        lease, known = (grant.slot, grant.epoch_value), [0] * len(grant.num_tokens)
+        lease, known = lease_name(ticket, 0), [0] * len(grant.num_tokens)
         within_s = self._config.tuning.handshake_s
         has_begun = not grant.is_open
         while not has_begun:
             asker = await self._connect(endpoint)
-            told = await asker.settled(
-                lease, ticket.signed[0], known=known, above=1, wait_s=SETTLED_S, within_s=within_s
-            )
+            (told,) = await asker.settled([lease], known=known, above=1, wait_s=SETTLED_S, within_s=within_s)
             if told.ended:
                 raise StaleLease("the producer has ended its offer", ended_by=told.ended, peer=endpoint)
             has_begun = told.sealed or told.num_tokens > 0

@@ -24,7 +24,7 @@ from kvflow.errors import (
 from kvflow.events import PullFailed, ReaderReset, TransferQuiesced, TransferRetried, TransferStarted
 from kvflow.ids import PeerId
 from kvflow.leases.blocks import as_digest_lists, check_block_ids
-from kvflow.leases.tickets import MAC_BYTES, LeaseName, Member, Ticket
+from kvflow.leases.tickets import Member, Ticket, lease_name
 from kvflow.reads import contract
 from kvflow.reads.contract import (
     INLINE_S_MAX,
@@ -261,7 +261,7 @@ class Consumer:
             if pull.expected is not None:
                 require_content(grant, prepared, self._shared.manifest, pull.expected)
             if parts:
-                lease = LeaseName(grant.slot, int(grant.epoch), ticket.signed[at][:MAC_BYTES])
+                lease = lease_name(ticket, at)
                 first = not grant.admitted or peer.link.may_be_over(grant)
                 read_id = next(self._scheduler.read_ids)
                 reads.append(RankRead(read_id, peer.link.peer, lease, parts, first, pull.priority))

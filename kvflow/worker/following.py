@@ -27,12 +27,12 @@ from kvflow.layout.groups import SETTLES
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import check_block_ids
 from kvflow.leases.held import Blocks, OpenGroups
-from kvflow.leases.tickets import MAC_BYTES, LeaseName, Ticket
+from kvflow.leases.tickets import Ticket, lease_name
 from kvflow.planning.bind import AnyBinding
 from kvflow.planning.pairs import UnitPairs, located, pair_units
 from kvflow.reads.contract import Part, RankRead
 from kvflow.reads.pulls import ReadRange
-from kvflow.rendezvous.questions import IDS_MAX, AnswerSettled
+from kvflow.rendezvous.questions import IDS_MAX, Settled
 from kvflow.worker.open_pulls import OpenPull
 from kvflow.worker.prepared import TicketRank, require_content
 
@@ -86,7 +86,7 @@ class _Rank:
             require_content(grant, rank.groups, ours, pull.expected)
         self.peer = rank.peer.link.peer
         self.name = str(self.peer)
-        self.lease = LeaseName(grant.slot, grant.epoch_value, ticket.signed[rank.grant][:MAC_BYTES])
+        self.lease = lease_name(ticket, rank.grant)
         self.settled, self.sealed, self.cut_off = 0, False, False
         self._settling = OpenGroups.of(self._theirs)
         self.told: Blocks = ((),) * len(self._theirs.groups)
@@ -123,9 +123,8 @@ class _Rank:
             ProtocolViolation: the answer contradicts the ticket, or earlier ones.
             KvflowError: of ``Link.ask``.
         """
-        answer = await self._link.settled(
-            (self.lease.slot, self.lease.epoch),
-            self.lease.mac,
+        (answer,) = await self._link.settled(
+            [self.lease],
             known=[*map(len, self.told)],
             above=above,
             wait_s=within_s,
@@ -136,7 +135,7 @@ class _Rank:
             raise StaleLease(message, ended_by=answer.ended, peer=self.name)
         self._hear(answer)
 
-    def _hear(self, answer: AnswerSettled) -> None:
+    def _hear(self, answer: Settled) -> None:
         total = self._grant.num_tokens[0]
         if not self.settled <= answer.num_tokens <= total or (answer.sealed and answer.num_tokens < total):
             sealed = " and sealed" if answer.sealed else ""

@@ -35,7 +35,7 @@ from kvflow.reads.contract import Carrier, RateLearned
 from kvflow.reads.pulls import SourceRank
 from kvflow.reads.reach import REACH_IT, judge_rate
 from kvflow.rendezvous.dialer import FULL, Link, open_link
-from kvflow.rendezvous.questions import COUNT_MAX, AnswerSettled
+from kvflow.rendezvous.questions import COUNT_MAX, Settled
 from kvflow.worker.connections import (
     Connection,
     PeerState,
@@ -126,7 +126,7 @@ class PeerPool:
         told = await self._ask_early(rank, peer, 0.0)
         return told is not None and told.ended == "revoked"
 
-    async def _ask_early(self, rank: SourceRank, peer: PeerId, wait_s: float) -> AnswerSettled | None:
+    async def _ask_early(self, rank: SourceRank, peer: PeerId, wait_s: float) -> Settled | None:
         """Ask a peer for the lease of an early rank. None: it does not answer, or the rank is not early any longer."""
         connection, lease = self._connections.get(peer), rank.read.lease
         if connection is None or connection.link is None or connection.num_asking >= ASKING_MAX:
@@ -138,9 +138,8 @@ class PeerPool:
             async with connection.admissions:
                 if rank.state != "waiting":
                     return None
-                return await connection.link.settled(
-                    (lease.slot, lease.epoch), lease.mac, known=known, above=0, wait_s=wait_s, within_s=within_s
-                )
+                (told,) = await connection.link.settled([lease], known=known, above=0, wait_s=wait_s, within_s=within_s)
+                return told
         except KvflowError:  # it is lost, or refuses the question
             return None
         finally:

@@ -26,7 +26,7 @@ from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.layout.tracks import Track
 from kvflow.leases.blocks import check_block_ids
 from kvflow.leases.table import LeaseReader, LeaseState
-from kvflow.leases.tickets import FORMAT, HEAD_BYTES, MAC_BYTES, MARK, RankAddress, Ticket
+from kvflow.leases.tickets import FORMAT, HEAD_BYTES, MAC_BYTES, MARK, LeaseName, RankAddress, Ticket
 from kvflow.planning.pairs import pair_units
 from kvflow.planning.plan import plan_transfer
 from kvflow.reads.backend import Envelope, decode_envelope, encode_envelope
@@ -36,7 +36,7 @@ from kvflow.reads.tcp import wire as tcp_wire
 from kvflow.reads.tcp.runs import ServedGroup, SourceList
 from kvflow.rendezvous import questions
 from kvflow.rendezvous.endpoint import Advertisement, decode
-from kvflow.rendezvous.questions import AnswerHeld, AnswerSettled, AskHeld, AskSettled, NoRoom
+from kvflow.rendezvous.questions import AnswerHeld, AnswerSettled, AskHeld, AskSettled, NoRoom, Settled
 from kvflow.tools.cli.inspect import lines_of as report_lines
 from kvflow.worker.connections import PeerState
 from kvflow.worker.destinations import Quarantined
@@ -365,8 +365,8 @@ def take_question(data):
 QUESTIONS = (
     questions.encode(AskHeld(digests=(b"x" * 16, b"y" * 16, b"z"), wait_ms=5, at_least=1)),
     questions.encode(AnswerHeld(ticket="kvf3.AAAA", count=2)),
-    questions.encode(AskSettled(slot=1, epoch=7, mac=b"m" * 32, known=(3, 0), above=64, wait_ms=5)),
-    questions.encode(AnswerSettled(num_tokens=64, block_ids=((1, 2), ()), sealed=True, ended="")),
+    questions.encode(AskSettled((LeaseName(1, 7, b"m" * 32), LeaseName(2, 9)), known=(3, 0), above=64, wait_ms=5)),
+    questions.encode(AnswerSettled((Settled(64, ((1, 2), ()), sealed=True), Settled(ended="revoked")))),
     questions.encode(NoRoom(limit=1 << 26)),
 )
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from kvflow.leases.blocks import BlockAccount
+from kvflow.leases.held import Lease
 from kvflow.leases.issuer import Issuer
 from kvflow.leases.table import LeaseTable
 from kvflow.reads import lanes
@@ -104,12 +105,12 @@ def what_is_told_counts_as_settled(patch):
     patch.setattr(scenario, "OPENING_SHARE", 1.0)
     settled = Answers._settled
 
-    def settled_early(self, lease, known):
-        if not lease.sealed:
+    def settled_early(self, lease, known, most):
+        if isinstance(lease, Lease) and not lease.sealed:
             told = self._groups.tokens_of([len(ids) for ids in lease.blocks])
             before = min(told, lease.grant.num_tokens[0] - 1)
             lease = SimpleNamespace(grant=lease.grant, blocks=lease.blocks, sealed=False, settled=before)
-        return settled(self, lease, known)
+        return settled(self, lease, known, most)
 
     patch.setattr(Answers, "_settled", settled_early)
 

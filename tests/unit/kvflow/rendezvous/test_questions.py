@@ -300,6 +300,7 @@ async def test_who_does_not_have_the_secret_asks_nobody():
                 pytest.fail("it was let in")
 
 
+LEASE = {"slot": 1, "epoch": 1, "mac": b"x" * 32}
 MALFORMED = [
     b"",
     b"\xc1",
@@ -315,9 +316,11 @@ MALFORMED = [
     msgspec.msgpack.encode({"type": "ask_held", "digests": [b"x"], "wait_ms": -1}),
     msgspec.msgpack.encode({"type": "ask_held", "digests": [b"x"], "at_least": 1 << 40}),
     msgspec.msgpack.encode({"type": "ask_held", "digests": [[b"x"]]}),  # as before: a list for each group
-    msgspec.msgpack.encode({"type": "ask_settled", "slot": 1, "epoch": 1, "known": [0]}),  # as before: no MAC
-    msgspec.msgpack.encode({"type": "ask_settled", "slot": 1, "epoch": 1, "known": [0], "mac": b"x" * 31}),
-    msgspec.msgpack.encode({"type": "ask_settled", "slot": 1, "epoch": 1, "known": [0] * 257, "mac": b"x" * 32}),
+    msgspec.msgpack.encode({"type": "ask_settled", "leases": [], "known": [0]}),
+    msgspec.msgpack.encode({"type": "ask_settled", "leases": [LEASE] * 65, "known": [0]}),
+    msgspec.msgpack.encode({"type": "ask_settled", "leases": [LEASE | {"mac": b"x" * 33}], "known": [0]}),
+    msgspec.msgpack.encode({"type": "ask_settled", "leases": [LEASE | {"slot": 1 << 25}], "known": [0]}),
+    msgspec.msgpack.encode({"type": "ask_settled", "leases": [LEASE], "known": [0] * 257}),
 ]
 NEWER = msgspec.msgpack.encode({"type": "ask_of_a_newer_release", "digests": 7})
 

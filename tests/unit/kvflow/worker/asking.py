@@ -3,8 +3,8 @@
 import asyncio
 
 from kvflow.leases.table import Reader
-from kvflow.leases.tickets import MAC_BYTES
-from kvflow.rendezvous.questions import AskHeld, AskSettled
+from kvflow.leases.tickets import MAC_BYTES, LeaseName
+from kvflow.rendezvous.questions import AnswerSettled, AskHeld, AskSettled, Settled
 
 from .helpers import PATIENCE_S, lease_of
 
@@ -44,9 +44,25 @@ def mac_of(ticket):
     return ticket.signed[0][:MAC_BYTES]
 
 
+def named(ticket, mac=None):
+    """Return the name of the lease of a ticket of one grant, with its MAC or another."""
+    return LeaseName(*lease_of(ticket), mac_of(ticket) if mac is None else mac)
+
+
+def answered(*args, **how):
+    """Return an answer about one lease."""
+    return AnswerSettled((Settled(*args, **how),))
+
+
 def settled(worker, ticket, *known, above=0, wait_ms=LONG_MS, **how):
-    ask = AskSettled(*lease_of(ticket), mac_of(ticket), known=known, above=above, wait_ms=wait_ms)
+    ask = AskSettled((named(ticket),), known=known, above=above, wait_ms=wait_ms)
     return Asked(worker, ask, **how)
+
+
+async def settled_of(asked):
+    """Wait for what is answered about the only lease."""
+    (answer,) = (await asked.answer()).leases
+    return answer
 
 
 def held(worker, digests, *, at_least=0, wait_ms=LONG_MS, **how):

@@ -10,7 +10,7 @@ from kvflow.events import OfferAdmitted
 from kvflow.reads.pulls import PROBE_S_MAX
 from kvflow.rendezvous.dialer import Link
 from kvflow.rendezvous.issuer import TicketMint
-from kvflow.rendezvous.questions import AnswerSettled
+from kvflow.rendezvous.questions import Settled
 from kvflow.worker import peers
 from kvflow.worker.consumer import REVOCATION_PAUSE_S
 
@@ -160,7 +160,7 @@ def test_what_other_ranks_do_without_revoking_ends_no_pull(other, monkeypatch):
         if link.peer.rank == 1:
             return await settled(link, *question, **how)
         asked.append(other)
-        return AnswerSettled(ended=other)
+        return [Settled(ended=other)]
 
     with virtual(ranks=2, reader=(1, 2), fence_s=600.0) as world:
         ticket, grant = signed_for_all(world)

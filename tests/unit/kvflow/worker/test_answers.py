@@ -9,14 +9,15 @@ import pytest
 
 from kvflow.errors import CapacityExceeded, StaleLease
 from kvflow.leases.table import Reader
-from kvflow.leases.tickets import MAC_BYTES
+from kvflow.leases.tickets import MAC_BYTES, LeaseName
 from kvflow.rendezvous.issuer import TicketMint, draw_pair
 from kvflow.rendezvous.questions import (
+    LEASES_ASKED_MAX,
     AnswerHeld,
-    AnswerSettled,
     AskHeld,
     AskSettled,
     NoRoom,
+    Settled,
     Withdraw,
     decode_question,
     encode,
@@ -25,7 +26,7 @@ from kvflow.worker import answers
 from kvflow.worker.runtime import open_worker
 from tests.helpers.waiting import until
 
-from .asking import ASKER, LONG_MS, OTHER, Asked, chain, held, mac_of, settled
+from .asking import ASKER, LONG_MS, OTHER, Asked, answered, chain, held, named, settled, settled_of
 from .helpers import PATIENCE_S, SECRET, Clock, cache_of, lease_of, turns
 from .pulling import config, failure, opened
 from .virtual import virtual
@@ -36,6 +37,11 @@ KIB = 1 << 10
 def digests_of(number, count, nbytes=16):
     """Return digests that no other number has."""
     return tuple((number << 32 | at).to_bytes(nbytes) for at in range(count))
+
+
+def early_lease(number):
+    """Return the name of a lease that never comes."""
+    return LeaseName(number % 200, (1 << 62) + number, bytes(MAC_BYTES))
 
 
 def waiting(worker):
@@ -77,9 +83,10 @@ def room(monkeypatch):
         lambda number: AskHeld(digests_of(number, 2400), LONG_MS, 1),
         lambda number: AskHeld(digests_of(number, 4096, 9), LONG_MS, 1),
         lambda number: AskHeld(digests_of(number, 2), LONG_MS, 1),
-        lambda number: AskSettled(number % 200, (1 << 62) + number, bytes(MAC_BYTES), (1 << 20,) * 256, 1, LONG_MS),
+        lambda number: AskSettled((early_lease(number),), (1 << 20,) * 256, 1, LONG_MS),
+        lambda number: AskSettled(tuple([early_lease(number + at) for at in range(LEASES_ASKED_MAX)]), (), 1, LONG_MS),
     ],
-    ids=["48 KiB", "the most digests", "short", "the most groups"],
+    ids=["48 KiB", "the most digests", "short", "the most groups", "the most leases"],
 )
 async def test_a_question_that_waits_costs_what_it_is_counted_for(producer, make):
     questions, said = [encode(make(number)) for number in range(400)], []
@@ -139,7 +146,7 @@ async def test_many_connections_that_take_all_they_can_leave_room_for_one_more(p
 
 async def test_of_a_question_that_needs_so_many_only_the_others_are_kept(producer):
     asked = held(producer, digests_of(1, 2000), at_least=2000)
-    assert waiting(producer) == (1, 2 * KIB + len(encode(AskHeld(digests_of(1, 2000)[-1:], LONG_MS, 2000))))
+    assert waiting(producer) == (1, KIB + 512 + len(encode(AskHeld(digests_of(1, 2000)[-1:], LONG_MS, 2000))))
     offer = producer.offer_progressive("r", [[]], 8000, digests=[list(digests_of(1, 2000))])
     assert await asked.answer() == AnswerHeld(offer.ticket.to_params()["kvflow"], 2000)
     longer = held(producer, digests_of(2, 9), at_least=3)
@@ -201,23 +208,64 @@ async def test_what_has_settled_is_told_to_who_has_the_ticket(producer, kind):
         case "kept":
             ticket = producer.keep("r", [[3, 4]], 8, [chain(1, 2)])
     for mac in (bytes(MAC_BYTES), b"\xff" * MAC_BYTES):
-        ask = AskSettled(*lease_of(ticket), mac, (0,), 0, LONG_MS)
-        assert await Asked(producer, ask).answer() == AnswerSettled(ended="unknown")
-    never = AskSettled(999, lease_of(ticket)[1], bytes(MAC_BYTES), (0,), 0, 0)
-    assert await Asked(producer, never).answer() == AnswerSettled(ended="unknown"), "as if there was none"
-    assert (await settled(producer, ticket, 0).answer()).num_tokens == (4 if kind == "open" else 8)
+        ask = AskSettled((named(ticket, mac),), (0,), 0, LONG_MS)
+        assert await Asked(producer, ask).answer() == answered(ended="unknown")
+    never = AskSettled((LeaseName(999, lease_of(ticket)[1], bytes(MAC_BYTES)),), (0,), 0, 0)
+    assert await Asked(producer, never).answer() == answered(ended="unknown"), "as if there was none"
+    assert (await settled_of(settled(producer, ticket, 0))).num_tokens == (4 if kind == "open" else 8)
+
+
+async def test_an_answer_about_many_leases_has_as_many_block_ids_as_one(producer, monkeypatch):
+    monkeypatch.setattr(answers, "IDS_MAX", 6)
+    tickets = [producer.offer(f"r{at}", [[4 * at + 1, 4 * at + 2, 4 * at + 3]], 12) for at in range(3)]
+    ask = AskSettled(tuple(map(named, tickets)), (0,), 0, 0)
+    whole = AskSettled((named(tickets[1]),), (0,), 0, 0)
+    assert await Asked(producer, whole).answer() == answered(12, ((5, 6, 7),), sealed=True)
+    answer = await Asked(producer, ask).answer()
+    assert answer.leases == tuple([Settled(8, ((4 * at + 1, 4 * at + 2),)) for at in range(3)])
+
+
+async def test_an_answer_is_made_for_no_more_than_a_millisecond(producer, monkeypatch):
+    """Signing a grant of a long prompt takes some 0.1 ms. The asker asks again for the others."""
+    clock, asked = Clock(), producer._leases.answers
+    vouches = asked._vouches
+
+    def sign(*name):
+        clock.now += 0.0006
+        return vouches(*name)
+
+    monkeypatch.setattr(asked, "_clock", clock)
+    monkeypatch.setattr(asked, "_vouches", sign)
+    leases = tuple([named(producer.offer(f"r{at}", [[at + 1]], 4)) for at in range(5)])
+    answer = await Asked(producer, AskSettled(leases, (9,), 0, LONG_MS)).answer()
+    assert answer.leases == (*[Settled(4, ((),), sealed=True)] * 2, *[Settled()] * 3)
+
+
+async def test_a_question_about_many_leases_waits_for_one_of_them(producer):
+    mint = TicketMint("prefill-0", [producer.rank_address], cluster_secret=SECRET, block_sizes=[4])
+    signed = [mint.offer(f"r{at}", block_ids=[[at + 1]], num_tokens=4) for at in range(3)]
+    signed.append(mint.offer_progressive("open", [[30]], 8))
+    producer.admit(signed[3][1])
+    leases = [named(ticket) for ticket, _ in signed]
+    asked = Asked(producer, AskSettled(tuple(leases), (9,), 4, LONG_MS))
+    assert waiting(producer)[0] == 1
+    assert asked.answers == []
+    producer.admit(signed[2][1])
+    comes, open_, admitted = Settled(), Settled(0, ((),)), Settled(4, ((),), sealed=True)
+    assert (await asked.answer()).leases == (comes, comes, admitted, open_)
+    assert waiting(producer) == (0, 0)
 
 
 async def test_a_lease_that_comes_later_is_told_to_who_has_the_ticket(producer):
     mint = TicketMint("prefill-0", [producer.rank_address], cluster_secret=SECRET, block_sizes=[4])
     ticket, grant = mint.offer_progressive("r", [[5]], 8)
-    liar = Asked(producer, AskSettled(*lease_of(ticket), bytes(MAC_BYTES), (0,), 4, LONG_MS))
+    liar = Asked(producer, AskSettled((named(ticket, bytes(MAC_BYTES)),), (0,), 4, LONG_MS))
     honest = settled(producer, ticket, 0, above=4)
     producer.admit(grant)
-    assert await liar.answer() == AnswerSettled(ended="unknown")
+    assert await liar.answer() == answered(ended="unknown")
     assert honest.answers == []
     producer.advance("r", 4)
-    assert await honest.answer() == AnswerSettled(4, ((5,),))
+    assert await honest.answer() == answered(4, ((5,),))
 
 
 def test_who_has_no_ticket_does_not_keep_a_lease():
@@ -225,11 +273,11 @@ def test_who_has_no_ticket_does_not_keep_a_lease():
         (producer,) = world.producers
         worker, said = producer.worker, []
         offer = world.do(lambda: worker.offer_progressive("r", [[3]], 8), life=producer)
-        ask = AskSettled(*lease_of(offer.ticket), bytes(MAC_BYTES), (0,), 8, 60_000)
+        ask = AskSettled((named(offer.ticket, bytes(MAC_BYTES)),), (0,), 8, 60_000)
         world.do(lambda: worker._leases.answers.ask("key", ask, ASKER, said.append, 0), life=producer)
         world.pass_time(11.0)
         assert world.do(worker.snapshot, life=producer).held_leases == ()
-        assert said == [AnswerSettled(ended="unknown")]
+        assert said == [answered(ended="unknown")]
 
 
 async def test_a_reader_shows_the_mac_of_its_ticket():
@@ -237,9 +285,9 @@ async def test_a_reader_shows_the_mac_of_its_ticket():
         offer = world.producer.offer_progressive("r", [[3]], 8)
         await world.connect()
         link = next(iter(world.consumer._consumer.peers._connections.values())).link
-        (slot, epoch), how = lease_of(offer.ticket), {"known": [0], "above": 0, "wait_s": 0.0, "within_s": PATIENCE_S}
-        for mac, ended in ((offer.ticket.signed[0][:MAC_BYTES], ""), (bytes(MAC_BYTES), "unknown")):
-            assert (await link.settled((slot, epoch), mac, **how)).ended == ended
+        leases, how = [named(offer.ticket), named(offer.ticket, bytes(MAC_BYTES))], {"known": [0], "above": 0}
+        answers = await link.settled(leases, wait_s=0.0, within_s=PATIENCE_S, **how)
+        assert [each.ended for each in answers] == ["", "unknown"]
 
 
 # --- turns of the loop ---
@@ -277,7 +325,7 @@ async def test_no_turn_of_the_loop_makes_answers_for_more_than_a_millisecond(pro
         for each in list(producer._leases.answers._of["connection"]):
             asyncio.get_running_loop().call_soon(producer._leases.answers._end, each)
     for each in asked:
-        assert (await each.answer()).sealed == (ends == "sealed")
+        assert (await settled_of(each)).sealed == (ends == "sealed")
     assert (max(made.values()), made.total()) == (3, 100)
     assert waiting(producer) == (0, 0)
 
@@ -290,9 +338,9 @@ async def test_between_two_answers_engines_get_the_lock(producer):
         return True
 
     ask = settled(producer, offer.ticket, 0, wait_ms=0)
-    assert (await ask.answer()).ended == ""
+    assert (await settled_of(ask)).ended == ""
     for nonce in range(5):
-        question = AskSettled(*lease_of(offer.ticket), mac_of(offer.ticket), (0,), 8, LONG_MS)
+        question = AskSettled((named(offer.ticket),), (0,), 8, LONG_MS)
         producer._leases.answers.ask("connection", question, ASKER, take, nonce)
     offer.seal([[4]])
     await until(lambda: seen)
@@ -308,7 +356,7 @@ async def test_what_comes_while_questions_are_looked_at_is_seen(producer, monkey
     await turns(3)
     offer.seal()
     for each in (*few, *many):
-        assert (await each.answer()).ended == ""
+        assert (await settled_of(each)).ended == ""
     assert waiting(producer) == (0, 0)
 
 
@@ -319,7 +367,7 @@ async def test_a_connection_that_takes_no_answer_is_made_no_more(producer, monke
     other = [settled(producer, offer.ticket, 0, above=8, key="other", nonce=at) for at in range(5)]
     offer.seal([[4]])
     for each in other:
-        assert (await each.answer()).sealed
+        assert (await settled_of(each)).sealed
     assert [len(each.answers) for each in full] == [1] * 6 + [0] * 44
     assert made.total() == 11
     assert waiting(producer) == (0, 0)
@@ -333,7 +381,7 @@ async def test_a_defect_in_one_answer_costs_the_others_nothing(producer, monkeyp
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: seen.append(context))
     offer.seal([[4]])
     for each in asked[1:]:
-        assert (await each.answer()).sealed
+        assert (await settled_of(each)).sealed
     assert len(seen) == 1
 
 

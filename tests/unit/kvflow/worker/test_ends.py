@@ -6,10 +6,9 @@ import pytest
 
 from kvflow.errors import StaleLease
 from kvflow.rendezvous.issuer import TicketMint
-from kvflow.rendezvous.questions import AnswerSettled
 from kvflow.worker.runtime import open_worker
 
-from .asking import settled
+from .asking import answered, settled
 from .helpers import PATIENCE_S, SECRET, cache_of, turns
 from .pulling import config
 
@@ -94,9 +93,9 @@ async def test_a_question_hears_what_becomes_of_a_grant_as_it_is_asked(worker, w
 
 
 ANSWERS = {
-    "admitted": AnswerSettled(num_tokens=4, block_ids=((1,),), sealed=True),
-    "void": AnswerSettled(ended="revoked"),
-    "later": AnswerSettled(ended="unknown"),
+    "admitted": answered(num_tokens=4, block_ids=((1,),), sealed=True),
+    "void": answered(ended="revoked"),
+    "later": answered(ended="unknown"),
 }
 """What is answered about a grant that is admitted, is void, or has lost its slot to a later one."""
 

@@ -24,7 +24,7 @@ from kvflow.leases.tickets import Content, Ticket
 from kvflow.rendezvous import questions
 from kvflow.rendezvous.dialer import Link
 from kvflow.rendezvous.issuer import TicketKey
-from kvflow.rendezvous.questions import AnswerSettled, AskSettled
+from kvflow.rendezvous.questions import AnswerSettled, AskSettled, Settled
 from tests.fakes import FabricFaults
 
 from .helpers import PATIENCE_S
@@ -36,6 +36,11 @@ SOURCES = (10, 12, 11, 13, 20, 21, 22, 23)
 TARGETS = (1, 2, 3, 4, 5, 6, 7, 9)
 TOKENS = 4 * len(SOURCES)
 _asked = msgspec.msgpack.Decoder(AskSettled)
+
+
+def encoded(*settled):
+    """Return an answer about these leases as it travels."""
+    return questions.encode(AnswerSettled(settled))
 
 
 class Teller:
@@ -74,12 +79,12 @@ class Teller:
         lists = tuple(ids[count:] for ids, count in zip(said.block_ids, asked.known, strict=False))
         enough = said.num_tokens >= asked.above or said.sealed or said.ended or self.hasty
         self.hasty = False
-        return questions.encode(msgspec.structs.replace(said, block_ids=lists)) if enough else None
+        return encoded(msgspec.structs.replace(said, block_ids=lists)) if enough else None
 
     def say(self, num_tokens, blocks=None, *, rank=None, sealed=False, ended="", lists=None):
         """Settle so many tokens, in blocks that are all told."""
         told = SOURCES[: num_tokens // 4 if blocks is None else blocks]
-        self.said[rank] = AnswerSettled(num_tokens, lists or (told,), sealed, ended)
+        self.said[rank] = Settled(num_tokens, lists or (told,), sealed, ended)
         self._changed.set()
 
     def babble(self, answer):
@@ -269,7 +274,7 @@ async def test_a_wrong_answer_fails_the_pull_and_nobody_else(world, teller, firs
         answer = {"num_tokens": 0, "sealed": False, "lists": (SOURCES[: then.get("blocks", 0)],)} | then
         known = teller.asked[1].known[0]
         lists = (answer["lists"][0][known:], *answer["lists"][1:])
-        teller.babble(questions.encode(AnswerSettled(answer["num_tokens"], lists, answer["sealed"])))
+        teller.babble(encoded(Settled(answer["num_tokens"], lists, answer["sealed"])))
     error = await failure(pull)
     assert isinstance(error, ProtocolViolation)
     assert words in error.message
@@ -307,7 +312,7 @@ class Liar(Teller):
             case 5:
                 ended = rng.choice(("revoked", "expired", "nonsense"))
         told += ids
-        return questions.encode(AnswerSettled(settled, (tuple(ids), *map(tuple, more)), sealed, ended))
+        return encoded(Settled(settled, (tuple(ids), *map(tuple, more)), sealed, ended))
 
 
 async def test_whatever_a_producer_says_its_pull_fails_or_has_what_was_told(world, monkeypatch):

@@ -3,7 +3,6 @@
 import asyncio
 from functools import partial
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -16,15 +15,16 @@ from kvflow.errors import (
 )
 from kvflow.events import LeaseEnded, OfferAdmitted
 from kvflow.layout.specs import FullAttention, Mamba, SlidingWindow, State
+from kvflow.leases.tickets import LeaseName
 from kvflow.reads.contract import Serving
 from kvflow.reads.serving import LeasedBlocks
 from kvflow.rendezvous.issuer import TicketMint
-from kvflow.rendezvous.questions import AnswerHeld, AnswerSettled, AskSettled, Withdraw
+from kvflow.rendezvous.questions import AnswerHeld, AskSettled, Withdraw
 from kvflow.worker import answers
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.threaded import run_worker
 
-from .asking import ASKER, Asked, chain, held, mac_of, settled
+from .asking import ASKER, Asked, answered, chain, held, named, settled, settled_of
 from .helpers import PATIENCE_S, SECRET, Reports, cache_of, lease_of, turns
 from .pulling import config, opened
 from .virtual import virtual
@@ -62,7 +62,7 @@ async def test_blocks_are_told_lent_and_settled_one_after_another(producer, repo
     blocks_of = partial(producer._leases._leases.blocks_of, *lease_of(offer.ticket))
     assert blocks_of() == ((),)
     first = await settled(producer, offer.ticket, 0, wait_ms=0).answer()
-    assert first == AnswerSettled(num_tokens=0, block_ids=((),))
+    assert first == answered(num_tokens=0, block_ids=((),))
     waiting = settled(producer, offer.ticket, 0, above=8)
     offer.advance(4)
     producer.check()
@@ -71,12 +71,12 @@ async def test_blocks_are_told_lent_and_settled_one_after_another(producer, repo
     await turns(4)
     assert waiting.answers == []
     offer.advance(11, [[7, 9]])
-    assert await waiting.answer() == AnswerSettled(num_tokens=8, block_ids=((3, 5),))
+    assert await waiting.answer() == answered(num_tokens=8, block_ids=((3, 5),))
     (state,) = producer.snapshot().held_leases
     assert (state.kind, state.num_blocks) == ("open", 4)
     last = settled(producer, offer.ticket, 2, above=17)
     offer.seal([[2]])
-    assert await last.answer() == AnswerSettled(num_tokens=17, block_ids=((7, 9, 2),), sealed=True)
+    assert await last.answer() == answered(num_tokens=17, block_ids=((7, 9, 2),), sealed=True)
     assert blocks_of() == ((3, 5, 7, 9, 2),)
     producer.check()
     producer._leases.on_release([lease_of(offer.ticket)], ASKER, read=True)
@@ -122,7 +122,7 @@ async def test_what_cannot_have_settled_is_refused_and_changes_nothing(producer,
     after = producer.snapshot().held_leases[0]
     assert (after.num_blocks, after.kind) == (before.num_blocks, "open")
     answer = await settled(producer, offer.ticket, 0, wait_ms=0).answer()
-    assert answer == AnswerSettled(num_tokens=8, block_ids=((3, 5),))
+    assert answer == answered(num_tokens=8, block_ids=((3, 5),))
     offer.seal([[7, 8, 9]])
     for late in (lambda: offer.advance(17), offer.seal):
         with pytest.raises(BlockIdsInvalid, match="not open"):
@@ -198,12 +198,12 @@ async def test_windows_and_states_are_told_with_the_seal(hybrid):
             offer.advance(4, lists(**{early: [9]}))
     offer.advance(8, lists(full=[2]))
     answer = await settled(hybrid, offer.ticket, 0, 0, 0, above=1).answer()
-    assert answer == AnswerSettled(num_tokens=8, block_ids=tuple(map(tuple, lists(full=[1, 2]))))
+    assert answer == answered(num_tokens=8, block_ids=tuple(map(tuple, lists(full=[1, 2]))))
     with pytest.raises(BlockIdsInvalid):
         offer.seal(lists(full=[3], sliding=[4, 5, 7], mamba=[6, 8]))
     offer.seal(lists(full=[3], sliding=[4, 5, 7], mamba=[6]))
     answer = await settled(hybrid, offer.ticket, *[2 * (kind == "full") for kind in kinds]).answer()
-    assert answer == AnswerSettled(
+    assert answer == answered(
         num_tokens=10, block_ids=tuple(map(tuple, lists(full=[3], sliding=[4, 5, 7], mamba=[6]))), sealed=True
     )
 
@@ -214,7 +214,7 @@ async def test_without_full_attention_nothing_settles_before_the_seal():
         waiting = settled(producer, offer.ticket, 0, above=1)
         offer.advance(8)
         offer.seal([[4]])
-        assert await waiting.answer() == AnswerSettled(num_tokens=10, block_ids=((4,),), sealed=True)
+        assert await waiting.answer() == answered(num_tokens=10, block_ids=((4,),), sealed=True)
 
 
 @pytest.mark.parametrize("how", ["revoked", "expired", "released", "closed"])
@@ -233,8 +233,8 @@ async def test_the_end_of_the_lease_answers_what_waits(how):
         else:
             producer._leases.close()
         ended = "revoked" if how == "closed" else how
-        assert await waiting.answer() == AnswerSettled(ended=ended)
-        assert await settled(producer, offer.ticket).answer() == AnswerSettled(ended=ended)
+        assert await waiting.answer() == answered(ended=ended)
+        assert await settled(producer, offer.ticket).answer() == answered(ended=ended)
 
 
 def test_time_ends_what_nobody_advances_or_asks_about():
@@ -246,7 +246,7 @@ def test_time_ends_what_nobody_advances_or_asks_about():
             life=producer,
         )
         said = []
-        ask = AskSettled(*lease_of(offers[2].ticket), mac_of(offers[2].ticket), (0,), 8, 35_000)
+        ask = AskSettled((named(offers[2].ticket),), (0,), 8, 35_000)
         world.do(lambda: worker._leases.answers.ask("connection", ask, ASKER, said.append, 0), life=producer)
         world.do(lambda: offers[3].seal([[4]]), life=producer)
 
@@ -261,7 +261,7 @@ def test_time_ends_what_nobody_advances_or_asks_about():
         assert left() == ["asked"]
         assert said == []
         world.pass_time(20.0)  # the question has waited for long enough
-        assert said == [AnswerSettled(num_tokens=0, block_ids=((),))]
+        assert said == [answered(num_tokens=0, block_ids=((),))]
         world.pass_time(12.0)
         assert left() == []
         world.do(worker.check, life=producer)
@@ -273,17 +273,16 @@ async def test_a_question_waits_for_a_lease_that_is_not_admitted_yet(producer):
     assert [content.digests for content in ticket.grants[0].contents] == [(chain(1, 2, 3)[-1],)]
     waiting = settled(producer, ticket, 0, above=4)
     early = settled(producer, ticket, 0, above=4, wait_ms=1)
-    assert await early.answer() == AnswerSettled()
+    assert await early.answer() == answered()
     producer.admit(grant, [chain(1, 2, 3)])
     producer.advance("r", 5, [[6, 7]])
-    assert await waiting.answer() == AnswerSettled(num_tokens=4, block_ids=((6,),))
+    assert await waiting.answer() == answered(num_tokens=4, block_ids=((6,),))
     producer.seal("r", [[8]])
     with pytest.raises(BlockIdsInvalid):
         producer.admit(grant)
-    unknown = msgspec.structs.replace(grant, slot=99)
-    assert (
-        await Asked(producer, AskSettled(unknown.slot, unknown.epoch_value, bytes(32), known=(), wait_ms=9)).answer()
-    ).ended == "unknown"
+    unknown = LeaseName(99, grant.epoch_value, bytes(32))
+    asked = Asked(producer, AskSettled((unknown,), known=(), wait_ms=9))
+    assert (await settled_of(asked)).ended == "unknown"
 
 
 async def test_an_open_offer_is_found_once_by_the_digest_of_its_last_block(producer):
@@ -386,7 +385,7 @@ async def test_a_connection_that_ends_takes_its_questions_with_it(producer):
     producer._leases.answers.forget("gone")
     producer._leases.answers.forget("unknown")
     offer.seal([[4]])
-    assert (await stays.answer()).sealed
+    assert (await settled_of(stays)).sealed
     producer.keep("kept", [[1]], 4, [chain(1)])
     await turns(4)
     assert [each.answers for each in gone] == [[], []]
@@ -415,7 +414,7 @@ async def test_what_does_not_fit_into_one_answer_comes_with_the_next(monkeypatch
         offer.seal()
         told = []
         while True:
-            answer = await settled(producer, offer.ticket, len(told), above=4 * len(told) + 1).answer()
+            answer = await settled_of(settled(producer, offer.ticket, len(told), above=4 * len(told) + 1))
             told += answer.block_ids[0]
             assert len(answer.block_ids[0]) <= 4
             if answer.sealed:
@@ -423,7 +422,7 @@ async def test_what_does_not_fit_into_one_answer_comes_with_the_next(monkeypatch
             assert answer.num_tokens == 4 * len(told)
         assert (told, answer.num_tokens) == ([*range(1, 11)], 39)
         for known in ((), (99,), (1, 2, 3), (2,)):
-            assert (await settled(producer, offer.ticket, *known).answer()).num_tokens > 0
+            assert (await settled_of(settled(producer, offer.ticket, *known))).num_tokens > 0
 
 
 async def test_while_a_worker_drains_open_offers_go_on():
@@ -435,7 +434,7 @@ async def test_while_a_worker_drains_open_offers_go_on():
             world.producer.offer_progressive("late", [[3]], 8)
         waiting = settled(world.producer, offer.ticket, 0, above=8)
         offer.seal([[4]])
-        assert (await waiting.answer()).sealed
+        assert (await settled_of(waiting)).sealed
         world.producer._leases.on_release([lease_of(offer.ticket)], ASKER, read=True)
         assert (await draining).complete
 
