@@ -10,7 +10,6 @@ Rank reads: a ``RankRead`` is everything that one source rank gives to one pull.
 the read asks for it, and moves the bytes in chunks. Once all bytes have arrived, it reads the epoch slot (the *fence*)
 and compares it. It answers with exactly one ``ReadEnded``. If the first check does not find the lease held, no byte is
 read. The answer is *terminal*: the read writes nothing after it.
-Probes: a ``RankRead`` without parts only reads the slots of many leases of a peer, to tell which are admitted now.
 Batches: reads that are posted together share work if possible: one check for many leases of a peer, one chunk for small
     reads of one prepared list, one wake-up. Each read succeeds or fails alone.
 Inline: ``post`` may move small reads at once, on the calling thread, and return their answers. It does so only while
@@ -107,7 +106,7 @@ class RankRead(Struct, eq=False, gc=False):
 
     Attributes:
         read_id: unique in its data plane.
-        parts: what to copy, group by group; none: the read is a *probe*.
+        parts: what to copy, group by group.
         check_first: whether the ticket may be early. Then the slot is compared before any chunk is posted, and the read
             may end ``early`` or ``stale`` before a byte is read.
         priority: lower is more urgent.
@@ -118,7 +117,6 @@ class RankRead(Struct, eq=False, gc=False):
         started_at: when it left the queue; 0 before.
         nbytes: bytes that have arrived so far.
         arrived: takes the chunks that arrive, if the pull is traced.
-        probed: of a probe: the leases to look at, ascending by slot within ``SPAN_MAX`` slots; ``lease`` is the first.
     """
 
     read_id: int
@@ -133,7 +131,6 @@ class RankRead(Struct, eq=False, gc=False):
     started_at: float = 0.0
     nbytes: int = 0
     arrived: list[ArrivedChunk] | None = None
-    probed: tuple[LeaseName, ...] = ()
 
 
 class CancelReads(Struct, frozen=True):
@@ -160,8 +157,6 @@ class ReadEnded(Struct, frozen=True, gc=False):
         post_s: of its chunks, in posting calls (over shared memory this is the copy).
         scatter_s: in copies from staging buffers.
         fence_s: from the last byte to the verdict.
-        values: of a probe that has not failed, which ends ``early``: the slots from its first lease on. Those that no
-            lease has are undefined.
     """
 
     read_id: int
@@ -179,7 +174,6 @@ class ReadEnded(Struct, frozen=True, gc=False):
     post_s: float = 0.0
     scatter_s: float = 0.0
     fence_s: float = 0.0
-    values: Sequence[int] = ()
 
 
 NOBODY = Credentials("", "", 0, "", b"")

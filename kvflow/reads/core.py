@@ -29,7 +29,6 @@ from kvflow.reads.bounds import EPOCH_MAX, OutOfBounds, check_pairs
 from kvflow.reads.contract import (
     RESET_DRAIN_S,
     SHARED_BYTES_MIN,
-    SPAN_MAX,
     ArrivedChunk,
     CancelReads,
     Carrier,
@@ -538,10 +537,8 @@ class ReadCore:
         raise error
 
     def _post_check(self, check: Check) -> PostedWork | Sequence[int]:
-        first, peer = check.reads[0].read, check.lane.peer
-        reads = [(first.read_id, lease) for lease in first.probed]
-        if not reads:
-            reads = [(opened.read.read_id, opened.read.lease) for opened in check.reads]
+        peer = check.lane.peer
+        reads = [(opened.read.read_id, opened.read.lease) for opened in check.reads]
         return self._peers[peer].backend.post_check(peer, check.first, check.last, reads, fence=check.fence)
 
     def _post_chunk(self, carried: TakenChunk) -> PostedWork | int:
@@ -684,7 +681,7 @@ def _check_lease(read: RankRead, peer: _Peer) -> None:
     slot, epoch = read.lease.slot, read.lease.epoch
     if not (0 <= slot < peer.slots and 0 <= epoch <= EPOCH_MAX):
         raise OutOfBounds(f"{read.peer} has {peer.slots} epoch slots, and not {slot} for epoch {epoch}")
-    if not read.parts and (not read.probed or read.probed[-1].slot >= min(peer.slots, slot + SPAN_MAX)):
+    if not read.parts:
         raise OutOfBounds("a read without parts")
 
 

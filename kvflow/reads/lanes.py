@@ -50,8 +50,6 @@ AGING_S = 1.0  # waiting time that counts like one step of priority
 OVERTAKEN_MAX = 8
 """How many more urgent chunks in a row may overtake the oldest read, which then gets one. So every read advances."""
 
-NO_PAIRS = UnitPairs((), ())  # of a probe
-
 NOTHING_REFUSED: Mapping[int, Cause] = MappingProxyType({})
 
 
@@ -100,7 +98,6 @@ class Lane(Struct, eq=False):
     queues: "dict[int, Queue]" = {}  # by priority
     checks: list[OpenRead] = []  # whose first check is due
     fences: list[OpenRead] = []  # whose fence is due
-    probes: list[OpenRead] = []  # that are due
     chunks_in_flight: int = 0
     checks_in_flight: int = 0
     closed: Cause | None = None
@@ -218,12 +215,8 @@ class Lanes:
         assert lane.closed is None
         now = self._clock()
         read.since, read.outstanding = now, lane.outstanding
-        pairs = NO_PAIRS if read.probed else read.parts[0].pairs
-        self.reads[read.read_id] = opened = OpenRead(read, prepared_lists, lane, pairs, now)
-        if read.probed:
-            lane.probes.append(opened)
-            self._due[lane] = None
-        elif read.check_first:
+        self.reads[read.read_id] = opened = OpenRead(read, prepared_lists, lane, read.parts[0].pairs, now)
+        if read.check_first:
             lane.checks.append(opened)
             self._due[lane] = None
         else:
@@ -248,7 +241,7 @@ class Lanes:
             self._fail_read(opened, reason)
         for queue in lane.queues.values():
             self._queues.pop(queue, None)
-        for each in (lane.queues, lane.checks, lane.fences, lane.probes):
+        for each in (lane.queues, lane.checks, lane.fences):
             each.clear()
         self._due.pop(lane, None)
         self._forget_if_drained(lane)
@@ -263,18 +256,14 @@ class Lanes:
             fence = bool(lane.fences)
             if fence:
                 reads, lane.fences = _one_span(lane.fences)
-            elif lane.probes and not lane.checks:
-                reads = [lane.probes.pop(0)]
             else:
                 reads, lane.checks = _one_span(lane.checks)
-            if not lane.fences and not lane.checks and not lane.probes:
+            if not lane.fences and not lane.checks:
                 del self._due[lane]
             if reads:
                 lane.checks_in_flight += 1
                 lane.note_posted(self._clock())
-                last = reads[-1].read
-                slot = (last.probed[-1] if last.probed else last.lease).slot
-                return Check(lane, reads, reads[0].read.lease.slot, slot, fence)
+                return Check(lane, reads, reads[0].read.lease.slot, reads[-1].read.lease.slot, fence)
         return None
 
     def take_chunk(self) -> TakenChunk | None:
@@ -331,9 +320,6 @@ class Lanes:
         first = check.first
         for opened in check.reads:
             if opened.failure is not None:  # was cancelled or abandoned, and answered
-                continue
-            if opened.read.probed:
-                self._end(opened, "early", values=values)
                 continue
             lease = opened.read.lease
             observed = values[lease.slot - first]
@@ -505,7 +491,7 @@ class Lanes:
         if not opened.in_flight:
             self._end(opened, "failed")
 
-    def _end(self, opened: OpenRead, verdict: Verdict, observed: int = 0, values: Sequence[int] = ()) -> None:
+    def _end(self, opened: OpenRead, verdict: Verdict, observed: int = 0) -> None:
         assert not opened.in_flight
         opened.waits = False
         read, failure = opened.read, opened.failure
@@ -529,7 +515,6 @@ class Lanes:
                 post_s=opened.post_s,
                 scatter_s=opened.scatter_s,
                 fence_s=self._clock() - opened.arrived_at if fenced else 0.0,
-                values=values,
             )
         )
 

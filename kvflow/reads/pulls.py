@@ -38,11 +38,6 @@ TRANSITIONS: dict[tuple[RankState, RankEvent], RankState] = {
 
 AWAITED = ("reading", "waiting", "draining")  # states in which something of a rank is still to come
 
-PROBE_S_MIN = 0.005
-PROBE_S_MAX = 0.5
-"""Pause between probes while a producer reports no admission, as one that refuses the question. It grows with the
-time since the last lease was found early, because an engine may take seconds."""
-
 
 class SourceRank(Struct, eq=False, gc=False):
     """What one source rank gives to a pull."""
@@ -53,7 +48,13 @@ class SourceRank(Struct, eq=False, gc=False):
     deadline_check_at: float
     state: RankState = "reading"
     early_at: float = math.inf  # when its lease was first found not admitted; infinite before
+    told: bool = False  # whether the producer has said that the lease is admitted, and it was read at once
     unserved: bool = False  # whether the producer has refused blocks of a lease that it holds
+
+    @property
+    def early(self) -> bool:
+        """Whether its lease was found not admitted, and is not known to be."""
+        return self.state == "waiting" or (self.state == "reading" and self.read.phase == "queue")
 
     def move(self, event: RankEvent) -> None:
         """Enter the next state."""

@@ -2,18 +2,15 @@
 
 Every method takes what happened and ``now`` (seconds of the data plane's clock), and returns what the caller must do,
 in order. A pull has one rank read per source rank, which the data plane answers once. It is complete when every rank is
-delivered, and fails when the first rank fails. A rank whose lease is not admitted yet is *early*: once the producer
-says that something was admitted, and now and then without it, the slots of all early ranks of a peer are probed, and
-those that are admitted by then are read again.
+delivered, and fails when the first rank fails. A rank whose lease is not admitted yet is *early*: the caller asks its
+producer, and has it read again.
 
 Only the data plane (``kvflow.reads.lanes``) decides which read goes first, so reads do not wait here.
 """
 
 import math
-from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import count
-from operator import attrgetter
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -23,9 +20,8 @@ from kvflow.config import Tuning
 from kvflow.errors import CapacityExceeded, FailureCode
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.ids import PeerId
-from kvflow.leases.tickets import LeaseName
-from kvflow.reads.contract import SPAN_MAX, CancelReads, RankRead, ReadEnded, ReadPhase
-from kvflow.reads.pulls import AWAITED, PROBE_S_MAX, PROBE_S_MIN, Pull, SourceRank
+from kvflow.reads.contract import CancelReads, RankRead, ReadEnded, ReadPhase
+from kvflow.reads.pulls import AWAITED, Pull, SourceRank
 
 PULLS_MAX = 65536  # most pulls that may be open at once
 
@@ -45,6 +41,13 @@ class Delivered(Struct, frozen=True):
     pull: Pull
 
 
+class LeaseEarly(Struct, frozen=True):
+    """Ask whether the lease of this rank is admitted, and let it be read again, soon or when it is."""
+
+    rank: SourceRank
+    again: bool  # whether it was found early before
+
+
 class _Cause(NamedTuple):
     """Why a pull fails: the fields of ``PullFailed``."""
 
@@ -54,48 +57,7 @@ class _Cause(NamedTuple):
     peer: PeerId | None = None
 
 
-class _ProbedSpan(NamedTuple):
-    """Early ranks whose slots one probe reads, ascending by slot."""
-
-    ranks: list[SourceRank]
-    leases: tuple[LeaseName, ...]
-    at: list[int]  # their slots, counted from the first one
-    epochs: list[int]
-
-
-class _EarlyRanks(Struct, eq=False):
-    """The ranks of one peer that wait for an admission."""
-
-    ranks: dict[SourceRank, int] = {}  # each with the rounds of probes before it
-    due_at: float = math.inf  # when their slots are probed
-    rounds: int = 0  # of probes so far
-    newest: float = 0.0  # when the last of the ranks was found early
-    awaited: int = 0  # probes that the data plane has
-    found: list[SourceRank] = []  # to read again once these are answered
-    spans: list[_ProbedSpan] = []
-    since: float = math.inf  # when the first of the ranks was found early
-    changed: bool = False  # whether ranks were added or removed since the last two were computed
-
-    def arrange(self) -> None:
-        """Compute ``spans`` and ``since`` if the ranks have changed."""
-        if not self.changed:
-            return
-        ranks, first = sorted(self.ranks, key=_slot), 0
-        self.since = min([rank.early_at for rank in ranks], default=math.inf)
-        self.spans, self.changed = [], False
-        while first < len(ranks):
-            start = _slot(ranks[first])
-            stop = bisect_left(ranks, start + SPAN_MAX, first, key=_slot)
-            leases = tuple([rank.read.lease for rank in ranks[first:stop]])
-            at, epochs = [lease.slot - start for lease in leases], [lease.epoch for lease in leases]
-            self.spans.append(_ProbedSpan(ranks[first:stop], leases, at, epochs))
-            first = stop
-
-
-_slot = attrgetter("read.lease.slot")
-_early_at = attrgetter("early_at")
-
-Effect = StartReads | CancelReads | Delivered | TransferRetried | PullFailed | TransferQuiesced
+Effect = StartReads | CancelReads | Delivered | LeaseEarly | TransferRetried | PullFailed | TransferQuiesced
 
 
 class Scheduler:
@@ -114,13 +76,11 @@ class Scheduler:
         self._pulls = pulls
         self._budgets = budgets
         self._deadline_check_s = min(DEADLINE_CHECK_S_MAX, budgets.queue_s / 8, budgets.wire_s / 8, budgets.fence_s / 8)
-        self._probe_s = min(PROBE_S_MAX, self._deadline_check_s)
         self._pulls_max = pulls_max
         self._num_open = 0  # pulls that are open or draining
-        # Reads that the data plane has, in the order in which their deadlines are checked.
+        # Ranks that wait for the data plane, or for an admission, by their read: in the order in which their deadlines
+        # are checked.
         self._reads: dict[int, SourceRank] = {}
-        self._early: dict[PeerId, _EarlyRanks] = {}
-        self._probed: dict[int, tuple[_EarlyRanks, _ProbedSpan]] = {}  # by each probe that the data plane has
         self.read_ids = count(1)
 
     @property
@@ -154,9 +114,7 @@ class Scheduler:
 
     def on_read_ended(self, ended: ReadEnded, now: float) -> list[Effect]:
         """Take the data plane's answer to a rank read."""
-        rank = self._reads.pop(ended.read_id, None)
-        if rank is None:
-            return self._on_probed(ended, now)
+        rank = self._reads.pop(ended.read_id)
         pull = self._pulls[rank.pull_id]
         if pull.failed:
             rank.move("ended")
@@ -204,22 +162,8 @@ class Scheduler:
         return self._fail(pull, _Cause(code, phase, detail, peer), now)
 
     def tick(self, now: float) -> list[Effect]:
-        """Probe early ranks, and apply deadlines. Call it every few tens of milliseconds while ``busy``."""
+        """Apply deadlines. Call it every few tens of milliseconds while ``busy``."""
         effects: list[Effect] = []
-        for peer, early in [each for each in self._early.items() if each[1].due_at <= now]:
-            early.arrange()
-            late_since = now - self._budgets.fence_s
-            late = [rank for rank in early.ranks if rank.early_at < late_since] if early.since < late_since else []
-            for rank in late:
-                if rank.state == "waiting":  # it may have failed just now, with another rank of its pull
-                    effects += self._fail_late(rank, "fence", now)
-            early.due_at = now + self._pause_s(early, now)
-            if early.awaited:
-                continue
-            if early.ranks:
-                effects.append(StartReads(self._probe(peer, early)))
-            else:
-                del self._early[peer]
         overdue = []
         for rank in self._reads.values():
             if rank.deadline_check_at > now:
@@ -231,7 +175,7 @@ class Scheduler:
         return effects
 
     def _check_deadlines(self, rank: SourceRank, now: float) -> list[Effect]:
-        """Apply the deadlines of a read that the data plane has, and check it again later."""
+        """Apply the deadlines of a rank that waits, and check it again later."""
         del self._reads[rank.read.read_id]  # move it to the end of the queue
         self._reads[rank.read.read_id] = rank
         pull = self._pulls[rank.pull_id]
@@ -240,7 +184,9 @@ class Scheduler:
             return self._stop_holding_back(rank, now)
         read = rank.read
         phase, since, budgets = read.phase, read.since, self._budgets
-        if phase == "queue":
+        if rank.state == "waiting":  # one budget covers all waits
+            phase, since, budget_s = "fence", rank.early_at, budgets.fence_s
+        elif phase == "queue":
             since, budget_s = rank.asked_at, budgets.queue_s  # the data plane may not have taken it
         else:
             budget_s = budgets.wire_s if phase == "wire" else budgets.fence_s
@@ -258,75 +204,33 @@ class Scheduler:
         pull = self._pulls[rank.pull_id]
         rank.move("early")
         pull.early += 1
+        self._reads[rank.read.read_id] = rank
+        rank.deadline_check_at = now + self._deadline_check_s
         if ended.unserved:
             rank.unserved = True
-            return [StartReads((self._read_again(rank, now),))]
+            return self.read_again((rank,), now)
         pull.early_bytes += ended.nbytes
-        early = self._early.setdefault(rank.read.peer, _EarlyRanks())
-        if rank.early_at == math.inf:  # otherwise one budget covers all waits, and the pause stays long
-            rank.early_at = early.newest = now
-        early.due_at = min(early.due_at, now + self._pause_s(early, now))
-        early.ranks[rank], early.changed = early.rounds, True
-        return [TransferRetried(pull.pull_id, pull.request_id, str(rank.read.peer))]
+        if now - rank.early_at > self._budgets.fence_s:
+            return self._fail_late(rank, "fence", now)
+        if rank.early_at < math.inf:
+            return [LeaseEarly(rank, again=True)]
+        rank.early_at = now
+        retried = TransferRetried(pull.pull_id, pull.request_id, str(rank.read.peer))
+        return [retried, LeaseEarly(rank, again=False)]
 
-    def _pause_s(self, early: _EarlyRanks, now: float) -> float:
-        return min(self._probe_s, max(PROBE_S_MIN, now - early.newest))
-
-    def on_admitted(self, peer: PeerId, now: float) -> list[Effect]:
-        """Probe the early ranks of a peer, for it says that some are admitted; if probes are under way, after them."""
-        early = self._early.get(peer)
-        if early is None or not early.ranks:
-            return []
-        if early.awaited:
-            early.due_at = now
-            return []
-        return [StartReads(self._probe(peer, early))]
-
-    def _probe(self, peer: PeerId, early: _EarlyRanks) -> tuple[RankRead, ...]:
-        """Return probes of the slots of all early ranks of a peer."""
-        early.rounds += 1
-        early.arrange()
-        early.awaited = len(early.spans)
-        probes = []
-        for span in early.spans:
-            probe = RankRead(next(self.read_ids), peer, span.leases[0], (), check_first=True, probed=span.leases)
-            self._probed[probe.read_id] = early, span
-            probes.append(probe)
-        return tuple(probes)
-
-    def _on_probed(self, probe: ReadEnded, now: float) -> list[Effect]:
-        """Once all probes of a peer are answered, read its admitted and ended leases again, the first early one first.
-
-        If a probe failed, all its ranks are read again, and each finds out why.
-        """
-        early, span = self._probed.pop(probe.read_id)
-        if probe.verdict == "failed":
-            early.found += span.ranks
-        else:
-            values = probe.values
-            early.found += [
-                rank for rank, at, epoch in zip(span.ranks, span.at, span.epochs, strict=True) if values[at] >= epoch
-            ]
-        early.awaited -= 1
-        if early.awaited:
-            return []
-        found, early.found = [rank for rank in early.found if rank in early.ranks], []
-        found.sort(key=_early_at)
-        early.changed |= bool(found)
-        for rank in found:
-            self._pulls[rank.pull_id].early += early.rounds - early.ranks.pop(rank) - 1
-        return [StartReads(tuple([self._read_again(rank, now) for rank in found]))] if found else []
-
-    def _read_again(self, rank: SourceRank, now: float) -> RankRead:
-        """Return a new read of all that a rank must give."""
-        rank.move("read_again")
-        last = rank.read
-        check_first = not rank.unserved
-        rank.read = RankRead(next(self.read_ids), last.peer, last.lease, last.parts, check_first, last.priority)
-        rank.read.arrived = last.arrived
-        rank.asked_at, rank.deadline_check_at = now, now + self._deadline_check_s
-        self._reads[rank.read.read_id] = rank
-        return rank.read
+    def read_again(self, ranks: Iterable[SourceRank], now: float) -> list[Effect]:
+        """Read all that these early ranks must give, unless their pulls have failed meanwhile."""
+        waiting = [rank for rank in ranks if rank.state == "waiting"]
+        for rank in waiting:
+            rank.move("read_again")
+            last = rank.read
+            del self._reads[last.read_id]
+            check_first = not rank.unserved
+            rank.read = RankRead(next(self.read_ids), last.peer, last.lease, last.parts, check_first, last.priority)
+            rank.read.arrived = last.arrived
+            rank.asked_at, rank.deadline_check_at = now, now + self._deadline_check_s
+            self._reads[rank.read.read_id] = rank
+        return [StartReads(tuple([rank.read for rank in waiting]))] if waiting else []
 
     def _fail(self, pull: Pull, cause: _Cause, now: float) -> list[Effect]:
         """Fail a pull. Cancel its reads, and wait until they end."""
@@ -338,9 +242,7 @@ class Scheduler:
                 reading.append(rank.read.read_id)
             if rank.state != "dead":
                 if rank.state == "waiting":
-                    early = self._early[rank.read.peer]
-                    del early.ranks[rank]
-                    early.changed = True
+                    del self._reads[rank.read.read_id]
                 rank.move("failed")
         failure = PullFailed(
             pull.pull_id,
@@ -386,13 +288,8 @@ class Scheduler:
         return [quiesced] if pull.held_back is None else [pull.held_back, quiesced]
 
     def check(self) -> None:
-        """Check that the data plane has exactly the reads of ranks that are reading or draining, and the count."""
-        held = {
-            rank.read.read_id
-            for pull in self._pulls.values()
-            for rank in pull.ranks
-            if rank.state in ("reading", "draining")
-        }
+        """Check that exactly the ranks that wait for the data plane or an admission have deadlines, and the count."""
+        held = {rank.read.read_id for pull in self._pulls.values() for rank in pull.ranks if rank.state in AWAITED}
         assert held == self._reads.keys(), "a rank read was lost, or is there twice"
         awaited = [
             pull
@@ -400,9 +297,6 @@ class Scheduler:
             if (pull.followed and not pull.failed) or any(rank.state in AWAITED for rank in pull.ranks)
         ]
         assert len(awaited) == self._num_open, "an open pull was lost, or is counted twice"
-        waiting = {rank for pull in self._pulls.values() for rank in pull.ranks if rank.state == "waiting"}
-        early = {rank for early in self._early.values() for rank in early.ranks}
-        assert waiting == early, "a rank that waits for an admission was lost, or is there in vain"
 
 
 def _cause(read: RankRead, ended: ReadEnded) -> _Cause:

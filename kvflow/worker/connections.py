@@ -23,7 +23,6 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal, NoReturn
 
 from msgspec import Struct
@@ -128,9 +127,7 @@ class Connection:
     unusable: str = ""  # why our transport cannot read from it over any data plane of both sides; empty if it can
     drop: tuple[str, str] | None = None  # code and detail of why it must end
     task: asyncio.Task[None] | None = None
-    # Questions for admissions, and how many ask or wait their turn. The answer to one finds all that are admitted.
-    admissions: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 64))
-    num_asking: int = 0
+    num_asking: int = 0  # questions about early leases that are open
     _changed: asyncio.Future[None] | None = None
 
     def advance(self, event: ConnectionEvent) -> None:

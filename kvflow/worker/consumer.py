@@ -21,7 +21,7 @@ from kvflow.errors import (
     TicketInvalid,
     TransferCancelled,
 )
-from kvflow.events import PullFailed, ReaderReset, TransferQuiesced, TransferRetried, TransferStarted
+from kvflow.events import PullFailed, ReaderReset, TransferQuiesced, TransferStarted
 from kvflow.ids import PeerId
 from kvflow.leases.blocks import as_digest_lists, check_block_ids
 from kvflow.leases.tickets import Member, Ticket, lease_name
@@ -38,8 +38,9 @@ from kvflow.reads.contract import (
     TransportEvent,
 )
 from kvflow.reads.pulls import SourceRank
-from kvflow.reads.scheduler import Delivered, Effect, Scheduler, StartReads
+from kvflow.reads.scheduler import Delivered, Effect, LeaseEarly, Scheduler, StartReads
 from kvflow.rendezvous.issuer import TicketKey
+from kvflow.rendezvous.questions import LEASES_ASKED_MAX
 from kvflow.worker.askers import PrefixReader
 from kvflow.worker.connections import CANCELLED, as_ours, transfer_error
 from kvflow.worker.destinations import DUE_AFTER_S, DestinationTable, Quarantined, ReaderResetPolicy
@@ -51,7 +52,11 @@ from kvflow.worker.prepared import Route, parts_of, require_content
 from kvflow.worker.renewals import LeaseRenewer
 from kvflow.worker.snapshot import PullState, state_of
 
-TICK_S = 0.02  # interval at which deadlines and retries are checked while the data plane has a read
+TICK_S = 0.02  # interval at which deadlines are checked while the data plane has a read
+
+RETRY_S_MAX = 0.5
+"""Longest time between two reads of an early lease of which its producer says nothing new, or lies. It grows with the
+time since the lease was found early, because an engine may take seconds."""
 
 REVOCATION_PAUSE_S = 0.5
 """Pause between two questions to other ranks: nearly all leases are admitted before the first."""
@@ -71,6 +76,7 @@ class Consumer:
         self.prefixes = PrefixReader(tasks, shared.config, network=environment.network, security=security)
         self._destinations = DestinationTable(shared.account)
         self._following: dict[int, Following] = {}  # the pulls of open offers, by number
+        self._early: dict[PeerId, list[SourceRank]] = {}  # to be asked for in this turn
         self._reset_policy = ReaderResetPolicy(tuning, shared.bytes_per_block)
         self._transport = shared.transport
         self._shared = shared
@@ -197,7 +203,7 @@ class Consumer:
         self._apply(self._scheduler.on_peer_failed(peer, code=code, detail=detail, now=self._clock()))
 
     async def tick_while_busy(self) -> None:
-        """Apply deadlines and retries until cancelled; sleep while no pull is open."""
+        """Apply deadlines until cancelled; sleep while no pull is open."""
         while True:
             await self._busy.wait()
             await asyncio.sleep(TICK_S)  # before the first check: most pulls have ended by then
@@ -393,29 +399,55 @@ class Consumer:
                 case TransferQuiesced():
                     self._destinations.give_back(effect.pull_id)
                     self.pulls.quiesce(self.pulls.by_id.pop(effect.pull_id), effect)
-                case TransferRetried():
-                    ranks = self.pulls.by_id[effect.pull_id].ranks
-                    rank = next(rank for rank in ranks if str(rank.read.peer) == effect.peer)
-                    self._report(effect)
-                    self._tasks.create_task(self._await_admission(rank))
-                    if others := self.pulls.by_id[effect.pull_id].others(rank.read.peer):
+                case LeaseEarly(rank=rank, again=again):
+                    self._ask_soon(rank)
+                    if not again and (others := self.pulls.by_id[rank.pull_id].others(rank.read.peer)):
                         self._tasks.create_task(self._await_revocation(rank, others))
                 case _:
                     self._report(effect)
 
-    async def _await_admission(self, rank: SourceRank) -> None:
-        """Ask for the lease of an early rank, and then look which leases of its producer are admitted."""
-        if await self.peers.wait_admitted(rank):
-            self._apply(self._scheduler.on_admitted(rank.read.peer, self._clock()))
+    def _ask_soon(self, rank: SourceRank) -> None:
+        """Ask for the lease of an early rank, together with those of its peer that are found early in this turn."""
+        peer = rank.read.peer
+        asked = self._early.get(peer)
+        if asked is None or len(asked) >= LEASES_ASKED_MAX:
+            asked = self._early[peer] = []
+            self._tasks.create_task(self._await_admissions(peer, asked))
+        asked.append(rank)
+
+    async def _await_admissions(self, peer: PeerId, asked: list[SourceRank]) -> None:
+        """Ask which early leases of a peer are admitted or have ended, and read these again: at once, but only once.
+
+        If it says nothing new, or nothing in time, all are read again after a pause.
+        """
+        if self._early.get(peer) is asked:
+            del self._early[peer]
+        ranks, asked_at = [rank for rank in asked if rank.state == "waiting"], self._clock()
+        if not ranks:
+            return
+        leases = [rank.read.lease for rank in ranks]
+        answers = await self.peers.settled(peer, leases, self._shared.config.tuning.fence_s / 4)
+        news = [rank for rank, each in zip(ranks, answers, strict=False) if each.block_ids or each.ended]
+        told = [rank for rank in news if not rank.told]
+        if not told:
+            pause_s = min(RETRY_S_MAX, max(TICK_S, asked_at - ranks[0].early_at))
+            await asyncio.sleep(asked_at + pause_s - self._clock())
+        for rank in ranks:
+            if rank in told:
+                rank.told = True
+            elif told and rank.state == "waiting":
+                self._ask_soon(rank)
+        self._apply(self._scheduler.read_again(told or ranks, self._clock()))
 
     async def _await_revocation(self, rank: SourceRank, others: Sequence[PeerId]) -> None:
         """Fail the pull of an early rank once another rank has revoked its grant, of which this one may never hear."""
         while True:
             await asyncio.sleep(REVOCATION_PAUSE_S)
             for peer in others:
-                if rank.state != "waiting":
+                if not rank.early:
                     return
-                if await self.peers.is_revoked(rank, peer) and rank.state == "waiting":
+                answers = await self.peers.settled(peer, [rank.read.lease], 0.0)
+                if any(each.ended == "revoked" for each in answers) and rank.early:
                     detail, now = "the lease was revoked before every rank has admitted it", self._clock()
                     code = StaleLease.code
                     self._apply(self._scheduler.cancel(rank.pull_id, code=code, detail=detail, peer=peer, now=now))

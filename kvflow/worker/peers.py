@@ -29,10 +29,9 @@ from kvflow.errors import (
 )
 from kvflow.events import PeerConnected, PeerDropped
 from kvflow.ids import PeerId
-from kvflow.leases.tickets import Member, Ticket
+from kvflow.leases.tickets import LeaseName, Member, Ticket
 from kvflow.planning.match import count_unread_layers
 from kvflow.reads.contract import Carrier, RateLearned
-from kvflow.reads.pulls import SourceRank
 from kvflow.reads.reach import REACH_IT, judge_rate
 from kvflow.rendezvous.dialer import FULL, Link, open_link
 from kvflow.rendezvous.questions import COUNT_MAX, Settled
@@ -51,9 +50,7 @@ logger = logging.getLogger("kvflow")
 
 ROUTES_MAX = 4096  # sets of ranks whose route is remembered. Connecting a forgotten one again sends no message.
 
-ASKING_MAX = 128  # early ranks of one peer. What many wait for, the probes that answers begin find as well.
-
-ADMISSION_S = 5.0  # how long such a question waits. Most leases are admitted within some ms after their ticket.
+ASKING_MAX = 256  # open questions about early leases, of one peer
 
 FULL_S = 0.5  # longest pause before a full peer, where a dial waits for a place, is dialed again
 
@@ -116,32 +113,21 @@ class PeerPool:
         """Return the control connection of a peer, also if it cannot be read from. Cancellation: safe."""
         return await (await self._connection(member)).require_link()
 
-    async def wait_admitted(self, rank: SourceRank) -> bool:
-        """Ask for the lease of an early rank until it is admitted, or has ended. False: nothing new is known of it."""
-        told = await self._ask_early(rank, rank.read.peer, ADMISSION_S)
-        return told is not None and (told.sealed or told.ended != "")
+    async def settled(self, peer: PeerId, leases: Sequence[LeaseName], wait_s: float) -> Sequence[Settled]:
+        """Ask a peer which of these leases are admitted or have ended; empty if it does not answer. Cancellation: safe.
 
-    async def is_revoked(self, rank: SourceRank, peer: PeerId) -> bool:
-        """Ask another rank of its grant whether the lease of an early rank has been revoked there."""
-        told = await self._ask_early(rank, peer, 0.0)
-        return told is not None and told.ended == "revoked"
-
-    async def _ask_early(self, rank: SourceRank, peer: PeerId, wait_s: float) -> Settled | None:
-        """Ask a peer for the lease of an early rank. None: it does not answer, or the rank is not early any longer."""
-        connection, lease = self._connections.get(peer), rank.read.lease
+        The answer waits for one of them, at most ``wait_s``.
+        """
+        connection = self._connections.get(peer)
         if connection is None or connection.link is None or connection.num_asking >= ASKING_MAX:
-            return None
+            return ()
         known = [COUNT_MAX] * len(connection.link.advertisement.manifest.groups)  # the answer lists no block
         within_s = self._local.limits.handshake_s
         connection.num_asking += 1
         try:
-            async with connection.admissions:
-                if rank.state != "waiting":
-                    return None
-                (told,) = await connection.link.settled([lease], known=known, above=0, wait_s=wait_s, within_s=within_s)
-                return told
+            return await connection.link.settled(leases, known=known, above=0, wait_s=wait_s, within_s=within_s)
         except KvflowError:  # it is lost, or refuses the question
-            return None
+            return ()
         finally:
             connection.num_asking -= 1
 

@@ -8,8 +8,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvflow.leases.tickets import LeaseName
-from kvflow.reads.contract import RankRead
 from tests.contract.conftest import INLINE_KINDS, WITH_APART
 
 BLOCK = 4096
@@ -116,28 +114,6 @@ def test_a_first_check_that_does_not_find_the_lease_held_reads_no_byte(world, pa
     else:
         assert np.array_equal(reader.cache.bytes(), before)
         assert (answer.nbytes, answer.chunks, answer.started_at, answer.phase) == (0, 0, 0.0, "queue")
-
-
-def test_a_probe_tells_the_epochs_of_many_leases_and_reads_no_byte(world, pair):
-    reader, exporter = pair
-    exporter.epochs[[3, 9, 63]] = [41, 42, 43]
-    leases = tuple([LeaseName(slot, 42) for slot in (3, 9, 9, 63)])
-    before = reader.cache.bytes().copy()
-    reader.post(RankRead(1, "p", leases[0], (), check_first=True, probed=leases))
-    (answer,) = reader.sink.wait(("read", 1))
-    assert [answer.values[lease.slot - 3] for lease in leases] == [41, 42, 42, 43]
-    assert (answer.verdict, answer.nbytes, answer.chunks) == ("early", 0, 0)
-    assert np.array_equal(reader.cache.bytes(), before)
-
-
-@pytest.mark.parametrize("last", [64, 512])
-def test_a_probe_beyond_the_table_or_a_span_is_refused(world, last):
-    reader, exporter = world.end(8 * BLOCK), world.exporter(8 * BLOCK, seed=1, slots=64 if last == 64 else 1024)
-    world.connect(reader, exporter, "p")
-    leases = LeaseName(0, 42), LeaseName(last, 42)
-    reader.post(RankRead(1, "p", leases[0], (), check_first=True, probed=leases))
-    (answer,) = reader.sink.wait(("read", 1))
-    assert (answer.verdict, answer.code) == ("failed", "bounds")
 
 
 def test_an_epoch_has_all_64_bits(world, pair):

@@ -11,9 +11,9 @@ from kvflow.config import Tuning
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.leases.tickets import LeaseName
 from kvflow.planning.pairs import UnitPairs
-from kvflow.reads.contract import SPAN_MAX, CancelReads, Outstanding, Part, RankRead, ReadEnded
-from kvflow.reads.pulls import PROBE_S_MAX, PROBE_S_MIN, Pull
-from kvflow.reads.scheduler import Delivered, Scheduler, StartReads
+from kvflow.reads.contract import CancelReads, Outstanding, Part, RankRead, ReadEnded
+from kvflow.reads.pulls import Pull
+from kvflow.reads.scheduler import Delivered, LeaseEarly, Scheduler, StartReads
 
 BUDGETS = Tuning(queue_s=4.0, wire_s=3.0, fence_s=2.0)
 PULLS_MAX = 8
@@ -23,14 +23,6 @@ RANK_BYTES = 100
 PHASES = ("queue", "wire", "fence")
 
 
-def most_retries(budgets):
-    """Return how often a rank can be found early within its budget, by the pauses alone."""
-    retries, waited = 1, 0.0
-    while waited <= budgets.fence_s:
-        retries, waited = retries + 1, waited + min(PROBE_S_MAX, budgets.fence_s / 8, max(PROBE_S_MIN, waited))
-    return retries
-
-
 @dataclass(eq=False)
 class Rank:
     """One source rank of one pull."""
@@ -38,8 +30,9 @@ class Rank:
     pull: "Story"
     first: RankRead
     state: str = "reading"  # waiting, held or over
-    found: bool = False  # whether it may be read again: a probe found its lease, or failed, or bytes were refused
+    found: bool = False  # whether it may be read again: somebody said so, or bytes were refused
     early: int = 0
+    asked: object = None  # the scheduler's own record, once its lease is to be asked for
     unserved: bool = False
 
 
@@ -73,9 +66,7 @@ class World:
         self.stories = {}
         self.ranks = {}  # read id -> rank, of every read that there ever was
         self.plane = {}  # read id -> read, of those that the data plane has
-        self.probes = {}  # likewise, of probes
         self.cancelled = set()
-        self.told = 0  # how often a producer has said that something is admitted
         self.outstanding = {peer: Outstanding() for peer in PEERS}
 
     def submit(self, peers, *, priority=0, check_first=False):
@@ -142,34 +133,28 @@ class World:
             rank.early += 1
             rank.unserved |= ended.unserved
             rank.state, rank.found = "waiting", ended.unserved
-            assert rank.early <= self.budgets.fence_s / PROBE_S_MIN + 2 + self.told
         else:
             rank.state = "over"
             rank.pull.stale = ended.verdict == "stale" and bool(others)
 
-    def answer_probe(self, read_id, admitted, *, failed=False):
-        """End a probe: these slots have the epoch of their tickets, and the others a lower one."""
-        probe, ranks = self.probes.pop(read_id)
-        for rank in ranks:
-            rank.found |= failed or rank.first.lease.slot in admitted
-        slots = range(probe.lease.slot, probe.probed[-1].slot + 1)
-        values = [EPOCH if slot in admitted else EPOCH - 1 for slot in slots]
-        verdict = "failed" if failed else "early"
-        self.apply(self.scheduler.on_read_ended(ReadEnded(read_id, verdict, values=() if failed else values), self.now))
-        assert not any(rank.found for rank in self._waiting(probe.peer)), "what was found is read again at once"
+    def tell(self, ranks):
+        """Let somebody say that these leases are admitted, rightly or not, or that nothing is known of them."""
+        waiting = [rank for rank in ranks if rank in self.waiting()]
+        for rank in waiting:
+            rank.found = True
+        effects = self.scheduler.read_again([rank.asked for rank in ranks], self.now)
+        assert bool(effects) == bool(waiting)
+        self.apply(effects)
+        assert not any(rank.found for rank in self.waiting()), "it is read again at once"
 
-    def tell(self, peer):
-        """Let a producer say that a lease is admitted, rightly or not: its early ranks are probed, now or soon."""
-        self.told += 1
-        waits, probed = bool(self._waiting(peer)), any(probe.peer == peer for probe, _ in self.probes.values())
-        effects = self.scheduler.on_admitted(peer, self.now)
-        assert bool(effects) == (waits and not probed)
-        self.apply(effects or self.scheduler.tick(self.now))
-
-    def _waiting(self, peer):
-        """Return the ranks of a peer that wait for an admission."""
+    def waiting(self):
+        """Return the ranks that wait for an admission."""
         ranks = [rank for story in self.stories.values() if story.live for rank in story.ranks]
-        return [rank for rank in ranks if rank.first.peer == peer and rank.state == "waiting"]
+        return [rank for rank in ranks if rank.state == "waiting"]
+
+    def asked(self):
+        """Return the ranks that have been found early, whatever has become of them."""
+        return [rank for story in self.stories.values() for rank in story.ranks if rank.asked is not None]
 
     def cancel(self, pull_id):
         """Give a pull up."""
@@ -206,11 +191,13 @@ class World:
             match effect:
                 case StartReads(reads=reads):
                     assert reads
-                    probes = [read for read in reads if read.probed]
-                    self._probed(probes)
                     for read in reads:
-                        if not read.probed:
-                            self._started_again(read)
+                        self._started_again(read)
+                case LeaseEarly(rank=asked, again=again):
+                    rank = self.ranks[asked.read.read_id]
+                    assert rank.state == "waiting"
+                    assert again == (rank.asked is asked)
+                    rank.asked = asked
                 case CancelReads(read_ids=read_ids):
                     for read_id in read_ids:
                         assert read_id in self.plane
@@ -230,17 +217,6 @@ class World:
         self.ranks[read.read_id] = rank
         self.plane[read.read_id] = read
 
-    def _probed(self, probes):
-        """All ranks of a peer that wait are probed at once, and only once at a time."""
-        for peer in {probe.peer for probe in probes}:
-            leases = [lease for probe in probes if probe.peer == peer for lease in probe.probed]
-            assert not any(probe.peer == peer for probe, _ in self.probes.values())
-            assert [lease.slot for lease in leases] == sorted(rank.first.lease.slot for rank in self._waiting(peer))
-        for probe in probes:
-            assert (probe.parts, probe.lease) == ((), probe.probed[0])
-            assert probe.probed[-1].slot - probe.lease.slot < SPAN_MAX
-            self.probes[probe.read_id] = probe, self._waiting(probe.peer)  # all slots are in one span
-
     def _started_again(self, read):
         """What is read again is all that a rank must give, under the same lease, once that is found admitted."""
         (rank,) = [
@@ -254,7 +230,7 @@ class World:
         assert rank.found
         assert read.priority == rank.pull.priority
         assert read.check_first != rank.unserved
-        rank.state = "reading"
+        rank.state, rank.found = "reading", False
         self._hand_over(rank, read)
 
     def _delivered(self, pull):
@@ -300,16 +276,13 @@ class World:
                 break
             if self.plane:
                 self.answer(min(self.plane), "held")
-            elif self.probes:
-                self.answer_probe(min(self.probes), range(len(PEERS)))
+            elif waiting := self.waiting():
+                self.tell(waiting)
             else:
-                self.tick(PROBE_S_MAX)
+                self.tick(0.5)
         assert not self.scheduler.busy
         assert not self.plane
-        for read_id in sorted(self.probes):
-            self.answer_probe(read_id, (), failed=True)
         assert self.scheduler.tick(self.now + 1000.0) == []
-        assert not self.scheduler._early
-        assert not self.scheduler._probed
+        assert not self.scheduler._reads
         for story in self.stories.values():
             assert story.told in ([Delivered], [PullFailed, TransferQuiesced])

@@ -10,24 +10,17 @@ from kvflow.leases.tickets import LeaseName
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads import scheduler as scheduling
 from kvflow.reads.contract import CancelReads, Outstanding, Part, RankRead, ReadEnded
-from kvflow.reads.pulls import AWAITED, PROBE_S_MAX, PROBE_S_MIN, Pull
-from kvflow.reads.scheduler import Delivered, StartReads
+from kvflow.reads.pulls import AWAITED, Pull
+from kvflow.reads.scheduler import Delivered, LeaseEarly, StartReads
 from tests.counting import calls_of
 
 EPOCH = 7
 BUDGETS = Tuning(queue_s=4.0, wire_s=3.0, fence_s=2.0)
-PROBE_S = 0.25  # an eighth of the shortest budget
 PARTS = (Part(1, UnitPairs(np.arange(5), np.arange(5))),)
 
 
 def read(peer="p", slot=0, **how):
     return RankRead(0, peer, LeaseName(slot, EPOCH), PARTS, **how)
-
-
-def probed(probe, *values):
-    """Return the answer to a probe: the slots from its first lease on, the last value for all that follow."""
-    count = probe.probed[-1].slot - probe.lease.slot + 1
-    return ReadEnded(probe.read_id, "early", values=[*values, *[values[-1]] * (count - len(values))])
 
 
 class Scheduler(scheduling.Scheduler):
@@ -36,16 +29,6 @@ class Scheduler(scheduling.Scheduler):
     def __init__(self, budgets=BUDGETS, **how):
         self.pulls = {}
         super().__init__(self.pulls, budgets, **how)
-
-    def tick(self, now):
-        """Answer every probe at once: all of its leases are admitted."""
-        effects = []
-        for effect in super().tick(now):
-            probes = effect.reads if isinstance(effect, StartReads) else ()
-            effects += [] if probes else [effect]
-            for probe in probes:
-                effects += self.on_read_ended(probed(probe, EPOCH), now)
-        return effects
 
     def open_pulls(self):
         return tuple(number for number, pull in self.pulls.items() if any(rank.state in AWAITED for rank in pull.ranks))
@@ -137,11 +120,11 @@ def test_a_stale_lease_of_the_only_rank_fails_at_once_and_is_quiescent(scheduler
 
 def test_a_lease_that_is_not_admitted_yet_is_read_once_it_is(scheduler):
     (one,) = submit(scheduler, read(check_first=True, priority=3))
-    (retried,) = answer(scheduler, one, "early", now=1.0)
+    retried, early = answer(scheduler, one, "early", now=1.0)
     assert (retried.pull_id, retried.request_id, retried.peer) == (1, "request-1", "p")
     scheduler.check()
-    assert scheduler.tick(1.0 + PROBE_S_MIN / 2) == []
-    again = read_again(scheduler.tick(1.0 + PROBE_S_MIN))
+    assert scheduler.tick(1.5) == []
+    again = read_again(scheduler.read_again([early.rank], 1.5))
     assert again.read_id != one.read_id
     assert (again.peer, again.lease, again.parts, again.priority) == (one.peer, one.lease, one.parts, 3)
     assert again.check_first
@@ -155,8 +138,9 @@ def test_what_was_read_before_an_admission_is_read_again_behind_a_check(schedule
     """A producer said that the lease was held, and the fence found that it was not yet."""
     (one,) = submit(scheduler)
     arrive(one)
-    assert kinds(answer(scheduler, one, "early", now=1.0)) == [TransferRetried]
-    again = read_again(scheduler.tick(2.0))
+    retried, early = answer(scheduler, one, "early", now=1.0)
+    assert isinstance(retried, TransferRetried)
+    again = read_again(scheduler.read_again([early.rank], 2.0))
     assert again.check_first
     pull = only(Delivered, answer(scheduler, again)).pull
     assert (pull.early, pull.early_bytes, pull.nbytes) == (1, 50, 50)
@@ -164,160 +148,52 @@ def test_what_was_read_before_an_admission_is_read_again_behind_a_check(schedule
 
 def test_a_rank_that_is_early_waits_alone(scheduler):
     one, other = submit(scheduler, read("p"), read("q"))
-    answer(scheduler, one, "early")
+    rank = only(LeaseEarly, answer(scheduler, one, "early")).rank
     assert answer(scheduler, other) == []
-    again = read_again(scheduler.tick(1.5))
+    again = read_again(scheduler.read_again([rank], 1.5))
     assert again.peer == "p"
     assert kinds(answer(scheduler, again)) == [Delivered]
 
 
-def test_an_admission_that_nobody_tells_of_is_looked_for_patiently():
-    """A budget of an hour is thousands of probes: the pause between them stays what it became."""
-    scheduler = Scheduler(Tuning(queue_s=9999.0, wire_s=9999.0, fence_s=9999.0))
-    (one,), now = submit(scheduler, read(check_first=True)), 0.0
-    expected = [0.005, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, PROBE_S_MAX]
-    for number in range(1200):
-        answer(scheduler, one, "early", now)
-        pause = expected[min(number, 8)]
-        assert scheduler.tick(now + 0.99 * pause) == []
-        now += pause
-        one = read_again(scheduler.tick(now))
-    assert kinds(answer(scheduler, one, now=now)) == [Delivered]
-
-
-@pytest.mark.parametrize("slot", [1, 2])
-def test_what_a_producer_says_is_admitted_is_looked_for_at_once(slot):
-    scheduler = waiting(1, 2)
-    assert scheduler.on_admitted("q", 1.01) == []
-    (probe,) = only(StartReads, scheduler.on_admitted("p", 1.01)).reads
-    assert [lease.slot for lease in probe.probed] == [1, 2]
-    values = [EPOCH - (slot != 1), EPOCH - (slot != 2)]
-    again = only(StartReads, scheduler.on_read_ended(probed(probe, *values), 1.01)).reads
-    assert slots_of(again) == [slot], "whatever it was asked about, the slots tell"
-    scheduler.check()
-
-
-def test_what_a_producer_says_while_it_is_probed_makes_another_probe():
-    scheduler = waiting(1, 2)
-    (probe,) = probes_at(scheduler, 1.9)  # the pause after it is long
-    assert scheduler.on_admitted("p", 1.91) == []
-    assert scheduler.on_read_ended(probed(probe, EPOCH - 1), 1.92) == []
-    assert slots_of(probes_at(scheduler, 1.93)) == [1]
-
-
-def waiting(*slots, first_at=1.0):
-    """Return a scheduler, and pulls of one peer that wait for admissions, each found early a millisecond later."""
-    scheduler = Scheduler(BUDGETS)
-    for at, slot in enumerate(slots):
-        (one,) = submit(scheduler, read(slot=slot, check_first=True), pull_id=at)
-        answer(scheduler, one, "early", first_at + at / 1000)
-    return scheduler
-
-
-def probes_at(scheduler, now):
-    """Return the probes of a tick that does nothing else."""
-    return only(StartReads, scheduling.Scheduler.tick(scheduler, now)).reads
-
-
-def slots_of(reads):
-    return [one.lease.slot for one in reads]
-
-
-def test_one_timer_probes_all_early_leases_of_a_peer():
-    slots = [700, 3, 3, 1200, 514, 515, *range(20, 40)]
-    scheduler = waiting(*slots)
-    probes = probes_at(scheduler, 1.3)
-    assert [[lease.slot for lease in probe.probed] for probe in probes] == [
-        [3, 3, *range(20, 40), 514],  # a span of 512 slots
-        [515, 700],
-        [1200],
-    ]
-    assert [(probe.parts, probe.peer, probe.lease.slot) for probe in probes] == [((), "p", at) for at in (3, 515, 1200)]
-    for probe in probes[::-1]:
-        assert scheduler.on_read_ended(probed(probe, EPOCH - 1), 1.3) == []
-    assert scheduler.tick(1.3) == []
-    scheduler.check()
-
-
-def test_what_probes_find_is_read_in_the_order_in_which_it_was_early():
-    scheduler = waiting(700, 5, 3, 9, 8)
-    first, other = probes_at(scheduler, 1.3)
-    assert scheduler.on_read_ended(probed(first, EPOCH + 1, 0, EPOCH, 0, 0, EPOCH - 1, EPOCH), 1.3) == []
-    again = only(StartReads, scheduler.on_read_ended(probed(other, EPOCH), 1.3)).reads
-    assert slots_of(again) == [700, 5, 3, 9], "slot 3 was given up by its producer, and its read will tell"
+def test_ranks_are_read_again_in_the_order_in_which_they_are_named(scheduler):
+    waiting = []
+    for slot in (700, 5, 3):
+        (one,) = submit(scheduler, read(slot=slot, check_first=True), pull_id=slot)
+        waiting.append(only(LeaseEarly, answer(scheduler, one, "early")).rank)
+    again = only(StartReads, scheduler.read_again(waiting[::-1], 1.5)).reads
+    assert [one.lease.slot for one in again] == [3, 5, 700]
     assert all(one.check_first for one in again)
+
+
+@pytest.mark.parametrize("end", ["read again", "cancelled", "delivered"])
+def test_a_rank_that_does_not_wait_any_longer_is_not_read_again(scheduler, end):
+    (one,) = submit(scheduler, read(check_first=True))
+    rank = only(LeaseEarly, answer(scheduler, one, "early")).rank
+    if end == "cancelled":
+        scheduler.cancel(1, code="transfer_cancelled", detail="", now=1.3)
+    else:
+        (again,) = only(StartReads, scheduler.read_again([rank], 1.3)).reads
+    if end == "delivered":
+        answer(scheduler, again)
+    assert scheduler.read_again([rank], 1.3) == []
+
+
+def test_a_rank_that_is_early_again_is_asked_for_again_and_told_of_once(scheduler):
+    (one,) = submit(scheduler, read(check_first=True))
+    first = only(LeaseEarly, answer(scheduler, one, "early", 1.0))
+    again = read_again(scheduler.read_again([first.rank], 1.3))
+    (second,) = answer(scheduler, again, "early", 1.7)
+    assert (second.rank, first.again, second.again) == (first.rank, False, True)
     scheduler.check()
-    assert [lease.slot for probe in probes_at(scheduler, 2.0) for lease in probe.probed] == [8]
-
-
-def test_a_report_counts_how_often_a_lease_was_found_early():
-    scheduler = waiting(1)
-    for now in (1.3, 1.6, 1.9):
-        (probe,) = probes_at(scheduler, now)
-        assert scheduler.on_read_ended(probed(probe, EPOCH - 1), now) == []
-    again = read_again(scheduler.tick(2.2))
-    assert only(Delivered, answer(scheduler, again, now=2.3)).pull.early == 4
-
-
-def test_a_probe_that_fails_lets_every_rank_find_out_why():
-    scheduler = waiting(1, 2)
-    (probe,) = probes_at(scheduler, 1.3)
-    effects = scheduler.on_read_ended(ReadEnded(probe.read_id, "failed", code="peer_lost"), 1.3)
-    assert slots_of(only(StartReads, effects).reads) == [1, 2]
-
-
-def test_a_probe_without_an_answer_is_not_repeated_nor_stops_the_budget():
-    scheduler = waiting(1)
-    (probe,) = probes_at(scheduler, 1.3)
-    assert scheduler.tick(2.0) == []
-    assert kinds(scheduler.tick(1.1 + BUDGETS.fence_s)) == [PullFailed, TransferQuiesced]
-    assert scheduler.on_read_ended(probed(probe, EPOCH), 4.0) == []
-    scheduler.check()
-
-
-def test_a_rank_that_was_cancelled_while_it_was_probed_is_not_read_again():
-    scheduler = waiting(1, 2)
-    (probe,) = probes_at(scheduler, 1.3)
-    scheduler.cancel(0, code="transfer_cancelled", detail="", now=1.3)
-    assert slots_of(only(StartReads, scheduler.on_read_ended(probed(probe, EPOCH), 1.3)).reads) == [2]
-
-
-def test_a_rank_that_is_early_again_is_probed_again():
-    scheduler = waiting(1)
-    again = read_again(scheduler.tick(1.3))
-    assert scheduler.tick(1.6) == []
-    assert not scheduler._early
-    answer(scheduler, again, "early", 1.7)
-    assert slots_of(probes_at(scheduler, 1.7 + PROBE_S)) == [1]
-
-
-def test_a_new_early_rank_makes_the_pause_of_its_peer_short_again():
-    scheduler = waiting(1)
-    for now in (1.1, 1.3, 1.6, 1.9):
-        (probe,) = probes_at(scheduler, now)
-        scheduler.on_read_ended(probed(probe, EPOCH - 1), now)
-    (one,) = submit(scheduler, read(slot=2, check_first=True), pull_id=7)
-    answer(scheduler, one, "early", 1.91)
-    assert scheduler.tick(1.91 + PROBE_S_MIN / 2) == []
-    assert [lease.slot for probe in probes_at(scheduler, 1.91 + PROBE_S_MIN) for lease in probe.probed] == [1, 2]
-
-
-def test_pulls_that_wait_cost_calls_for_each_span_and_not_for_each_pull():
-    def cost(count):
-        scheduler = waiting(*range(count), first_at=0.0)
-        assert len(scheduler._early) == 1
-        return calls_of(lambda: probes_at(scheduler, count / 1000 + 0.1))
-
-    assert cost(1900) < 4.2 * cost(500) < 200
+    assert only(Delivered, answer(scheduler, read_again(scheduler.read_again([second.rank], 1.8)))).pull.early == 2
 
 
 def test_waiting_for_an_admission_has_one_budget_in_all(scheduler):
     (one,), now = submit(scheduler, read(check_first=True)), 0.0
-    effects = answer(scheduler, one, "early", now)
-    while PullFailed not in kinds(effects):
+    rank, effects = only(LeaseEarly, answer(scheduler, one, "early", now)).rank, []
+    while not effects:
         assert now < 10 * BUDGETS.fence_s
-        if StartReads in kinds(effects):
-            answer(scheduler, read_again(effects), "early", now)
+        answer(scheduler, read_again(scheduler.read_again([rank], now)), "early", now)
         now += 0.5
         effects = scheduler.tick(now)
     failed, quiesced = effects
@@ -328,9 +204,9 @@ def test_waiting_for_an_admission_has_one_budget_in_all(scheduler):
 
 def test_a_lease_that_is_found_held_has_its_budgets_anew(scheduler):
     (one,) = submit(scheduler, read(check_first=True))
-    answer(scheduler, one, "early", 0.0)
+    rank = only(LeaseEarly, answer(scheduler, one, "early", 0.0)).rank
     late = BUDGETS.fence_s - 0.1
-    again = read_again(scheduler.tick(late))
+    again = read_again(scheduler.read_again([rank], late))
     start(again, late)
     assert scheduler.tick(late + BUDGETS.wire_s - 0.1) == []
     arrive(again, late + BUDGETS.wire_s)

@@ -358,7 +358,7 @@ class World:
         return await until(lambda: len(found := self.of(kind)) >= count and found)
 
     async def checked(self, count):
-        """Wait until so many checks before the data, or probes, were posted since they were last cleared."""
+        """Wait until so many checks before the data were posted since they were last cleared."""
         await until(lambda: len(self.faults.checks) >= count)
 
     async def records(self, count=1):

@@ -19,8 +19,9 @@ from kvflow.errors import (
     TicketInvalid,
     TransferCancelled,
 )
-from kvflow.events import PullFailed, TransferQuiesced, TransferRetried, TransferStarted
+from kvflow.events import PullFailed, TransferQuiesced, TransferStarted
 from kvflow.leases.tickets import Content, Ticket
+from kvflow.reads.scheduler import LeaseEarly
 from kvflow.rendezvous import questions
 from kvflow.rendezvous.dialer import Link
 from kvflow.rendezvous.issuer import TicketKey
@@ -486,22 +487,22 @@ async def test_a_range_may_arrive_before_its_early_rank_is_asked_for(world, tell
     scheduler, asked = world.consumer._consumer._scheduler, []
     on_read_ended = scheduler.on_read_ended
 
-    async def ask(rank):
-        asked.append((rank.read.peer.rank, [each.ranks for each in world.consumer._consumer.pulls.by_id.values()]))
-        return False
+    async def ask(peer, leases, _wait_s):
+        asked.append((peer.rank, len(leases)))
+        return ()
 
     def retry_first(ended, now):
         monkeypatch.setattr(scheduler, "on_read_ended", on_read_ended)
         (followed,) = world.consumer._consumer.pulls.by_id.values()
-        retried = TransferRetried(pull.id, "request-1", str(followed.ranks[0].read.peer))
-        return [retried, *on_read_ended(ended, now)]
+        return [LeaseEarly(followed.ranks[0], again=False), *on_read_ended(ended, now)]
 
-    monkeypatch.setattr(world.consumer._consumer.peers, "wait_admitted", ask)
+    monkeypatch.setattr(world.consumer._consumer.peers, "settled", ask)
     monkeypatch.setattr(scheduler, "on_read_ended", retry_first)
     world.faults.heal()
     await waiting(world, 2)
-    assert asked == [(0, [()])]
-    world.producer.revoke("request-1")
+    assert asked == [], "it waits no longer"
+    pull.cancel()
+    await failure(pull)
 
 
 async def test_a_peer_that_is_lost_ends_the_pull_that_waits_for_it(world, teller):
