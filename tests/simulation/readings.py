@@ -31,6 +31,7 @@ class Reading:
     Attributes:
         name: its own.
         engine: that reads.
+        found: whether it has asked for the content, and got the ticket.
         released_at: when every rank had read it, or given it back, in peace; None before.
         unread: whether it gives back what it does not read.
     """
@@ -38,6 +39,7 @@ class Reading:
     def __init__(self, world: World, request: "Request", engine: Engine, params: dict[str, Any], reading: int) -> None:
         self.name = f"{request.name}.{engine.name}.{reading}"
         self.engine = engine
+        self.found = False
         self.released_at: float | None = None
         self._world = world
         self._request = request
@@ -97,13 +99,16 @@ class Reading:
             self._leave(error.code)
             return
         if ticket is None or count < len(digests):
-            # Its successor may answer at its address.
-            if before is not None and source.held.get(request.name) is before and source.engine.alive:
+            # Its successor may answer at its address. An open lease is its first finder's until that gives it back.
+            taken = any(each.found and each.released_at is None for each in request.readings) and request.plan.part_s
+            is_there = before is not None and source.held.get(request.name) is before
+            if is_there and source.engine.alive and not taken:
                 self._world.fail(f"{source.name} keeps {request.name}, and {self.name} was told of {count} blocks")
             self._leave("not held")
         elif ticket.request_id != request.name:  # of the same tokens, and more
             self._leave("another is held")
         else:
+            self.found = True
             self._params = json.loads(json.dumps(ticket.to_params()))
             self._hold_and_claim()
 
