@@ -60,7 +60,7 @@ RESET_DRAIN_S = 2.0  # how long a reader reset waits for healthy peers: two chun
 PRIORITY_MAX = 1 << 31
 """Largest priority in either direction. A float still adds it to a time with enough precision."""
 
-ReadPhase = Literal["compute", "queue", "wire", "fence"]
+ReadPhase = Literal["queue", "wire", "fence"]
 Verdict = Literal["held", "early", "stale", "failed"]
 
 

@@ -1,4 +1,4 @@
-"""The record of one pull, the states of its rank reads, and its report.
+"""What is read together, the states of its rank reads, and the report of what was read.
 
 =============  ==========================================================  ================================
 state          what holds                                                  deadline
@@ -18,7 +18,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from kvflow.events import PullFailed, TracedGroup, TransferTraced
-from kvflow.ids import PeerId, advance
+from kvflow.ids import advance
 from kvflow.planning.pairs import joined, merged_pairs
 from kvflow.reads.contract import Part, RankRead, ReadEnded
 from kvflow.report import TransferReport
@@ -61,29 +61,17 @@ class SourceRank(Struct, eq=False, gc=False):
         self.state = advance(TRANSITIONS, self.state, event, "a rank read")
 
 
-class ReadRange(Struct, frozen=True, gc=False):
-    """The tokens ``[first, end)`` of an open offer, which were read together. Times are the data plane's clock.
+class Pull(Struct, eq=False):
+    """One rank read of each source rank, which are delivered together or fail together. Times: the data plane's clock.
 
-    The last range has also what the producer told with the seal: sliding windows and states.
+    A ticket is read by one pull. An open offer is read by several, one after the other.
     """
 
-    first: int
-    end: int
-    submitted_at: float
-    completed_at: float
-    ended: Sequence[ReadEnded]
-
-
-class Pull(Struct, eq=False):
-    """One pull, from the call that starts it until nothing writes into its blocks. The worker adds what it needs."""
-
-    pull_id: int
+    pull_id: int  # of the call that it is read for
     request_id: str
-    called_at: float  # when the caller called, in seconds of the data plane's clock
-    step: str = "check"  # the phase that the pull is in, until the scheduler has it
-    submitted_at: float = math.inf  # when its reads were built; infinite before
-    reads: Sequence[RankRead] = ()  # the first read of each source rank that gives something
-    nbytes: int = 0  # bytes to move
+    submitted_at: float  # when its reads were built
+    reads: Sequence[RankRead]  # the first read of each source rank that gives something
+    nbytes: int  # bytes to move
     ranks: tuple[SourceRank, ...] = ()  # one for each read, once the scheduler has the pull
     missing: int = 0  # ranks that are not delivered
     failed: bool = False  # whether it has failed; then it only drains
@@ -92,15 +80,10 @@ class Pull(Struct, eq=False):
     early: int = 0  # how often a rank's lease was found not admitted yet
     early_bytes: int = 0  # of these reads, which are read again
     ended: Sequence[ReadEnded] = ()  # the answers that count, one for each delivered rank
-    followed: tuple[PeerId, ...] = ()  # of an open offer: the ranks that are read, until all is read
-    ranges: Sequence[ReadRange] = ()  # likewise: what has arrived so far
-    sealed_at: float = math.inf  # likewise: when the last rank has said that everything is settled
 
     @property
     def phase(self) -> str:
         """Where it stands: the phase of the ranks that are not delivered; of several that in which bytes move."""
-        if not self.ranks:
-            return self.step
         if self.failed:
             return "draining"
         phases = {rank.read.phase for rank in self.ranks if rank.state == "reading"}
@@ -109,18 +92,12 @@ class Pull(Struct, eq=False):
     @property
     def nbytes_arrived(self) -> int:
         """Bytes that have certainly arrived."""
-        before = sum(ended.nbytes for each in self.ranges for ended in each.ended)
-        return before + sum(rank.read.nbytes for rank in self.ranks)
+        return sum(rank.read.nbytes for rank in self.ranks) or sum(ended.nbytes for ended in self.ended)
 
     @property
     def awaited(self) -> SourceRank:
         """The rank that the pull waits for; of several the first."""
         return next((rank for rank in self.ranks if rank.state in AWAITED), self.ranks[-1])
-
-    @property
-    def given(self) -> Sequence[Part]:
-        """What all source ranks give."""
-        return self.reads[0].parts if len(self.reads) == 1 else [part for read in self.reads for part in read.parts]
 
     def reading_s(self, now: float) -> dict[str, float]:
         """Return the seconds of each phase that has begun, for a pull that the scheduler fails now."""
@@ -138,9 +115,20 @@ class Pull(Struct, eq=False):
         return max(arrived) if len(arrived) == len(self.ranks) else None
 
 
-# --- the report of a pull that has ended ---
+class TokenRange(Pull, kw_only=True):
+    """The tokens ``[first, end)`` of an open offer.
 
-Times = tuple[float, float, float]  # when a pull was called, when its reads were created, and when it was completed
+    The last range has also what the producer told with the seal: sliding windows and states.
+    """
+
+    first: int
+    end: int
+    completed_at: float = math.inf  # infinite until it is delivered
+
+
+# --- the report of a call that has ended ---
+
+Times = tuple[float, float, float]  # of the call, when its peers were connected and its blocks paired, and of its end
 
 # Of a pull: descriptors, share that merging has saved, bytes and chunks that were read. If anything was read, also when
 # the reads began, when the last byte had arrived, when the last fence was read, and seconds to bind, post and scatter.
@@ -155,40 +143,44 @@ TRACED_MAX = 4096
 new_report = object.__new__
 
 
-def report_of(pull: Pull, ended_at: float, transport: str, plane: str) -> TransferReport:
-    """Return the report of a pull. What follows from its reads and their answers is computed when it is read."""
+def report_of(
+    request_id: str, nbytes: int, pulls: Sequence[Pull], times: Times, sealed_at: float = math.inf
+) -> TransferReport:
+    """Return the report of what a call has read. What follows from the reads and their answers is computed when read.
+
+    ``sealed_at``: of an open offer, when the last rank has said that everything is settled. The caller sets
+    ``transport`` and ``plane``.
+    """
     report = new_report(TransferReport)
-    report.request_id, report.nbytes, report.early = pull.request_id, pull.nbytes, pull.early
-    report.early_bytes, report.transport, report.plane = pull.early_bytes, transport, plane
-    report.ranges, report.seal_s = len(pull.ranges), max(0.0, ended_at - pull.sealed_at)
-    report.deferred = (  # type: ignore[misc]  # mypy ignores the slots of the base class
-        measure,
-        (pull.given, pull.ended, (pull.called_at, pull.submitted_at, ended_at), pull.ranges),
-    )
+    report.request_id, report.nbytes = request_id, nbytes
+    report.ranges = 0 if sealed_at == math.inf else len(pulls)
+    report.seal_s = max(0.0, times[2] - sealed_at)
+    report.deferred = measure, (pulls, times)  # type: ignore[misc]  # mypy ignores the slots of the base class
     return report
 
 
-def measure(
-    report: TransferReport,
-    given: Sequence[Part],
-    ended: Sequence[ReadEnded],
-    times: Times,
-    ranges: Sequence[ReadRange] = (),
-) -> None:
-    """Set the fields of a report that ``report_of`` leaves out, from the parts of all reads and their answers."""
-    sums = summed(given, ended)
+def measure(report: TransferReport, pulls: Sequence[Pull], times: Times) -> None:
+    """Set the fields of a report that ``report_of`` leaves out, from all reads and their answers."""
+    sums = sums_of(pulls)
     report.descriptors, report.merged, report.read_bytes, report.reads, *_ = sums
+    report.early, report.early_bytes = sum([each.early for each in pulls]), sum([each.early_bytes for each in pulls])
     seconds = dict(zip(TIMED, timings_s(sums, times), strict=False))
-    if ranges:  # between two of them, the pull waited for its producer
-        begun = [each.submitted_at for each in ranges]
+    ranges = [each for each in pulls if isinstance(each, TokenRange)]
+    if ranges:  # between two of them, the call waited for its producer
         phases = [
-            timings_s(summed((), each.ended), (at, at, each.completed_at))
-            for at, each in zip(begun, ranges, strict=True)
+            timings_s(summed((), each.ended), (each.submitted_at, each.submitted_at, each.completed_at))
+            for each in ranges
         ]
         reading = dict(zip(TIMED, map(sum, zip(*phases, strict=True)), strict=True))
         queue_s = reading["queue"] + times[2] - times[1] - reading["total"]
         seconds = reading | {"handshake": seconds["handshake"], "total": seconds["total"], "queue": queue_s}
     report.timings_s = seconds
+
+
+def sums_of(pulls: Sequence[Pull]) -> Sums:
+    """Return what a report says of the reads of these pulls and of their answers."""
+    given = [part for pull in pulls for read in pull.reads for part in read.parts]
+    return summed(given, [ended for pull in pulls for ended in pull.ended])
 
 
 def summed(given: Sequence[Part], ended: Sequence[ReadEnded]) -> Sums:
@@ -230,31 +222,32 @@ def timings_s(sums: Sums, times: Times) -> tuple[float, ...]:
     return *before, bind_s, post_s, wire_s, scatter_s, fenced_at - arrived_at, ended_at - fenced_at
 
 
-def trace_of(pull: Pull) -> TransferTraced:
-    """Return when each chunk of a traced pull arrived, and which units it paired."""
-    peers = list(dict.fromkeys(read.peer for read in pull.reads))
+def trace_of(pulls: Sequence[Pull], called_at: float) -> TransferTraced:
+    """Return when each chunk of a traced call arrived, and which units were paired: of its pulls, at least one."""
+    reads = [read for pull in pulls for read in pull.reads]
+    peers = list(dict.fromkeys(read.peer for read in reads))
     lists: dict[int, list[Part]] = {}  # every peer has its own; reads of several ranges share them
     peer_of: dict[int, int] = {}
-    for read in pull.reads:
+    for read in reads:
         for part in read.parts:
             lists.setdefault(part.list_id, []).append(part)
             peer_of[part.list_id] = peers.index(read.peer)
     of_list = {list_id: at for at, list_id in enumerate(lists)}
     chunks: list[tuple[int, float, float, int, int]] = []
-    for read in pull.reads:
+    for read in reads:
         before = 0
         for chunk in read.arrived or ():
             # A lease that is not admitted yet makes a rank give everything again.
             nbytes = chunk.read_bytes - before if chunk.read_bytes >= before else chunk.read_bytes
             before = chunk.read_bytes
             posted_s, arrived_s = (
-                _rounded(chunk.posted_at - pull.called_at),
-                _rounded(chunk.arrived_at - pull.called_at),
+                _rounded(chunk.posted_at - called_at),
+                _rounded(chunk.arrived_at - called_at),
             )
             chunks.append((of_list[chunk.list_id], posted_s, arrived_s, nbytes, chunk.descriptors))
     return TransferTraced(
-        pull.pull_id,
-        pull.request_id,
+        pulls[0].pull_id,
+        pulls[0].request_id,
         tuple(map(str, peers)),
         tuple([_traced_group(peer_of[list_id], parts) for list_id, parts in lists.items()]),
         tuple(chunks[:TRACED_MAX]),
@@ -263,10 +256,11 @@ def trace_of(pull: Pull) -> TransferTraced:
             (
                 each.first,
                 each.end,
-                _rounded(each.submitted_at - pull.called_at),
-                _rounded(each.completed_at - pull.called_at),
+                _rounded(each.submitted_at - called_at),
+                _rounded(each.completed_at - called_at),
             )
-            for each in pull.ranges[-TRACED_MAX:]
+            for each in pulls[-TRACED_MAX:]
+            if isinstance(each, TokenRange)
         ),
     )
 

@@ -9,7 +9,7 @@ Only the data plane (``kvflow.reads.lanes``) decides which read goes first, so r
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import count
 from typing import NamedTuple
 
@@ -17,13 +17,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvflow.config import Tuning
-from kvflow.errors import CapacityExceeded, FailureCode
+from kvflow.errors import FailureCode
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.ids import PeerId
 from kvflow.reads.contract import CancelReads, RankRead, ReadEnded, ReadPhase
 from kvflow.reads.pulls import AWAITED, Pull, SourceRank
-
-PULLS_MAX = 65536  # most pulls that may be open at once
 
 DEADLINE_CHECK_S_MAX = 1.0
 """The deadlines of a read are checked at least this often, and at least eight times within its shortest budget."""
@@ -36,7 +34,7 @@ class StartReads(Struct, frozen=True):
 
 
 class Delivered(Struct, frozen=True):
-    """Every byte of a pull has arrived, and every fence found its lease held; of one that is followed: of its reads."""
+    """Every byte of a pull has arrived, and every fence found its lease held."""
 
     pull: Pull
 
@@ -65,19 +63,14 @@ class Scheduler:
 
     If all reads of a pull are answered when they are posted, the pull is never opened here.
 
-    Args:
-        pulls: the caller's book of pulls, by number; each stays there until its last effect was carried out.
-
     Attributes:
         read_ids: yields an id for every read of its data plane.
     """
 
-    def __init__(self, pulls: Mapping[int, Pull], budgets: Tuning, pulls_max: int = PULLS_MAX) -> None:
-        self._pulls = pulls
+    def __init__(self, budgets: Tuning) -> None:
+        self._pulls: dict[int, Pull] = {}  # that are open or draining
         self._budgets = budgets
         self._deadline_check_s = min(DEADLINE_CHECK_S_MAX, budgets.queue_s / 8, budgets.wire_s / 8, budgets.fence_s / 8)
-        self._pulls_max = pulls_max
-        self._num_open = 0  # pulls that are open or draining
         # Ranks that wait for the data plane, or for an admission, by their read: in the order in which their deadlines
         # are checked.
         self._reads: dict[int, SourceRank] = {}
@@ -86,26 +79,11 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether any pull is open or draining, so that ``tick`` must be called."""
-        return self._num_open > 0
-
-    def require_room(self, before: int = 0) -> None:
-        """Refuse a pull, before its reads are posted, if too many are open, or accepted ``before`` it."""
-        if self._num_open + before >= self._pulls_max:
-            raise CapacityExceeded("open pulls", self._pulls_max)
-
-    def follow(self, pull: Pull, peers: tuple[PeerId, ...]) -> None:
-        """Open a pull whose reads from these peers come one after another, each with ``submit``, until ``finish``."""
-        self._num_open += 1
-        pull.followed = peers
-
-    def finish(self, pull: Pull) -> None:
-        """End a pull that is followed, whose last read was delivered."""
-        self._num_open -= 1
-        pull.followed = ()
+        return bool(self._pulls)
 
     def submit(self, pull: Pull) -> None:
-        """Open a pull whose reads, at least one, the data plane has; or add them to one that is followed."""
-        self._num_open += not pull.followed
+        """Open a pull whose reads, at least one, the data plane has. No other pull of its number is open."""
+        self._pulls[pull.pull_id] = pull
         pull.missing = len(pull.reads)
         due = pull.submitted_at + self._deadline_check_s
         pull.ranks = tuple([SourceRank(pull.pull_id, read, pull.submitted_at, due) for read in pull.reads])
@@ -125,7 +103,7 @@ class Scheduler:
             pull.missing -= 1
             if pull.missing:
                 return []
-            self._num_open -= not pull.followed
+            del self._pulls[pull.pull_id]
             return [Delivered(pull)]
         if ended.verdict == "early" and not (ended.unserved and rank.unserved):
             return self._read_later(rank, ended, now)
@@ -137,11 +115,6 @@ class Scheduler:
     def on_peer_failed(self, peer: PeerId, *, code: str, detail: str, now: float) -> list[Effect]:
         """End every pull that needs this peer."""
         concerned: dict[int, tuple[Pull, ReadPhase]] = {
-            pull.pull_id: (pull, "compute")
-            for pull in self._pulls.values()
-            if peer in pull.followed and not pull.failed
-        }
-        concerned |= {
             pull.pull_id: (pull, "fence" if rank.state == "waiting" else rank.read.phase)
             for pull in self._pulls.values()
             if not pull.failed
@@ -156,9 +129,9 @@ class Scheduler:
     def cancel(self, pull_id: int, *, code: str, detail: str, now: float, peer: PeerId | None = None) -> list[Effect]:
         """Cancel a pull, because of a peer if one is named; do nothing if it has ended, or was not submitted."""
         pull = self._pulls.get(pull_id)
-        if pull is None or pull.failed or not (pull.missing or pull.followed):
+        if pull is None or pull.failed:
             return []
-        phase: ReadPhase = pull.phase if pull.phase in ("queue", "wire", "compute") else "fence"  # type: ignore[assignment]
+        phase: ReadPhase = pull.phase if pull.phase in ("queue", "wire") else "fence"  # type: ignore[assignment]
         return self._fail(pull, _Cause(code, phase, detail, peer), now)
 
     def tick(self, now: float) -> list[Effect]:
@@ -252,8 +225,6 @@ class Scheduler:
             "" if cause.peer is None else str(cause.peer),
             cause.detail,
             quarantined=bool(reading),
-            nbytes=pull.nbytes_arrived,
-            nbytes_wanted=pull.nbytes,
             timings_s=timings_s,
         )
         if not reading:
@@ -283,20 +254,15 @@ class Scheduler:
         """Report that a failed pull is quiescent once the data plane has none of its reads."""
         if any(rank.state != "dead" for rank in pull.ranks):
             return []
-        self._num_open -= 1
+        del self._pulls[pull.pull_id]
         quiesced = TransferQuiesced(pull.pull_id, pull.request_id)
         return [quiesced] if pull.held_back is None else [pull.held_back, quiesced]
 
     def check(self) -> None:
-        """Check that exactly the ranks that wait for the data plane or an admission have deadlines, and the count."""
-        held = {rank.read.read_id for pull in self._pulls.values() for rank in pull.ranks if rank.state in AWAITED}
-        assert held == self._reads.keys(), "a rank read was lost, or is there twice"
-        awaited = [
-            pull
-            for pull in self._pulls.values()
-            if (pull.followed and not pull.failed) or any(rank.state in AWAITED for rank in pull.ranks)
-        ]
-        assert len(awaited) == self._num_open, "an open pull was lost, or is counted twice"
+        """Check that every open pull has ranks that wait, and that exactly these have deadlines."""
+        held = [{rank.read.read_id for rank in pull.ranks if rank.state in AWAITED} for pull in self._pulls.values()]
+        assert set().union(*held) == self._reads.keys(), "a rank read was lost, or is there twice"
+        assert all(held), "a pull that has ended is open"
 
 
 def _cause(read: RankRead, ended: ReadEnded) -> _Cause:

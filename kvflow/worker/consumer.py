@@ -5,7 +5,6 @@ also checks it, pairs its blocks and posts its reads. Otherwise a task connects 
 """
 
 import asyncio
-import math
 from collections.abc import Coroutine, Iterable, Sequence
 from itertools import islice
 from typing import Any, cast
@@ -14,6 +13,7 @@ from msgspec.structs import replace
 
 from kvflow.errors import (
     ArgumentInvalid,
+    CapacityExceeded,
     ContentMismatch,
     DeadlineExceeded,
     KvflowError,
@@ -37,7 +37,7 @@ from kvflow.reads.contract import (
     ReadEnded,
     TransportEvent,
 )
-from kvflow.reads.pulls import SourceRank
+from kvflow.reads.pulls import Pull, SourceRank
 from kvflow.reads.scheduler import Delivered, Effect, LeaseEarly, Scheduler, StartReads
 from kvflow.rendezvous.issuer import TicketKey
 from kvflow.rendezvous.questions import LEASES_ASKED_MAX
@@ -75,7 +75,6 @@ class Consumer:
         security = shared.local.security
         self.prefixes = PrefixReader(tasks, shared.config, network=environment.network, security=security)
         self._destinations = DestinationTable(shared.account)
-        self._following: dict[int, Following] = {}  # the pulls of open offers, by number
         self._early: dict[PeerId, list[SourceRank]] = {}  # to be asked for in this turn
         self._reset_policy = ReaderResetPolicy(tuning, shared.bytes_per_block)
         self._transport = shared.transport
@@ -93,7 +92,8 @@ class Consumer:
             cancel=self._cancel_by_id,
             log_every=tuning.log_every,
         )
-        self._scheduler = Scheduler(self.pulls.by_id, tuning, environment.pulls_max)
+        self._pulls_max = environment.pulls_max
+        self._scheduler = Scheduler(tuning)
         self._renewals = LeaseRenewer(self.peers, self._clock, tuning.compute_s)
         self._fresh: list[OpenPull] = []  # opened since the last tick
         self._busy = asyncio.Event()
@@ -118,6 +118,8 @@ class Consumer:
                 pull.priority = priority
             if self._lifecycle.stage != "open":
                 self._lifecycle.require_open("pulls nothing")
+            if len(self.pulls.by_id) >= self._pulls_max:
+                raise CapacityExceeded("open pulls", self._pulls_max)
             if pull.ticket is None:
                 _check_ticket(ticket)
             self.key.check(ticket)
@@ -201,6 +203,12 @@ class Consumer:
         """Fail every pull that needs a peer that was dropped."""
         self._flush()
         self._apply(self._scheduler.on_peer_failed(peer, code=code, detail=detail, now=self._clock()))
+        for pull in tuple(self.pulls.by_id.values()):
+            if pull.following is not None and not pull.submitted and peer in pull.following.peers:
+                pull.failure = PullFailed(
+                    pull.pull_id, pull.request_id, code, pull.step, str(peer), detail, quarantined=False
+                )
+                self._give_up(pull, transfer_error(pull.failure))
 
     async def tick_while_busy(self) -> None:
         """Apply deadlines until cancelled; sleep while no pull is open."""
@@ -259,9 +267,7 @@ class Consumer:
             if grant.slot >= peer.num_slots:
                 raise TicketInvalid(f"{peer.link.peer} has no epoch slot {grant.slot}")
             if grant.is_open:  # not to be read before its producer was asked
-                self._follow(
-                    pull, Following(pull, ticket, self._shared.manifest, self._shared.config.tuning, self._clock)
-                )
+                self._follow(pull, ticket)
                 return
             parts = parts_of(grant, peer, prepared, pull.targets)
             if pull.expected is not None:
@@ -274,13 +280,13 @@ class Consumer:
                 for part in parts:
                     assert part.binding is not None
                     nbytes += len(part.pairs.source) * part.binding.unit_bytes
-        pull.reads, pull.nbytes = tuple(reads), nbytes
-        now = pull.submitted_at = self._clock()
+        pull.nbytes, now = nbytes, self._clock()
+        pull.submitted_at = now
         if not reads:  # every target block is absent
             self._complete(pull)
             return
-        self._scheduler.require_room(len(self._collected))
         self._destinations.take(pull.pull_id, pull.targets)
+        pull.ranges = (Pull(pull.pull_id, pull.request_id, now, reads, nbytes),)
         if self._turn_until is None:
             self._turn_until = now + INLINE_S_MAX
             asyncio.get_running_loop().call_soon(self._end_turn)
@@ -290,37 +296,42 @@ class Consumer:
         else:
             self._hand_over([pull])
 
-    def _follow(self, pull: OpenPull, following: Following) -> None:
+    def _follow(self, pull: OpenPull, ticket: Ticket) -> None:
         """Take our blocks, and read an open offer, range by range, while its producer computes it."""
-        assert pull.ticket is not None
-        self._scheduler.require_room(len(self._collected))
+        manifest, tuning = self._shared.manifest, self._shared.config.tuning
+        following = Following(ticket, pull.route.sources, pull.targets, manifest, tuning)
+        if pull.expected is not None:
+            for _, at, prepared in pull.route.sources:
+                require_content(ticket.grants[at], prepared, manifest, pull.expected)
         self._destinations.take(pull.pull_id, pull.targets)
-        self.pulls.by_id[pull.pull_id], self._following[pull.pull_id] = pull, following
-        pull.held = pull.held or self._renewals.start(pull.ticket.members())
-        pull.step, pull.submitted, pull.submitted_at = "compute", True, self._clock()
-        self._scheduler.follow(pull, following.peers)
-        self._busy.set()
+        self.pulls.by_id[pull.pull_id] = pull
+        pull.held = pull.held or self._renewals.start(ticket.members())
+        pull.step, pull.submitted_at = "compute", self._clock()
+        pull.following, pull.nbytes = following, following.nbytes
         following.task = self._tasks.create_task(self._read_on(pull, following))
         following.task.add_done_callback(lambda _: self._cancel(pull, "the worker is closing"))
 
     async def _read_on(self, pull: OpenPull, following: Following) -> None:
         """Read what is settled, and ask meanwhile what else is, until all has arrived."""
         try:
-            while pull.sealed_at == math.inf:
-                await following.hear()
-                await following.arrived()
-                pull.reads, pull.submitted_at = following.cut(self._scheduler.read_ids), self._clock()
-                if pull.reads:
+            while not following.sealed:
+                await following.hear(self._clock() - pull.submitted_at)
+                if following.sealed:
+                    pull.sealed_at = self._clock()
+                await following.arrived.wait()
+                settled = following.cut(pull.pull_id, pull.priority, self._scheduler.read_ids, self._clock())
+                if settled is not None:
+                    pull.ranges = (*pull.ranges, settled)
+                    pull.nbytes = max(pull.nbytes, sum([each.nbytes for each in pull.ranges]))
                     self._hand_over([pull])
-            await following.arrived()
+            await following.arrived.wait()
         except Exception as error:  # noqa: BLE001 - the handle tells
-            await following.arrived()  # so that nothing is in flight
-            following.error = as_ours(error, pull.request_id)
-            code, detail = following.error.code, following.error.message
-            self._apply(self._scheduler.cancel(pull.pull_id, code=code, detail=detail, now=self._clock()))
+            if pull.handle.done():  # ``gather`` loses a cancellation that comes with an error
+                return
+            await following.arrived.wait()  # so that nothing is in flight
+            ours = as_ours(error, pull.request_id)
+            self._give_up(pull, await self.pulls.explain(pull, ours) if isinstance(ours, StaleLease) else ours)
         else:
-            self._scheduler.finish(pull)
-            self._following.pop(pull.pull_id).gather()
             self._complete(pull)
 
     def _end_turn(self) -> None:
@@ -337,40 +348,42 @@ class Consumer:
             self._hand_over(list(collected.values()))
 
     def _hand_over(self, pulls: Sequence[OpenPull]) -> None:
-        """Post the reads of pulls together, complete the pulls that are answered at once, and open the others."""
-        reads = pulls[0].reads if len(pulls) == 1 else [read for pull in pulls for read in pull.reads]
+        """Post what is read next of pulls together, deliver what is answered at once, and open the others."""
+        last = pulls[0].ranges[-1]
+        reads = last.reads if len(pulls) == 1 else [read for pull in pulls for read in pull.ranges[-1].reads]
         if self.pulls.traced:
             for read in reads:
                 read.arrived = []
         answers = self._post(reads)
         if len(reads) == len(answers) == 1 and answers[0].verdict == "held":  # quickly
-            pulls[0].ended = answers
-            self._complete(pulls[0])
+            last.ended = answers
+            self._delivered(pulls[0])
             return
         by_read = {ended.read_id: ended for ended in answers if ended.verdict == "held"}
         opened: set[int] = set()
         delivered = []
         for pull in pulls:
-            ended = [by_read[read.read_id] for read in pull.reads if read.read_id in by_read]
-            if len(ended) == len(pull.reads):
-                pull.ended = ended
+            last = pull.ranges[-1]
+            ended = [by_read[read.read_id] for read in last.reads if read.read_id in by_read]
+            if len(ended) == len(last.reads):
+                last.ended = ended
                 delivered.append(pull)
             else:
                 self._open(pull)
-                opened.update([read.read_id for read in pull.reads])
+                opened.update([read.read_id for read in last.reads])
         for pull in delivered:  # once the others are open: a caller may cancel them
-            self._complete(pull)
+            self._delivered(pull)
         self._take([ended for ended in answers if ended.read_id in opened])
 
     def _open(self, pull: OpenPull) -> None:
-        """Submit a pull whose reads have not all completed to the scheduler."""
+        """Submit to the scheduler what is read of a pull, because not all of it has arrived."""
         self.pulls.by_id[pull.pull_id] = pull
         if not pull.held:
             self._fresh.append(pull)
-        pull.step, pull.submitted = "wire", True  # until the scheduler names the phase that failed
-        self._scheduler.submit(pull)
+        pull.submitted = True
+        self._scheduler.submit(pull.ranges[-1])
         self._busy.set()
-        if self._report.wants(TransferStarted) and not pull.ranges:
+        if self._report.wants(TransferStarted) and len(pull.ranges) == 1:
             self._report(TransferStarted(pull.pull_id, pull.request_id))
 
     def _post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
@@ -389,7 +402,7 @@ class Consumer:
         for effect in effects:
             match effect:
                 case Delivered(pull=pull):
-                    self._complete(self.pulls.by_id[pull.pull_id])
+                    self._delivered(self.pulls.by_id[pull.pull_id])
                 case StartReads(reads=reads):
                     self._take(self._post(reads))
                 case CancelReads(read_ids=read_ids):
@@ -453,12 +466,17 @@ class Consumer:
                     self._apply(self._scheduler.cancel(rank.pull_id, code=code, detail=detail, peer=peer, now=now))
                     return
 
-    def _complete(self, pull: OpenPull) -> None:
-        if pull.followed:  # a range has arrived
-            self._following[pull.pull_id].on_arrived()
+    def _delivered(self, pull: OpenPull) -> None:
+        """Complete a pull; of an open offer, go on with the next range."""
+        if pull.following is None:
+            self._complete(pull)
             return
+        pull.submitted = False
+        pull.following.on_arrived(self._clock())
+
+    def _complete(self, pull: OpenPull) -> None:
         self.pulls.by_id.pop(pull.pull_id, None)
-        if pull.submitted or pull.reads:
+        if pull.ranges or pull.following is not None:
             self._destinations.give_back(pull.pull_id)
         if pull.held:
             self._renewals.stop(pull.held)
@@ -473,13 +491,7 @@ class Consumer:
             event = replace(event, detail=self.peers.located(member.peer, event.code, event.detail))
         pull.failure = event
         self._destinations.quarantine(event.pull_id, event.code, self._clock())
-        error: KvflowError = transfer_error(event)
-        following = self._following.pop(event.pull_id, None)
-        if following is not None:
-            following.gather()
-            if following.error is None:
-                following.task.cancel()
-            error = following.error or error
+        error = transfer_error(event)
         if isinstance(error, StaleLease) and self._lifecycle.stage != "closing":
             self._spawn(self._explain(pull, error), pull, error)
         else:
@@ -501,6 +513,8 @@ class Consumer:
         if pull.handle.done():
             return
         self._renewals.stop(pull.held)
+        if pull.following is not None:
+            pull.following.task.cancel()
         if isinstance(error, ContentMismatch):
             self._renewals.release(pull.leases, read=False)  # this request will not read it
         if not pull.submitted:
@@ -508,6 +522,12 @@ class Consumer:
         self.pulls.fail(pull, error)
         if not pull.submitted:
             pull.handle.quiesce()
+
+    def _give_up(self, pull: OpenPull, error: KvflowError) -> None:
+        """Fail a pull that has our blocks, and of which nothing is read; do nothing if it has ended."""
+        if not pull.handle.done():
+            self._destinations.give_back(pull.pull_id)
+            self._fail(pull, error)
 
     def _cancel_by_id(self, pull_id: int) -> None:
         pull = self.pulls.by_id.get(pull_id)
@@ -519,9 +539,9 @@ class Consumer:
         if pull.submitted:
             now = self._clock()
             self._apply(self._scheduler.cancel(pull.pull_id, code=TransferCancelled.code, detail=detail, now=now))
-        elif not pull.reads or self._collected.pop(pull.pull_id, None) is not None:
-            if pull.reads:
-                self._destinations.give_back(pull.pull_id)
+        elif pull.following is not None or self._collected.pop(pull.pull_id, None) is not None:
+            self._give_up(pull, TransferCancelled(detail, request_id=pull.request_id))
+        elif not pull.ranges:
             self._fail(pull, TransferCancelled(detail, request_id=pull.request_id))
 
 

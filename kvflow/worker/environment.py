@@ -20,9 +20,10 @@ from kvflow.leases.blocks import BlockAccount
 from kvflow.observability.logs import Reporter
 from kvflow.planning.plan import PlanCache
 from kvflow.reads.contract import Sink, Transport
-from kvflow.reads.scheduler import PULLS_MAX
 from kvflow.reads.thread import create_transport
 from kvflow.rendezvous.endpoint import ZEROMQ, LocalEndpoint, Network
+
+PULLS_MAX = 65536  # most pulls that may be connecting, under way or draining at once
 
 
 def staging_of(config: WorkerConfig, manifest: Manifest) -> int:
@@ -43,7 +44,7 @@ class Environment(Struct, frozen=True, kw_only=True):
         network: how peers are reached.
         open_transport: makes a transport that has not started.
         draw_bits: draws a number with this many unpredictable bits.
-        pulls_max: pulls that may be open at once.
+        pulls_max: pulls that may be connecting, under way or draining at once.
         make_plans: makes the worker's cache of plans.
         staging: returns the bytes of a worker's staging memory; 0: every read is direct.
         tell: returns what the program above adds to the report for a member of the cluster, at most 48 KiB. Called on

@@ -14,15 +14,8 @@ import numpy as np
 from msgspec import Struct
 
 from kvflow.config import Tuning
-from kvflow.errors import (
-    BlockIdsInvalid,
-    DeadlineExceeded,
-    KvflowError,
-    ProtocolViolation,
-    StaleLease,
-    TicketInvalid,
-)
-from kvflow.ids import Clock
+from kvflow.errors import BlockIdsInvalid, DeadlineExceeded, ProtocolViolation, StaleLease, TicketInvalid
+from kvflow.ids import Ids
 from kvflow.layout.groups import SETTLES
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import check_block_ids
@@ -31,10 +24,9 @@ from kvflow.leases.tickets import Ticket, lease_name
 from kvflow.planning.bind import AnyBinding
 from kvflow.planning.pairs import UnitPairs, located, pair_units
 from kvflow.reads.contract import Part, RankRead
-from kvflow.reads.pulls import ReadRange
+from kvflow.reads.pulls import TokenRange
 from kvflow.rendezvous.questions import IDS_MAX, Settled
-from kvflow.worker.open_pulls import OpenPull
-from kvflow.worker.prepared import TicketRank, require_content
+from kvflow.worker.prepared import TicketRank
 
 WAIT_S_MAX = 30.0  # a question is asked again after so long
 
@@ -77,13 +69,11 @@ class _Rank:
         cut_off: whether its last answer was about as long as one may be, so that the next one has more.
     """
 
-    def __init__(self, ticket: Ticket, rank: TicketRank, ours: Manifest, pull: OpenPull) -> None:
+    def __init__(self, ticket: Ticket, rank: TicketRank, ours: Manifest, targets: Sequence[Ids]) -> None:
         self._grant = grant = ticket.grants[rank.grant]
         self._link, self._theirs = rank.peer.link, rank.peer.manifest
         if grant.slot >= rank.peer.num_slots:
             raise TicketInvalid(f"{self._link.peer} has no epoch slot {grant.slot}")
-        if pull.expected is not None:
-            require_content(grant, rank.groups, ours, pull.expected)
         self.peer = rank.peer.link.peer
         self.name = str(self.peer)
         self.lease = lease_name(ticket, rank.grant)
@@ -95,8 +85,7 @@ class _Rank:
             self._add(grant.block_ids, 0, sealed=False)
         except ProtocolViolation as error:
             raise TicketInvalid(error.message) from error
-        self._groups = rank.groups
-        self._targets = pull.targets
+        self._targets = targets
         self.early: list[_Group] = []
         self.late: list[tuple[int, AnyBinding]] = []
         total = grant.num_tokens[0]
@@ -110,7 +99,7 @@ class _Rank:
                 continue
             size = sides[0].tokens_per_id
             every = np.arange(-(-total // size))
-            pairs = pair_units(binding.group, every, pull.targets[target], num_tokens=total)
+            pairs = pair_units(binding.group, every, targets[target], num_tokens=total)
             self.tokens += [size, sides[1].tokens_per_id]
             if len(pairs.source):
                 self.early.append(_Group(list_id, binding, size, pairs))
@@ -172,58 +161,62 @@ class _Rank:
 
 
 class Following:
-    """One pull of an open offer, range by range. Thread: the event loop.
+    """What is known of an open offer that is read, and what is read next. Thread: the event loop.
 
     Attributes:
-        task: reads on until the pull ends.
+        task: reads on until the call ends.
         peers: the ranks that are read.
-        error: why the pull fails, if that is no failure of a read.
+        nbytes: bytes that are read before the seal.
+        arrived: set while nothing is read.
 
     Raises:
         TicketInvalid: the ticket does not fit the producer's cache, or is only partly of an open offer.
         BlockRangeMismatch: our blocks hold tokens that the offer does not cover.
-        ContentMismatch: of ``require_content``.
     """
 
     task: "asyncio.Task[None]"
+    _range: TokenRange
 
-    def __init__(self, pull: OpenPull, ticket: Ticket, ours: Manifest, budgets: Tuning, clock: Clock) -> None:
+    def __init__(
+        self,
+        ticket: Ticket,
+        sources: Sequence[TicketRank],
+        targets: Sequence[Ids],
+        ours: Manifest,
+        budgets: Tuning,
+    ) -> None:
         if not all(grant.is_open for grant in ticket.grants):
             raise TicketInvalid("the ticket joins open offers with others")
-        self.error: KvflowError | None = None
         totals = {grant.num_tokens[0] for grant in ticket.grants}
         if len(totals) > 1:
             raise TicketInvalid(f"the ticket joins open offers of {sorted(totals)[:4]} tokens")
         (self._total,) = (total,) = totals
-        self._pull, self._budgets, self._clock = pull, budgets, clock
-        self._ranks = [_Rank(ticket, rank, ours, pull) for rank in pull.route.sources]
+        self._request_id, self._budgets = ticket.grants[0].request_id, budgets
+        self._ranks = [_Rank(ticket, rank, ours, targets) for rank in sources]
         self.peers = tuple([rank.peer for rank in self._ranks])
         self._unit = math.lcm(*[tokens for rank in self._ranks for tokens in rank.tokens])
         early = [group for rank in self._ranks for group in rank.early]
-        nbytes = sum(len(each.pairs.source) * each.binding.unit_bytes for each in early)
+        self.nbytes = sum(len(each.pairs.source) * each.binding.unit_bytes for each in early)
         first = min([each.first for each in early], default=total)
         self._end = first // self._unit * self._unit  # what is before it has been read
-        worth = -(-budgets.follow_bytes_min * max(1, total - self._end) // max(1, nbytes))
+        worth = -(-budgets.follow_bytes_min * max(1, total - self._end) // max(1, self.nbytes))
         self._worth = -(-worth // self._unit) * self._unit  # tokens
-        self._started_at = clock()
-        self._reads: list[RankRead] = []
-        self._begin = 0
-        self._arrived: asyncio.Future[None] | None = None
-        pull.nbytes = nbytes
+        self.arrived = asyncio.Event()
+        self.arrived.set()
 
     @property
     def sealed(self) -> bool:
         """Whether every rank has settled everything."""
         return all(rank.sealed for rank in self._ranks)
 
-    async def hear(self) -> None:
+    async def hear(self, waited_s: float) -> None:
         """Ask every rank until enough is settled for a read, or everything is. Cancellation: safe.
 
         Raises:
             DeadlineExceeded: not everything is settled ``compute_s`` after the start, and no answer was cut off.
             KvflowError: of ``_Rank.ask``.
         """
-        left_s = self._started_at + self._budgets.compute_s - self._clock()
+        left_s = self._budgets.compute_s - waited_s
         above = min(self._end + self._worth, self._total)
         if min(rank.settled for rank in self._ranks) == self._total:
             above = self._total + 1  # only the seal is news
@@ -238,10 +231,8 @@ class Following:
         finally:
             for each in asking:
                 each.cancel()
-        if self.sealed:
-            self._pull.sealed_at = self._clock()
-        elif left_s <= 0 and not any(rank.cut_off for rank in self._ranks):
-            request_id, compute_s = self._pull.request_id, self._budgets.compute_s
+        if left_s <= 0 and not self.sealed and not any(rank.cut_off for rank in self._ranks):
+            request_id, compute_s = self._request_id, self._budgets.compute_s
             raise DeadlineExceeded(
                 f"request {request_id!r}: the offer was not sealed within {compute_s:g} s",
                 phase="compute",
@@ -250,52 +241,34 @@ class Following:
                 remedy=NEVER_SEALED,
             )
 
-    def cut(self, read_ids: Iterator[int]) -> tuple[RankRead, ...]:
-        """Return the reads of the next range; none if nothing is worth one."""
+    def cut(self, pull_id: int, priority: int, read_ids: Iterator[int], now: float) -> TokenRange | None:
+        """Return what is read next; None if nothing is worth a read."""
         last = self.sealed
         readable = min(rank.settled for rank in self._ranks)
         end = self._total if last else readable
         if end < self._total:
             end = end // self._unit * self._unit
             if end < self._end + self._worth:
-                return ()
-        self._begin, self._end = self._end, max(self._end, end)
+                return None
+        first, self._end = self._end, max(self._end, end)
         reads = [
-            RankRead(next(read_ids), rank.peer, rank.lease, parts, priority=self._pull.priority)
+            RankRead(next(read_ids), rank.peer, rank.lease, parts, priority=priority)
             for rank in self._ranks
-            if (parts := rank.parts(self._begin, self._end, last=last))
+            if (parts := rank.parts(first, self._end, last=last))
         ]
-        self._reads += reads
-        if last:
-            self._pull.nbytes = sum(
-                len(part.pairs.source) * part.binding.unit_bytes
-                for read in self._reads
-                for part in read.parts
-                if part.binding is not None
-            )
-        if reads:
-            self._arrived = asyncio.get_running_loop().create_future()
-        return tuple(reads)
+        nbytes = sum(
+            len(part.pairs.source) * part.binding.unit_bytes
+            for read in reads
+            for part in read.parts
+            if part.binding is not None
+        )
+        if not reads:
+            return None
+        self.arrived.clear()
+        self._range = TokenRange(pull_id, self._request_id, now, reads, nbytes, first=first, end=self._end)
+        return self._range
 
-    async def arrived(self) -> None:
-        """Wait until the range that is read has arrived, if there is one. Cancellation: safe."""
-        if self._arrived is not None:
-            await self._arrived
-
-    def on_arrived(self) -> None:
-        """Note that the range that is read has arrived."""
-        pull = self._pull
-        arrived = ReadRange(self._begin, self._end, pull.submitted_at, self._clock(), pull.ended)
-        pull.ranges = [*pull.ranges, arrived]
-        pull.step, pull.submitted_at, pull.ranks, pull.ended = "compute", self._started_at, (), ()
-        assert self._arrived is not None
-        self._arrived.set_result(None)
-        self._arrived = None
-
-    def gather(self) -> None:
-        """Give the pull, which ends, the reads and answers of all ranges."""
-        pull = self._pull
-        if self._arrived is not None:  # it has failed, and the range that is read will not be delivered
-            self._arrived.cancel()
-        pull.reads, pull.submitted_at = tuple(self._reads), self._started_at
-        pull.ended = [ended for each in pull.ranges for ended in each.ended]
+    def on_arrived(self, now: float) -> None:
+        """Note that what ``cut`` has returned last has arrived."""
+        self._range.completed_at = now
+        self.arrived.set()

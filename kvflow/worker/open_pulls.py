@@ -15,10 +15,11 @@ from kvflow.events import PullFailed, TransferCompleted, TransferQuiesced, Trans
 from kvflow.ids import Clock, Ids, PeerId
 from kvflow.leases.tickets import Member, Ticket
 from kvflow.observability.logs import TOP, JsonFile, Record, Reporter, logger_of, only_file, rounded, timestamp_of
-from kvflow.reads.pulls import TIMED, Pull, report_of, summed, timings_s, trace_of
+from kvflow.reads.pulls import TIMED, Pull, Times, report_of, sums_of, timings_s, trace_of
 from kvflow.rendezvous.dialer import LeaseEnd
 from kvflow.report import TransferReport
 from kvflow.worker.connections import as_ours
+from kvflow.worker.following import Following
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.prepared import Route
 from kvflow.worker.renewals import HeldLease
@@ -168,12 +169,21 @@ class PullHandle:
 UNCONNECTED = Route((), (), "", "")
 
 
-class OpenPull(Pull, eq=False, kw_only=True):
-    """What a worker knows of a pull, in addition to what its scheduler does."""
+class OpenPull(Struct, eq=False):
+    """One call of ``pull``, from its start until nothing writes into its blocks. Times: the data plane's clock."""
 
+    pull_id: int
+    request_id: str
+    called_at: float
     ticket: Ticket | None  # None if the caller passed something else
     local_request_id: str
     handle: PullHandle
+    step: str = "check"  # the phase that it is in while the scheduler has nothing of it
+    submitted_at: float = math.inf  # when its peers were connected and its blocks paired; infinite before
+    nbytes: int = 0  # bytes to move; of an open offer without windows and states, until it is sealed
+    ranges: tuple[Pull, ...] = ()  # what is read, in order: of a ticket one, of an open offer ``TokenRange``s
+    following: Following | None = None  # of an open offer that is read
+    sealed_at: float = math.inf  # likewise: when the last rank has said that everything is settled
     priority: int = 0
     expected: Sequence[Sequence[bytes]] | None = None  # the digests that the blocks must have, group by group
     peer: str = ""  # the source rank that failed, as far as it is known
@@ -183,8 +193,18 @@ class OpenPull(Pull, eq=False, kw_only=True):
     failure: PullFailed | None = None  # the failure that the scheduler reported
     # the event that nothing writes now, if it came before the failure was recorded
     quiesced: TransferQuiesced | None = None
-    submitted: bool = False  # whether the scheduler has it: its reads did not complete when they were posted
+    submitted: bool = False  # whether the scheduler has its last range: not all reads were answered when posted
     recorded: bool = False  # whether the record of its failure was written
+
+    @property
+    def phase(self) -> str:
+        """Where it stands."""
+        return self.ranges[-1].phase if self.submitted else self.step
+
+    @property
+    def nbytes_arrived(self) -> int:
+        """Bytes that have certainly arrived."""
+        return sum(each.nbytes_arrived for each in self.ranges)
 
     @property
     def leases(self) -> list[HeldLease]:
@@ -231,11 +251,12 @@ class OpenPull(Pull, eq=False, kw_only=True):
         return "" if self.ticket is None else self.ticket.grants[0].trace
 
     def timings_s(self, now: float) -> dict[str, float]:
-        """Return the seconds of the phases before the scheduler, and of the whole pull so far."""
+        """Return the seconds of the phases before the scheduler, and of the whole call so far."""
         total_s = {"total": now - self.called_at}
         if self.step == "check":
             return total_s
-        return {"handshake": min(now, self.submitted_at) - self.called_at} | total_s
+        waiting_s = {"queue": now - self.submitted_at} if self.step == "compute" else {}
+        return {"handshake": min(now, self.submitted_at) - self.called_at} | waiting_s | total_s
 
     def ticket_age_s(self, wall_s: float) -> float | None:
         """Return the age of the ticket by the producer's clock, in seconds since 1970; None without a time of issue."""
@@ -284,9 +305,8 @@ class OpenPulls:
         pull_id, name = next(self._ids), str(local_request_id)
         handle = PullHandle(pull_id, self._cancel)
         if not isinstance(ticket, Ticket):
-            return OpenPull(pull_id, "", self._clock(), ticket=None, local_request_id=name, handle=handle)
-        request_id = ticket.grants[0].request_id
-        return OpenPull(pull_id, request_id, self._clock(), ticket=ticket, local_request_id=name, handle=handle)
+            return OpenPull(pull_id, "", self._clock(), None, name, handle)
+        return OpenPull(pull_id, ticket.grants[0].request_id, self._clock(), ticket, name, handle)
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -318,10 +338,11 @@ class OpenPulls:
         ``turn_until``: not None if the caller calls ``write_completed`` in the next iteration of the loop.
         """
         route, ended_at = pull.route, self._clock()
-        report = report_of(pull, ended_at, route.transport, route.plane)
+        times = pull.called_at, pull.submitted_at, ended_at
+        report = report_of(pull.request_id, pull.nbytes, pull.ranges, times, pull.sealed_at)
+        report.transport, report.plane = route.transport, route.plane
         logged = (pull.pull_id - 1) % self._log_every == 0 and (
-            self.traced
-            or (self._is_logged() and not (pull.sealed_at == math.inf and self._records.keep(pull, ended_at)))
+            self.traced or (self._is_logged() and not (pull.sealed_at == math.inf and self._records.keep(pull, times)))
         )
         if logged or self.traced or self._hooks:
             if turn_until is None and not self.completed:
@@ -352,9 +373,9 @@ class OpenPulls:
 
     def _trace(self, pull: OpenPull) -> list[Record]:
         """Return the record of what a pull has read, if it is traced."""
-        if not pull.reads or pull.reads[0].arrived is None:
+        if not pull.ranges or pull.ranges[0].reads[0].arrived is None:
             return []
-        return [(trace_of(pull), {})]
+        return [(trace_of(pull.ranges, pull.called_at), {})]
 
     def fail(self, pull: OpenPull, error: BaseException) -> None:
         """End a pull with an error, and write its record; do nothing if its failure is recorded already."""
@@ -434,7 +455,7 @@ class _CompletedRecords:
         self._file: JsonFile | None = None  # takes all records of the logger, as long as the timer runs
         self._since_zero_s = 0.0
 
-    def keep(self, pull: OpenPull, ended_at: float) -> bool:
+    def keep(self, pull: OpenPull, times: Times) -> bool:
         """Keep what the record of a pull needs; return False if the log is no file of JSON lines alone."""
         file = self._file
         if file is None or TOP.handlers != [file]:
@@ -444,10 +465,8 @@ class _CompletedRecords:
             self._since_zero_s = self._wall() - self._clock()
             asyncio.get_running_loop().call_later(KEPT_S, self._flush)
         assert pull.ticket is not None
-        times = pull.called_at, pull.submitted_at, ended_at
         names = pull.pull_id, pull.local_request_id, pull.ticket.grants[0], pull.targets
-        moved = pull.nbytes, pull.early, pull.early_bytes, pull.route
-        file.keep(self._build, (self._since_zero_s, times, pull.given, pull.ended, names, moved))
+        file.keep(self._build, (self._since_zero_s, times, pull.ranges, names, pull.nbytes, pull.route))
         return True
 
     def flush(self) -> None:
@@ -457,9 +476,9 @@ class _CompletedRecords:
             file.flush()
 
     def _build(self, kept: Any) -> Struct:
-        since_zero_s, times, given, ended, (pull_id, local_request_id, grant, targets), moved = kept
-        nbytes, early, early_bytes, route = moved
-        sums = summed(given, ended)
+        since_zero_s, times, ranges, (pull_id, local_request_id, grant, targets), nbytes, route = kept
+        early, early_bytes = sum([each.early for each in ranges]), sum([each.early_bytes for each in ranges])
+        sums = sums_of(ranges)
         descriptors, merged, read_bytes, reads, *_ = sums
         issued_at, trace = grant.issued_at, grant.trace
         seconds: list[Any] = rounded(timings_s(sums, times))
@@ -506,7 +525,6 @@ def _failure(pull: OpenPull, error: KvflowError) -> PullFailed:
         peer=pull.peer or getattr(error, "peer", ""),
         detail=error.message,
         quarantined=False,
-        nbytes_wanted=pull.nbytes,
     )
     stale = error if isinstance(error, StaleLease) else None
     return msgspec.structs.replace(
@@ -516,6 +534,8 @@ def _failure(pull: OpenPull, error: KvflowError) -> PullFailed:
         cause=known.code if known.code != error.code else "",
         detail=error.message.removeprefix(f"request {pull.request_id!r}: "),
         remedy=error.remedy,
+        nbytes=pull.nbytes_arrived,
+        nbytes_wanted=pull.nbytes,
         lease_ended_by="" if stale is None else stale.ended_by or "unknown",
         lease_ended_s=None if stale is None else stale.ended_s,
     )

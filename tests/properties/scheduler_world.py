@@ -60,7 +60,7 @@ class World:
 
     def __init__(self, budgets=BUDGETS):
         self.pulls = {}
-        self.scheduler = Scheduler(self.pulls, budgets, PULLS_MAX)
+        self.scheduler = Scheduler(budgets)
         self.budgets = budgets
         self.now = 100.0
         self.stories = {}
@@ -71,7 +71,6 @@ class World:
 
     def submit(self, peers, *, priority=0, check_first=False):
         """Open a pull with one rank of each of these peers."""
-        self.scheduler.require_room()
         story = Story(len(self.stories) + 1, priority)
         pairs = UnitPairs(np.arange(3), np.arange(3))
         reads = [
@@ -81,8 +80,7 @@ class World:
             for slot, peer in enumerate(peers)
         ]
         nbytes = RANK_BYTES * len(reads)
-        name = f"request-{story.pull_id}"
-        pull = Pull(story.pull_id, name, self.now, submitted_at=self.now, reads=reads, nbytes=nbytes)
+        pull = Pull(story.pull_id, f"request-{story.pull_id}", self.now, reads, nbytes)
         self.pulls[story.pull_id] = pull
         self.scheduler.submit(pull)
         self.stories[story.pull_id] = story
@@ -254,7 +252,7 @@ class World:
                 assert not story.ended
                 assert event.quarantined == bool(self.reads_of(story))
                 assert event.code != "stale_lease" or not event.quarantined
-                assert 0 <= event.nbytes <= event.nbytes_wanted == RANK_BYTES * len(story.ranks)
+                assert 0 <= self.pulls[event.pull_id].nbytes_arrived <= RANK_BYTES * len(story.ranks)
                 story.told.append(PullFailed)
                 for rank in story.ranks:
                     rank.state = "over"

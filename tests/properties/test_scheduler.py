@@ -4,13 +4,11 @@ The books of ``scheduler_world`` check every effect: nothing is delivered with a
 failed pull goes on uncancelled, and quiescence is told exactly when the data plane has nothing of a failed pull.
 """
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from kvflow.config import Tuning
-from kvflow.errors import CapacityExceeded
 from kvflow.events import PullFailed
 from kvflow.reads.scheduler import Delivered
 
@@ -121,13 +119,3 @@ def test_a_pull_is_delivered_in_whatever_order_its_ranks_answer(order, early):
     world.tell(world.asked())
     world.finish()
     assert all(story.told == [Delivered] for story in world.stories.values())
-
-
-def test_pulls_are_bounded():
-    world = World()
-    for _ in range(PULLS_MAX):
-        world.submit(PEERS)
-    with pytest.raises(CapacityExceeded, match="open pulls"):
-        world.submit(PEERS)
-    world.scheduler.check()
-    world.finish()

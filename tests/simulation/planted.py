@@ -133,8 +133,8 @@ def open_offers_are_computed_for_ever(patch):
     init = Following.__init__
 
     def init_patiently(self, *args):
-        *others, budgets, clock = args
-        init(self, *others, msgspec.structs.replace(budgets, compute_s=1e6), clock)
+        *others, budgets = args
+        init(self, *others, msgspec.structs.replace(budgets, compute_s=1e6))
 
     patch.setattr(Following, "__init__", init_patiently)
 

@@ -44,7 +44,7 @@ def test_a_failed_rank_is_never_delivered():
 
 def pull_of(*started_at):
     """A pull that was submitted at 1.0, with one rank for each start of a read; 0.0: it has not begun."""
-    pull = Pull(1, "r", 1.0, submitted_at=1.0, nbytes=100)
+    pull = Pull(1, "r", 1.0, (), 100)
     pull.ranks = tuple(
         SourceRank(1, RankRead(read_id, "p", LeaseName(0, 7), (), started_at=start), 1.0, 2.0)
         for read_id, start in enumerate(started_at)

@@ -45,8 +45,10 @@ def report_of(*ended, binding=None):
     """Report a pull that was called at 0.5, submitted at 1.0 and completed at 9.0."""
     given = [Part(1, UnitPairs((1, 2), (3, 4)), binding or Binding())] if ended else []
     reads = [RankRead(1, "p", LeaseName(0, 7), tuple(given))]
-    pull = pulls.Pull(1, "r", 0.5, submitted_at=1.0, reads=reads, nbytes=100, early=2, early_bytes=30, ended=ended)
-    return pulls.report_of(pull, 9.0, "cma", "nixl")
+    pull = pulls.Pull(1, "r", 1.0, reads, 100, early=2, early_bytes=30, ended=ended)
+    report = pulls.report_of("r", 100, (pull,), (0.5, 1.0, 9.0))
+    report.transport, report.plane = "cma", "nixl"
+    return report
 
 
 def test_a_report_says_what_was_given_and_how_it_was_read():
@@ -78,14 +80,16 @@ def test_the_phases_of_several_ranks_are_those_of_the_slowest():
 
 
 def test_an_offer_that_is_followed_waits_between_its_ranges():
-    ranges = [
-        pulls.ReadRange(0, 16, 2.0, 3.0, (ReadEnded(1, "held", started_at=2.25, arrived_at=2.75, fence_s=0.125),)),
-        pulls.ReadRange(16, 20, 6.0, 8.0, (ReadEnded(2, "held", started_at=6.5, arrived_at=7.5, post_s=0.25),)),
+    ended = [
+        ReadEnded(1, "held", started_at=2.25, arrived_at=2.75, fence_s=0.125),
+        ReadEnded(2, "held", started_at=6.5, arrived_at=7.5, post_s=0.25),
     ]
-    ended = [each for one in ranges for each in one.ended]
-    pull = pulls.Pull(1, "r", 0.5, submitted_at=1.0, nbytes=100, ended=ended, ranges=ranges, sealed_at=7.0)
-    report = pulls.report_of(pull, 9.0, "cma", "nixl")
-    assert (report.ranges, report.seal_s, pull.nbytes_arrived) == (2, 2.0, 0)
+    ranges = [
+        pulls.TokenRange(1, "r", 2.0, (), 80, first=0, end=16, completed_at=3.0, ended=ended[:1], early=1),
+        pulls.TokenRange(1, "r", 6.0, (), 20, first=16, end=20, completed_at=8.0, ended=ended[1:], early=2),
+    ]
+    report = pulls.report_of("r", 100, ranges, (0.5, 1.0, 9.0), sealed_at=7.0)
+    assert (report.ranges, report.seal_s, report.early) == (2, 2.0, 3)
     assert report.timings_s == {
         "handshake": 0.5,
         "total": 8.5,

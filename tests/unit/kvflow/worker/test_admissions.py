@@ -185,7 +185,7 @@ def test_a_reader_of_one_rank_hears_from_the_others_that_the_lease_is_void(when)
         world.pass_time(SOON_S)
         assert not pull.done()
         (reading,) = world.consumer.worker._consumer.pulls.by_id.values()
-        assert [rank.read.peer.rank for rank in reading.ranks] == [1]
+        assert [rank.read.peer.rank for rank in reading.ranges[-1].ranks] == [1]
         if when == "after":
             revoke(world, grant, 0, void=True)
         world.pass_time(REST_S)

@@ -310,6 +310,28 @@ async def test_too_many_pulls_leave_no_trace():
         await world.pull(world.ticket("c"), (5, 6))
 
 
+async def test_pulls_that_connect_or_drain_are_bounded_too():
+    async with opened(pulls_max=2) as world:
+        connecting, other = world.start(world.ticket("a"), (1, 2)), world.start(world.ticket("b"), (3, 4))
+        error = await failure(world.start(world.ticket("c"), (5, 6)))
+        assert isinstance(error, CapacityExceeded)
+        assert error.limit == 2
+        async with asyncio.timeout(PATIENCE_S):
+            await connecting
+            await other
+        world.faults.hung.add(0)
+        draining = [world.start(world.ticket(name), (at,)) for name, at in (("d", 1), ("e", 2))]
+        await world.faults.strike()
+        draining[0].cancel()
+        assert (await failure(draining[0])).quarantined
+        assert isinstance(await failure(world.start(world.ticket("f"), (5, 6))), CapacityExceeded)
+        world.faults.heal()
+        async with asyncio.timeout(PATIENCE_S):
+            await draining[0].quiesced()
+            await draining[1]
+        await world.pull(world.ticket("g"), (5, 6))
+
+
 async def test_a_stale_pull_is_quiescent_and_releases_nothing(world, monkeypatch):
     monkeypatch.setattr(open_pulls, "EXPLAIN_S", PATIENCE_S)
     world.faults.hung.add(0)

@@ -10,6 +10,7 @@ import pytest
 from kvflow.errors import (
     BlockIdsInvalid,
     BlockRangeMismatch,
+    CapacityExceeded,
     ContentMismatch,
     DeadlineExceeded,
     KvflowError,
@@ -452,6 +453,23 @@ async def test_cancelling_while_a_range_is_read_quarantines_until_it_has_ended(w
     world.producer.revoke("request-1")
 
 
+async def test_a_cancelled_second_range_tells_of_all_that_has_arrived(world, teller):
+    pull = world.start(open_ticket(world), TARGETS)
+    teller.say(8)
+    await teller.heard(2)
+    await waiting(world, 2)
+    world.faults.hung.add(0)
+    teller.say(16)
+    await world.faults.strike()
+    pull.cancel()
+    assert (await failure(pull)).quarantined
+    (failed,) = await world.heard(PullFailed)
+    assert (failed.nbytes, failed.nbytes_wanted) == (2 * BLOCK_BYTES, len(SOURCES) * BLOCK_BYTES)
+    world.faults.heal()
+    await ended(pull)
+    world.producer.revoke("request-1")
+
+
 async def test_an_error_of_the_answers_waits_for_the_range_that_is_read(world, teller):
     pull = await reading(world, teller)
     await teller.heard(2)
@@ -494,7 +512,7 @@ async def test_a_range_may_arrive_before_its_early_rank_is_asked_for(world, tell
     def retry_first(ended, now):
         monkeypatch.setattr(scheduler, "on_read_ended", on_read_ended)
         (followed,) = world.consumer._consumer.pulls.by_id.values()
-        return [LeaseEarly(followed.ranks[0], again=False), *on_read_ended(ended, now)]
+        return [LeaseEarly(followed.ranges[-1].ranks[0], again=False), *on_read_ended(ended, now)]
 
     monkeypatch.setattr(world.consumer._consumer.peers, "settled", ask)
     monkeypatch.setattr(scheduler, "on_read_ended", retry_first)
@@ -517,7 +535,19 @@ async def test_a_peer_that_is_lost_ends_the_pull_that_waits_for_it(world, teller
     await ended(pull)
     (failed,) = await world.heard(PullFailed)
     assert (failed.phase, failed.nbytes) == ("compute", 2 * BLOCK_BYTES)
+    phases = dict(failed.timings_s)
+    assert phases.pop("total") == pytest.approx(sum(phases.values()))
     world.producer.revoke("request-1")
+
+
+async def test_a_pull_that_waits_for_its_producer_counts_as_open(teller):
+    async with opened(num_blocks=32, follow_bytes_min=1, pulls_max=1) as world:
+        pull = world.start(open_ticket(world), TARGETS)
+        await teller.heard(1)
+        assert isinstance(await failure(world.start(world.ticket("another", (14,)), (10,))), CapacityExceeded)
+        teller.say(TOKENS, sealed=True)
+        await asyncio.wait_for(pull, PATIENCE_S)
+        await world.pull(world.ticket("a third", (15,)), (10,))
 
 
 async def test_draining_waits_for_it_and_closing_cancels_it(teller):

@@ -108,7 +108,7 @@ class Scene:
     def phase(self):
         """Return the phase of the only read of the decode worker; nothing if there is none."""
         pulls = self.decode.worker._consumer.pulls.by_id.values()
-        return next((read.phase for pull in pulls for read in pull.reads), "")
+        return next((read.phase for pull in pulls for each in pull.ranges for read in each.reads), "")
 
     def request(self, name, late):
         """Send one request through both workers, as a router does, with a delay in one phase."""
