@@ -24,7 +24,7 @@ PLAIN = set(
     re.findall(
         r"\w+",
         """
-        provenance tuning stopped
+        provenance tuning stopped every ports router capabilities
         accepted access asked control advertise align backend client component cross dtype environment event finding
         frame handle hook layer local match merge number opaque outcome ping priority probe protocol queue reachability
         rebuild remote report request revision role run server side sleep mode snapshot transfer view whole kv cache
