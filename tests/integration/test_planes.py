@@ -15,7 +15,7 @@ import pytest
 
 from kvflow import errors
 from kvflow.events import PeerConnected, PlaneOmitted, TransferCompleted
-from kvflow.leases.tickets import LeaseName
+from kvflow.leases.tickets import MAC_BYTES, lease_name
 from kvflow.reads.reach import host_facts
 from kvflow.rendezvous.issuer import draw_pair
 from tests.ports import free_port
@@ -349,13 +349,13 @@ async def test_a_tcp_plane_that_is_not_reached_is_not_needed_where_nixl_fits(els
 async def test_a_lease_is_read_over_tcp_with_its_own_ticket_only(monkeypatch):
     """Slots and epochs can be found out by asking; what was signed cannot."""
 
-    def with_another_mac(slot, epoch, mac):
-        return LeaseName(slot, epoch, bytes(len(mac)))
+    def with_another_mac(ticket, at):
+        return msgspec.structs.replace(lease_name(ticket, at), mac=bytes(MAC_BYTES))
 
     async with producing(Shape(), transport="tcp") as producer, consuming(transport="tcp") as consumer:
         ticket = await producer.offer("r", BLOCKS, 8)
         with monkeypatch.context() as patched:
-            patched.setattr("kvflow.worker.consumer.LeaseName", with_another_mac)
+            patched.setattr("kvflow.worker.consumer.lease_name", with_another_mac)
             with pytest.raises(errors.PeerLost):  # no honest reader does so: its connection is closed
                 await consumer.pull(ticket, BLOCKS)
         await consumer.worker.quiesced("r")

@@ -136,7 +136,7 @@ class Chats(Deployment):
 
     def late(self) -> float:
         """Return for how many prompts the decode engine has not answered the prefill engines in time."""
-        return sum(each.metric(SEARCHES, outcome="not_answered") for each in (self.prefill, self.second))
+        return sum(each.metric(SEARCHES, outcome="late") for each in (self.prefill, self.second))
 
     def fetched(self) -> list[dict[str, Any]]:
         """Return the records of all prefixes that were fetched, in the order of time."""

@@ -217,6 +217,7 @@ async def test_what_has_settled_is_told_to_who_has_the_ticket(producer, kind):
 
 async def test_an_answer_about_many_leases_has_as_many_block_ids_as_one(producer, monkeypatch):
     monkeypatch.setattr(answers, "IDS_MAX", 6)
+    monkeypatch.setattr(producer._leases.answers, "_clock", Clock())  # an answer takes a millisecond at most
     tickets = [producer.offer(f"r{at}", [[4 * at + 1, 4 * at + 2, 4 * at + 3]], 12) for at in range(3)]
     ask = AskSettled(tuple(map(named, tickets)), (0,), 0, 0)
     whole = AskSettled((named(tickets[1]),), (0,), 0, 0)
