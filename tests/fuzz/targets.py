@@ -195,7 +195,7 @@ def take_request(data):
                 read_params, read=partial(Ticket.from_params, verify=lambda _payload, _mac: True), chars_max=limit
             )
         if believed:
-            engine._contents.require = lambda _request, _ticket: None
+            engine._contents.require = lambda _request, _ticket, chains: None
         words.append(_live(engine, new_request(params, 64)))
     assert words[0] != "loads", "nobody has signed it"
     return words[2]
