@@ -72,7 +72,7 @@ class LeaseRenewer:
                 lease.holders -= 1
                 if not lease.holders:
                     del self._leases[key]
-                    self._due[lease.tick].pop(key, None)
+                    self._due.get(lease.tick, {}).pop(key, None)  # the tick at which it ends is gone already
 
     def release(self, keys: Sequence[HeldLease], *, read: bool) -> None:
         """Release leases soon, after the tasks that await the pull have run."""
