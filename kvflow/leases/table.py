@@ -451,12 +451,19 @@ class LeaseTable:
         if now < self._count_at():
             return []
         self._counted_at = now
+
+        def is_old(lease: Lease) -> bool:
+            return lease.renewed_at + self._unread_s <= now
+
+        old = [lease for leases in self._ends.values() for lease in takewhile(is_old, leases.values())]
+        if not any(lease.is_unread for lease in old):  # usually: what readers hold is about as old
+            return []
         unread = [lease for leases in self._ends.values() for lease in leases.values() if lease.is_unread]
         blocks, excess = {ABSENT}, []
         for lease in sorted(unread, key=attrgetter("renewed_at"), reverse=True):
             if len(blocks) <= self._unread_blocks + 1:
                 blocks.update(*lease.blocks)
-            if len(blocks) > self._unread_blocks + 1 and lease.renewed_at + self._unread_s <= now:
+            if len(blocks) > self._unread_blocks + 1 and is_old(lease):
                 excess.append(lease)
         return excess
 
