@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvflow.tools.cli import build_parser
+from kvflow.tools.cli import build_parser, main
 from kvflow.tools.proxy import ProxyConfig
 
 from .upstream import DECODED, PREFILLED, open_upstream
@@ -107,3 +107,6 @@ def test_a_keeper_is_a_server_with_its_control_endpoint(capsys):
         with pytest.raises(SystemExit):
             parse(["proxy", *SERVERS, "--keeper", wrong])
     assert "error: " in capsys.readouterr().err
+    assert main(["proxy", *SERVERS, "--keeper", "http://127.0.0.1:3=tcp://decode-0:5600"]) == 2
+    said = "--keeper names http://127.0.0.1:3, which is none of the --decode servers: http://127.0.0.1:2"
+    assert said in capsys.readouterr().err

@@ -394,6 +394,10 @@ def run_proxy(options: argparse.Namespace) -> int:
         configure_logging(options.log)
     except OSError as error:
         raise CommandFailed(f"--log {options.log} cannot be written: {error.strerror}") from error
+    for url, _ in options.keeper:
+        if url not in options.decode:
+            servers = " ".join(options.decode)
+            raise CommandFailed(f"--keeper names {url}, which is none of the --decode servers: {servers}")
     config = ProxyConfig(
         prefill=tuple(options.prefill),
         decode=tuple(options.decode),
