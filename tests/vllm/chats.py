@@ -100,7 +100,8 @@ class Chats(Deployment):
         alone = f"vllm serve {self.model} --port {self.alone_port} --enable-prefix-caching{usual}"
         self.alone = self.serve("alone", f"{alone} --block-size {kind.asks}", self.alone_port)
         port, proxy = free_port(), f"kvflow proxy --prefill {self.prefill.url} --prefill {self.second.url}"
-        self.proxy = self.serve("proxy", f"{proxy} --decode {self.decode.url} --listen 127.0.0.1:{port}", port)
+        proxy += f" --decode {self.decode.url} --keeper {self.decode.url}=tcp://127.0.0.1:{self.ports[SOURCE_PORT]}"
+        self.proxy = self.serve("proxy", f"{proxy} --listen 127.0.0.1:{port}", port)
         return self.decode, self.prefill, self.second, self.alone, self.proxy
 
     def start_keeping(self) -> None:
@@ -137,6 +138,10 @@ class Chats(Deployment):
     def late(self) -> float:
         """Return for how many prompts the decode engine has not answered the prefill engines in time."""
         return sum(each.metric(SEARCHES, outcome="late") for each in (self.prefill, self.second))
+
+    def ignored(self) -> float:
+        """Return how many hints named no source."""
+        return sum(each.metric(SEARCHES, outcome="hint_ignored") for each in (self.prefill, self.second))
 
     def fetched(self) -> list[dict[str, Any]]:
         """Return the records of all prefixes that were fetched, in the order of time."""

@@ -86,6 +86,7 @@ def test_a_chat_computes_only_what_no_engine_holds(chats, front):
     assert any(has_found(chats, front, f"{front.name} {chat}") for chat in range(CHATS_MAX))
     shown = chats.run(command("grep", page=SHARING_PAGE)).splitlines()
     assert len(shown) == sum(each["event"] == "prefix.fetched" for each in chats.records("prefill")) > 0
+    assert chats.ignored() == 0  # the proxy names the decode engine
 
 
 @pytest.mark.parametrize("chats", KILLED, indirect=True, ids=str)
