@@ -16,9 +16,9 @@ from msgspec import Struct
 from kvflow.report import TransferReport
 
 Outcome = Literal["released", "expired", "unread", "revoked"]
+"""How a lease ends."""
 
 TIMED_OUT = ("expired", "unread")  # outcomes of leases whose readers did not come in time
-"""How a lease ends."""
 
 
 class WorkerOpened(Struct, frozen=True):

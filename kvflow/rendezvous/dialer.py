@@ -370,7 +370,8 @@ class Claim(Struct, frozen=True):
 
     Attributes:
         count: how many of the digests its lease holds at least; 0 if there is none.
-        rest: indices of those behind them that were not asked for.
+        rest: indices of the digests right behind these that the question left out: ask for them to learn whether the
+            lease holds them, too.
         read: returns the ticket of the lease, verified, or raises as ``find``.
     """
 

@@ -60,9 +60,16 @@ class PrefixReader:
         return await asker.held(asked, self._config.tuning.handshake_s, wait_s=wait_s, at_least=at_least)
 
     def asks_for(self, digests: Sequence[bytes]) -> Callable[[str], Coroutine[Any, Any, Claim]]:
-        """Return a function that asks the worker at an endpoint as ``find`` does, with one question of 128 digests.
+        """Return a function that asks the worker at an endpoint which of its leases holds the most of some content.
 
-        The question is encoded once for all workers.
+        Its question has at most 128 of the digests, and is encoded once for all workers. So a ``Claim`` may leave out
+        some digests behind those that it counts. The function raises as ``find``. Cancellation: safe.
+
+        Args:
+            digests: chained, one for each block from the first one on, of 1 to 64 bytes each.
+
+        Raises:
+            ArgumentInvalid: ``digests`` has something else than digests.
         """
         return partial(self._claim, ContentQuestion(digests))
 
