@@ -29,7 +29,7 @@ class Tally:
     """What became of reads.
 
     Attributes:
-        descriptors: of all delivered reads.
+        chunks: of all delivered reads.
         delivered: reads that ended with a report.
         stale: reads that ended with ``StaleLease``.
         wrong: delivered reads with a wrong word.
@@ -39,7 +39,7 @@ class Tally:
         examples: the first wrong words.
     """
 
-    descriptors: int = 0
+    chunks: int = 0
     delivered: int = 0
     stale: int = 0
     wrong: int = 0
@@ -177,7 +177,7 @@ class Reader:
             tally.caught += latest_request(wrong) > number
             return
         tally.delivered += 1
-        tally.descriptors += report.descriptors
+        tally.chunks += report.reads
         if len(wrong):
             tally.wrong += 1
             tally.torn += len(wrong) < self._words.count(targets)

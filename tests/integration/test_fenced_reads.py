@@ -10,7 +10,6 @@ from contextlib import nullcontext
 
 import pytest
 
-from kvflow.reads.contract import CHUNK_DESCRIPTORS_MAX
 from tests.benchmarks.fenceless import without_fence
 from tests.helpers.copying import copied_in_small_pieces
 
@@ -66,8 +65,7 @@ async def test_no_wrong_byte_is_delivered(how, seed, totals, show):
         assert tally.stale > 0
     for path in ("many chunks", "over TCP, many chunks"):
         chunked = tallies[path]
-        # A busy machine delivers only reads of one block in time. Such a read has 384 descriptors: two chunks.
-        assert chunked.descriptors > CHUNK_DESCRIPTORS_MAX * chunked.delivered, "a read has two chunks at least"
+        assert chunked.chunks >= 2 * chunked.delivered, "a read has two chunks at least, even that of one block"
 
 
 async def test_without_the_fence_wrong_bytes_are_delivered(show):
