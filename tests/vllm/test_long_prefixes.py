@@ -2,6 +2,7 @@
 
 import pytest
 
+from .chats import SEARCHES
 from .clients import client_of
 from .howto import DECODE_PORT, PREFILL_PORT, SHARING_PAGE, SOURCE_PORT, command
 from .pairs import model_folder
@@ -10,6 +11,7 @@ from .servers import Deployment, free_port
 
 KEPT = 24_000  # tokens, a multiple of the block size
 NEXT = 500
+PROMPTS_MAX = 4  # until one is read
 FLAGS = (
     " --dtype float32 --block-size 32 --max-model-len 24576 "
     """--hf-overrides '{"max_position_embeddings": 24576}' --max-num-seqs 4"""
@@ -44,8 +46,13 @@ def engines(pairs, tmp_path):
 
 
 def test_a_long_prompt_that_another_engine_keeps_is_read(engines):
-    prompt = prompt_of(KEPT + NEXT)
-    engines.complete(engines.decode, prompt[:KEPT])
-    assert engines.complete(engines.prefill, prompt) == engines.complete(engines.decode, prompt)
-    [fetched] = [each for each in engines.records("prefill") if each["event"] == "prefix.fetched"]
-    assert fetched["tokens"] == KEPT
+    """On a busy machine an answer may come too late, and the prompt is computed; then the next one is asked for."""
+    fetched = []
+    for number in range(PROMPTS_MAX):
+        prompt = prompt_of(KEPT + NEXT, str(number))
+        engines.complete(engines.decode, prompt[:KEPT])
+        assert engines.complete(engines.prefill, prompt) == engines.complete(engines.decode, prompt)
+        fetched = [each["tokens"] for each in engines.records("prefill") if each["event"] == "prefix.fetched"]
+        if fetched:
+            break
+    assert fetched == [KEPT], engines.prefill.counted(SEARCHES, "outcome")
