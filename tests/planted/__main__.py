@@ -35,13 +35,14 @@ from .suites import (
     NOT_REACHED,
     RESULTS,
     SUITES,
+    Reached,
     Suite,
     environment,
     finding,
-    is_reached,
-    lines_reached,
+    measure,
+    parts_reaching,
     read_results,
-    run_suite,
+    run_parts,
     write_results,
 )
 
@@ -194,26 +195,26 @@ def try_all(
                     yield Outcome(bug, "TEST FAILS WITHOUT THE BUG", bug.test)
 
 
-def reached_by(root: Path, copy: Path, suite: Suite) -> dict[str, list[int]]:
-    """Return the lines that a suite executes without a bug; ``out/planted`` keeps them until a file changes.
+def reached_by(root: Path, copy: Path, suite: Suite) -> Reached:
+    """Return what a suite executes without a bug; ``out/planted`` keeps it until a file changes.
 
     Raises:
         ValueError: the suite fails without a bug.
     """
-    tree = hashlib.sha256(repr(suite).encode())
+    tree = hashlib.sha256(repr(suite[:3]).encode())
     for path in sorted(each for part in ("kvflow", "handshake", "tests") for each in copy.glob(f"{part}/**/*.py")):
         if path.parent.name != "planted":
             tree.update(path.read_bytes())
     file = root / "out" / "planted" / f"{suite.name}.json"
     if file.is_file() and (kept := json.loads(file.read_text()))["tree"] == tree.hexdigest():
-        return kept["lines"]
-    lines, ran = lines_reached(copy, suite)
+        return Reached(kept["took_s"], kept["lines"])
+    reached, ran = measure(copy, suite)
     print(f"{suite.name} without a bug: {ran.took_s:.0f} s with coverage, {finding(ran)}", flush=True)
     if ran.status != 0:
         raise ValueError(f"{suite.name} fails without a bug:\n{ran.output[-3000:]}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"tree": tree.hexdigest(), "took_s": ran.took_s, "lines": lines}))
-    return lines
+    file.write_text(json.dumps({"tree": tree.hexdigest(), **reached._asdict()}))
+    return reached
 
 
 def run_suites(
@@ -236,13 +237,14 @@ def run_suites(
             for suite in wanted:
                 if suite.name in line:
                     continue
-                lines = set(reached[suite.name].get(bug.file, ()))
-                if is_reached(bug, (copy / bug.file).read_text(), lines):
+                text, lines = (copy / bug.file).read_text(), reached[suite.name].parts(bug.file)
+                if parts := reached[suite.name].in_order(parts_reaching(bug, text, lines)):
                     shutil.rmtree(copy / ".hypothesis", ignore_errors=True)  # examples of another bug
                     with planted(bug, copy, number):
-                        ran = run_suite(copy, suite)
+                        ran = run_parts(copy, suite, parts)
                     line[suite.name] = finding(ran)
-                    print(f"{bug.name:6} {suite.name}: {line[suite.name]} ({ran.took_s:.0f} s)", flush=True)
+                    ran_s = f"{len(parts)} parts, {ran.took_s:.0f} s"
+                    print(f"{bug.name:6} {suite.name}: {line[suite.name]} ({ran_s})", flush=True)
                 else:
                     line[suite.name] = NOT_REACHED
             write_results(path, results, suites)

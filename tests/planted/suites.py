@@ -1,5 +1,10 @@
 """Which of the suites that are called the specification finds a planted bug alone, and what they execute of kvflow.
 
+A suite has parts: tests, or seeds of the simulator. Of a suite only those parts run against a bug that execute lines
+which it changes, the shortest first: a part that does not execute them cannot see the bug. Lines that run while modules
+are imported, or while tests make what they share, count for all parts. What a test leaves in a cache of the process
+counts for that test only.
+
 ``suites.jsonl`` has a line per bug. ``killed-by.md`` is written from it.
 """
 
@@ -19,46 +24,49 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from .parts import PARTS
+
 if TYPE_CHECKING:
     from .__main__ import Bug
 
 RESULTS = Path(__file__).with_name("suites.jsonl")
 TABLE = Path(__file__).with_name("killed-by.md")
 SUITE_S_MAX = 90
-"""Seconds of processor time that a suite gets for a bug: what else the machine does changes no result."""
+"""Seconds of processor time that a suite gets for a bug, if no fewer: what else the machine does changes no result."""
 
 WAITING_S_MAX = 900
 """Seconds after which a suite that needs no processor is ended. It has found nothing."""
 
 PRODUCT = ("kvflow", "handshake")
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 NOT_REACHED, NOT_FOUND = "not reached", "not found"
 
 PYTEST = (
-    *("-m", "pytest", "-x", "--quiet", "--tb=no", "-p", "no:cacheprovider"),
+    *("-m", "pytest", "-p", "tests.planted.parts", "-x", "--quiet", "--tb=no", "-p", "no:cacheprovider"),
     *("--hypothesis-seed=0", "--hypothesis-profile=unshrunk", "-ofaulthandler_timeout=0", "-otimeout=300"),
+    *("--durations=0", "--durations-min=0"),
 )
-SCENARIOS = """
-import sys
-from tests.simulation.scenario import simulate
-for seed in range(200):
-    if violation := simulate(seed).violation:
-        sys.exit(f"seed {seed}: {violation}")
-"""
+TOOK = re.compile(r"^ *([\d.]+)s (?:(?:setup|call|teardown) +)?(tests/.+::.+|seed \d+)$", re.MULTILINE)
+"""How long a part took, in the output of a suite."""
+
+EVERY_PART = ""
+"""Stands for all parts of a suite, among the parts that execute a line."""
 
 
 class Suite(NamedTuple):
-    """A suite: its name, what Python is told to run it, and its environment."""
+    """A suite: its name, what Python is told to run it, its environment, and seconds of processor time for a bug."""
 
     name: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = {}
+    most_s: float = SUITE_S_MAX
 
 
 SUITES = (
     Suite("contract", (*PYTEST, "-m", "not slow", "tests/contract")),
     Suite("properties", (*PYTEST, "tests/properties")),
     Suite("exhaustive", (*PYTEST, "tests/exhaustive"), {"KVFLOW_TEST_EXHAUSTIVE": "0.02"}),
-    Suite("simulation", ("-c", SCENARIOS)),
+    Suite("simulation", ("-m", "tests.planted.parts"), most_s=30),
 )
 COVERAGE = """
 [run]
@@ -68,8 +76,26 @@ concurrency = thread, multiprocessing
 patch = fork, _exit
 sigterm = true
 data_file = {folder}/lines
+context = ${{PYTEST_CURRENT_TEST-}}
 disable_warnings = no-data-collected, module-not-imported, module-not-measured
 """
+
+
+class Reached(NamedTuple):
+    """Seconds of each part of a suite, and which of them execute a line: numbers of parts by file and line."""
+
+    took_s: dict[str, float]
+    lines: dict[str, dict[str, list[int]]]
+
+    def parts(self, file: str) -> dict[int, set[str]]:
+        """Return the parts that execute each line of a file."""
+        names = list(self.took_s)
+        return {int(line): {names[each] for each in parts} for line, parts in self.lines.get(file, {}).items()}
+
+    def in_order(self, parts: set[str]) -> list[str]:
+        """Return these parts, or all if every part is among them, the shortest first."""
+        chosen = self.took_s.keys() - {EVERY_PART} if EVERY_PART in parts else parts
+        return sorted(chosen, key=lambda part: (self.took_s[part], part))
 
 
 class Ran(NamedTuple):
@@ -82,7 +108,7 @@ class Ran(NamedTuple):
 
 def environment(copy: Path) -> dict[str, str]:
     """Return the environment in which Python and its children import a copy."""
-    return {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": ""}
+    return {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "", "PYTEST_CURRENT_TEST": ""}
 
 
 def processor_s(group: int) -> float:
@@ -98,7 +124,7 @@ def processor_s(group: int) -> float:
 
 def run_suite(copy: Path, suite: Suite, *, wrapper: Sequence[str] = (), most_s: float = SUITE_S_MAX) -> Ran:
     """Run a suite in a copy, until it fails or its time is over. Its group of processes is ended with it."""
-    arguments = [*wrapper, *(suite.arguments[1:] if wrapper and suite.arguments[0] == "-c" else suite.arguments)]
+    arguments = [*wrapper, *suite.arguments]
     began_s, took_s = time.monotonic(), 0.0
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
@@ -132,8 +158,20 @@ def finding(ran: Ran) -> str:
     return f"exit status {ran.status}"
 
 
-def lines_reached(copy: Path, suite: Suite) -> tuple[dict[str, list[int]], Ran]:
-    """Run a whole suite with coverage; return the lines of each file that it executes."""
+def run_parts(copy: Path, suite: Suite, parts: Sequence[str]) -> Ran:
+    """Run some parts of a suite in a copy, in this order."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(parts, file)
+        file.flush()
+        arguments = list(suite.arguments)
+        if files := sorted({part.partition("::")[0] for part in parts if "::" in part}):
+            arguments[-1:] = files
+        told = Suite(suite.name, tuple(arguments), {**suite.environment, PARTS: file.name})
+        return run_suite(copy, told, most_s=suite.most_s)
+
+
+def measure(copy: Path, suite: Suite) -> tuple[Reached, Ran]:
+    """Run a whole suite with coverage; return which parts execute the lines of each file."""
     from coverage import CoverageData  # only who runs suites needs it
 
     with tempfile.TemporaryDirectory() as folder:
@@ -141,18 +179,23 @@ def lines_reached(copy: Path, suite: Suite) -> tuple[dict[str, list[int]], Ran]:
         settings.write_text(COVERAGE.format(folder=folder))
         measured = suite._replace(environment={**suite.environment, "COVERAGE_PROCESS_START": str(settings)})
         wrapper = ["-m", "coverage", "run", f"--rcfile={settings}"]
-        if suite.arguments[0] == "-c":
-            program = Path(folder, "program.py")
-            program.write_text(suite.arguments[1])
-            measured = measured._replace(arguments=(str(program),))
         ran = run_suite(copy, measured, wrapper=wrapper, most_s=1e9)
-        reached: dict[str, set[int]] = {}
+        took: dict[str, float] = {}
+        for seconds, part in TOOK.findall(ran.output):
+            took[part] = took.get(part, 0.0) + float(seconds)
+        numbers = {part: number for number, part in enumerate((EVERY_PART, *took))}
+        lines: dict[str, dict[int, set[int]]] = {}
         for path in Path(folder).glob("lines*"):
             data = CoverageData(str(path))
             data.read()
             for file in data.measured_files():
-                reached.setdefault(str(Path(file).relative_to(copy)), set()).update(data.lines(file) or ())
-    return {file: sorted(lines) for file, lines in reached.items()}, ran
+                reached = lines.setdefault(str(Path(file).relative_to(copy)), {})
+                for line, contexts in data.contexts_by_lineno(file).items():
+                    # A child of a test has the name of the test and its phase.
+                    parts = {re.sub(r" \((setup|call|teardown)\)$", "", context) for context in contexts}
+                    reached.setdefault(line, set()).update(numbers.setdefault(part, len(numbers)) for part in parts)
+    by_file = {file: {str(line): sorted(parts) for line, parts in each.items()} for file, each in lines.items()}
+    return Reached({part: took.get(part, 0.0) for part in numbers}, by_file), ran
 
 
 def changed_lines(text: str, old: str, new: str) -> set[int]:
@@ -168,25 +211,27 @@ def changed_lines(text: str, old: str, new: str) -> set[int]:
     return changed
 
 
-def is_reached(bug: "Bug", text: str, lines: set[int]) -> bool:
-    """Whether one of the statements that a bug changes is among the lines that were executed.
+def parts_reaching(bug: "Bug", text: str, lines: Mapping[int, set[str]]) -> set[str]:
+    """Return the parts that execute a statement which a bug changes, of the parts that execute each line.
 
-    A definition counts as executed if its module was imported.
+    A definition counts as executed if its module was imported. What is imported counts for every part.
     """
     if not bug.file.startswith(PRODUCT):
-        return False  # no suite imports what checks pages
+        return set()  # no suite imports what checks pages
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt | ast.excepthandler)]
+    found: set[str] = set()
     for changed in changed_lines(text, bug.old, bug.new):
         around = [node for node in nodes if node.lineno <= changed <= (node.end_lineno or 0)]
         if not around:
-            return True  # between the statements of the module
+            return {EVERY_PART}  # between the statements of the module
         inmost = max(around, key=lambda node: node.lineno)
         first, last = inmost.lineno, inmost.end_lineno or 0
         if (body := getattr(inmost, "body", None)) and changed < body[0].lineno:
             last = body[0].lineno - 1
-        if lines & {*range(first, max(first, last) + 1)}:
-            return True
-    return False
+        reaching = set().union(*(lines.get(line, set()) for line in range(first, max(first, last) + 1)))
+        in_function = any(isinstance(node, FUNCTIONS) and node is not inmost for node in around)
+        found |= {EVERY_PART} if reaching and not in_function else reaching
+    return found
 
 
 def text_hash(bug: "Bug") -> str:
@@ -230,6 +275,7 @@ def killed_by(path: Path, suites: Sequence[Suite] = SUITES) -> str:
     waiting = [line["bug"] for line in results if not line.keys() >= set(names) and not found.get(line["bug"])]
     total, none = sum(map(bool, found.values())), sum(map(len, missed.values()))
     counts = ", ".join(f"{name} {sum(name in each for each in found.values())}" for name in names)
+    seconds = ", ".join(f"{suite.name} {suite.most_s:g}" for suite in suites)
     cells = {NOT_REACHED: "not reached", NOT_FOUND: "no", "": ""}
     rows = [
         f"| {line['bug']} | {line['file']} | {' | '.join(cells.get(line.get(n, ''), 'yes') for n in names)} |"
@@ -237,9 +283,11 @@ def killed_by(path: Path, suites: Sequence[Suite] = SUITES) -> str:
     ]
     return f"""# Which suite finds a planted bug alone
 
-`python -m tests.planted --suites` writes this page from `{path.name}`. Each suite has {SUITE_S_MAX} s of processor
-time for a bug, and ends at its first failure. *Not reached*: the whole suite, without a bug, does not execute the lines
-that the bug changes. Nothing in a cell: not run yet. Entries that have been added or changed since have not run.
+`python -m tests.planted --suites` writes this page from `{path.name}`. Each suite ends at its
+first failure, and has so many seconds of processor time for a bug: {seconds}.
+Of a suite, those tests or seeds run that execute lines which the bug changes, the shortest first. *Not reached*: none
+does. *No*: of those that there was time for, none fails. Nothing in a cell: not run yet. Entries that have been added
+or changed since have not run.
 
 Of {len(results)} bugs the suites find {total} ({counts}), and miss {none}. {len(waiting)} others wait for a suite.
 

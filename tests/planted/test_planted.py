@@ -10,7 +10,20 @@ from pathlib import Path
 import pytest
 
 from .__main__ import BUGS, ROOT, Bug, copied, main, python, read_bugs
-from .suites import PYTEST, RESULTS, TABLE, Suite, changed_lines, is_reached, killed_by, run_suite
+from .suites import (
+    EVERY_PART,
+    PYTEST,
+    RESULTS,
+    TABLE,
+    Reached,
+    Suite,
+    changed_lines,
+    killed_by,
+    measure,
+    parts_reaching,
+    run_parts,
+    run_suite,
+)
 
 SUMS = "def add(a, b):\n    return a + b\n"
 TESTS = """
@@ -115,11 +128,18 @@ def test_each_bug_of_this_repository_can_be_planted():
         assert bug.old != bug.new
 
 
+def copy_plugin(tree):
+    """Copy what tests of suites need."""
+    (tree / "tests/planted").mkdir()
+    for file in ("tests/conftest.py", "tests/planted/parts.py"):
+        shutil.copy(ROOT / file, tree / file)
+
+
 @pytest.fixture
 def told_by_suites(tree, capsys):
     """A function that runs two suites in small; it returns what was printed, the results by bug, and the page."""
     two = [Suite(name, (*PYTEST, f"tests/test_{name}.py")) for name in ("sums", "nothing")]
-    shutil.copy(ROOT / "tests" / "conftest.py", tree / "tests")
+    copy_plugin(tree)
     (tree / "kvflow/sums.py").write_text(SUMS + "\n\ndef subtract(a, b):\n    return b - a\n")
     (tree / "tests/test_sums.py").write_text("from kvflow.sums import add\ndef test_add(): assert add(2, 3) == 5\n")
     (tree / "tests/test_nothing.py").write_text("import kvflow.sums\ndef test_nothing(): pass\n")
@@ -194,17 +214,56 @@ def half(n):
 
     assert changed_lines(text, "    if n > (\n        3\n", "    if n > (\n        4\n") == {6}
     assert changed_lines(text, "        return 0\n", "        n = 1\n        return 0\n") == {7, 8}
-    imported = {1, 4}
+    imported = {1: {EVERY_PART}, 4: {EVERY_PART}}
+
+    def reaching(bug, *lines):
+        return parts_reaching(bug, text, imported | {line: {"a part"} for line in lines})
+
     for old, new, lines in (
         ("        3\n", "        4\n", {5}),  # the head of a condition
         ("            + 1\n", "", {10}),  # the last line of a statement
         ("    else:\n", "    elif n:\n", {5}),  # between two branches
-        ("VALUE = 1\n", "VALUE = 2\n", set()),
-        ("def half(n):\n", "def half(n=1):\n", set()),
     ):
-        assert is_reached(bug(old, new), text, lines | imported), old
-    assert not is_reached(bug("        return 0\n"), text, imported | {5, 10})
-    assert not is_reached(bug("            + 1\n"), text, imported | {5, 8})
+        assert reaching(bug(old, new), *lines) == {"a part"}, old
+    assert reaching(bug("VALUE = 1\n", "VALUE = 2\n")) == {EVERY_PART}
+    assert reaching(bug("def half(n):\n", "def half(n=1):\n")) == {EVERY_PART}
+    assert reaching(bug("        return 0\n"), 5, 10) == set()
+    assert reaching(bug("            + 1\n"), 5, 8) == set()
+
+
+def test_of_a_suite_those_parts_run_that_execute_a_line_and_the_shortest_is_first(tree):
+    copy_plugin(tree)
+    (tree / "tests/test_sums.py").write_text("""
+import subprocess, sys, time
+import pytest
+from kvflow.sums import add
+
+@pytest.fixture(scope="module")
+def shared(): return add(1, 2)
+
+def test_shared(shared): pass
+def test_slow(): time.sleep(0.2), half()
+@pytest.mark.parametrize("n", [1, 2])
+def test_fast(n): half()
+def test_child(): subprocess.run([sys.executable, "-c", "from kvflow.sums import third; third()"], check=True)
+def half():
+    from kvflow.sums import half
+    half()
+""")
+    (tree / "kvflow/sums.py").write_text(SUMS + "def half():\n    pass\ndef third():\n    pass\n")
+    suite = Suite("sums", (*PYTEST, "tests/test_sums.py"))
+    reached, ran = measure(tree, suite)
+    assert ran.status == 0, ran.output
+    lines = reached.parts("kvflow/sums.py")
+    assert lines[2] == {EVERY_PART}
+    assert lines[6] == {"tests/test_sums.py::test_child"}
+    fast = {f"tests/test_sums.py::test_fast[{n}]" for n in (1, 2)}
+    assert lines[4] == {"tests/test_sums.py::test_slow", *fast}
+    parts = reached.in_order(lines[4])
+    assert parts[-1] == "tests/test_sums.py::test_slow"
+    assert "3 passed" in run_parts(tree, suite, parts).output
+    assert len(reached.in_order({EVERY_PART})) == 5
+    assert Reached({}, {}).parts("kvflow/sums.py") == {}
 
 
 def test_the_page_says_what_the_suites_have_found():
