@@ -18,10 +18,17 @@ from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
 from tests.helpers.waiting import until
 from tests.ports import free_port
-
-from .helpers import Clock, cache_of, turns
-from .pulling import DATA_ENDPOINT, Faults, FaultyNetwork, config, issued_before, opened, with_faults
-from .virtual import virtual
+from tests.unit.kvflow.worker.helpers import Clock, cache_of, turns
+from tests.unit.kvflow.worker.pulling import (
+    DATA_ENDPOINT,
+    Faults,
+    FaultyNetwork,
+    config,
+    issued_before,
+    opened,
+    with_faults,
+)
+from tests.unit.kvflow.worker.virtual import virtual
 
 NAME = "tcp://prefill.invalid:5600"
 ENGINES = pytest.mark.parametrize("new_engine", ["prefill-0", "prefill-1"], ids=["one id", "two ids"])
@@ -185,10 +192,8 @@ async def test_of_ten_thousand_addresses_sixteen_are_tried_and_the_error_says_so
         assert len(set(tried(rollout))) == ADDRESSES_MAX == 16
         rollout.network.names[NAME] = (*dead[:15], rollout.endpoints["new"])
         await rollout.world.pull(ticket)
+    async with rolling(connect_s=0.05) as rollout:
         rollout.network.names[NAME] = dead[:2]
-        rollout.world.consumer._consumer.peers._reachability._known.clear()
-        rollout.network.cut(rollout.endpoints["new"])
-        await rollout.world.heard(PeerDropped)
         with pytest.raises(PeerLost, match=r"has 2 addresses. 2 were tried.*nobody listens at .*nobody listens at"):
             await rollout.pull("new", "dead")
 
@@ -292,9 +297,8 @@ def test_fifteen_silent_addresses_leave_time_for_the_sixteenth():
         silent, right = fall_silent(world), "tcp://10.0.0.1:5000"
         world.wires.names[NAME] = (*silent[:3], right)
         assert timed(world, world.offer()) < 0.1, "silent ones that are tried beside the right one cost nothing"
-        world.do(world.consumer.worker._consumer.peers._reachability._known.clear)
-        world.cut()
-        world.wires.names[NAME] = (*silent[:15], right)
+    with virtual(theirs=ADVERTISED) as world:
+        world.wires.names[NAME] = (*fall_silent(world)[:15], right)
         assert timed(world, world.offer()) < 4.0
 
 
