@@ -13,8 +13,10 @@ read. The answer is *terminal*: the read writes nothing after it.
 Batches: reads that are posted together share work if possible: one check for many leases of a peer, one chunk for small
     reads of one prepared list, one wake-up. Each read succeeds or fails alone.
 Inline: ``post`` may move small reads at once, on the calling thread, and return their answers. It does so only while
-    the read thread is idle, for peers that were read before, and if the estimated cost is within ``INLINE_S_MAX``. All
-    other reads go to the read thread, and their answers to ``sink``. The same code runs in both cases.
+    the read thread is idle, for peers that were read before, and if that is expected to take less time than the caller
+    allows: what handing a read over to the read thread costs on this host, as ``HandOver`` measures it. All other reads
+    go to the read thread, and their answers to ``sink``. The same code runs in both cases. What one turn of the event
+    loop posts inline is expected to take at most ``TURN_S_MAX`` together: a bound, not a choice.
 Threading: any thread may make any call, and every call except ``start`` and ``close`` returns at once. Events are
     passed to ``sink`` on the read thread; other events of an inline post on the thread that posts. The sink must be
     quick and must not raise (a worker's sink is ``loop.call_soon_threadsafe``).
@@ -54,7 +56,9 @@ CHUNK_BYTES_MAX = 8 << 20  # most bytes of one chunk; over shared memory a post 
 SHARED_BYTES_MIN = 2 << 20  # least bytes of a chunk that several threads copy; such a chunk is never read inline
 CHUNK_DESCRIPTORS_MAX = 256  # most merged descriptors of one chunk: at 2 to 9 us each, about 1 ms, too
 SPAN_MAX = 512  # most epoch slots that one check reads: 4 KiB
-INLINE_S_MAX = 100e-6  # longest time that a post on the event loop is expected to take
+TURN_S_MAX = 500e-6
+"""Longest time that all inline posts of one turn of the event loop are expected to take: they begin in its first half,
+and none is expected to take more than half of it."""
 RESET_DRAIN_S = 2.0  # how long a reader reset waits for healthy peers: two chunks of 8 MiB take 2 s at 70 Mbit/s
 
 PRIORITY_MAX = 1 << 31
@@ -462,10 +466,11 @@ class Transport(Protocol):
         """Prepare descriptor lists. If this fails, the reads that use the list fail."""
         ...
 
-    def post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
+    def post(self, reads: Sequence[RankRead], within_s: float = TURN_S_MAX / 2) -> list[ReadEnded]:
         """Start reads from any peers. Thread: one at a time; the worker's event loop.
 
-        Return the answers of reads that were moved at once, on the calling thread; ``sink`` does not get them.
+        ``within_s``: longest time that they may be expected to take on the calling thread. Return the answers of reads
+        that were moved at once, on the calling thread; ``sink`` does not get them.
         """
         ...
 

@@ -75,9 +75,10 @@ class RemovePeer(Struct, frozen=True):
 
 
 class PostReads(Struct, frozen=True):
-    """Start reads."""
+    """Start reads, which the caller would have let take so long on its own thread."""
 
     reads: tuple[RankRead, ...]
+    within_s: float = 0.0
 
 
 class ResetReader(Struct, frozen=True):
@@ -140,6 +141,7 @@ class ReadCore:
         self._leaving = 0
         self._in_flight: list[_InFlight] = []
         self._resetting_since: float | None = None
+        self._within_s = 0.0  # of the reads that this step posts, if the core was idle
 
     @property
     def in_flight(self) -> bool:
@@ -168,7 +170,8 @@ class ReadCore:
         """Process one command. Its effects are reported as events."""
         try:
             match command:
-                case PostReads(reads):
+                case PostReads(reads, within_s):
+                    self._within_s = 0.0 if self._in_flight or self._lanes.reads else within_s
                     for read in reads:
                         self._admit(read)
                 case CancelReads(read_ids):
@@ -205,6 +208,7 @@ class ReadCore:
             self._fail_all(None, error)
             return True
         finally:
+            self._within_s = 0.0
             self._publish()
         return changed
 
@@ -549,7 +553,7 @@ class ReadCore:
         carried.post_s = self._now() - started
         if peer.costs is not None and carried.nbytes < SHARED_BYTES_MIN:  # several threads may have read a larger one
             work_s = (chunk.stop - chunk.first) * DESCRIPTOR_S + carried.nbytes * BYTE_S
-            peer.costs.learn(carried.post_s, POST_S + work_s)
+            peer.costs.learn(carried.post_s, POST_S + work_s, self._within_s)
         return outcome
 
     def _poll_all(self) -> None:

@@ -1,4 +1,4 @@
-"""Decide how many bytes of a peer to keep in flight, and when to look for the end of a chunk. Pure.
+"""Decide how many bytes of a peer to keep in flight, when to look for the end of a chunk, and who posts. Pure.
 
 Over shared memory a post is the copy: nothing is in flight when it returns, and small chunks block the thread least. On
 a network card or a GPU's copy engine, a post only queues work. A few chunks of 8 MiB then last for a fraction of a
@@ -7,7 +7,7 @@ the link becomes idle. So the window of such a peer grows until the link stays b
 what the link carries in ``HORIZON_S``. Times are seconds of a monotonic clock.
 """
 
-from kvflow.reads.contract import CHUNK_BYTES_MAX, CHUNK_DESCRIPTORS_MAX
+from kvflow.reads.contract import CHUNK_BYTES_MAX, CHUNK_DESCRIPTORS_MAX, TURN_S_MAX, ReadEnded
 
 HORIZON_S = 10e-3
 """How many seconds of the measured rate a window has: one or two turns of a busy interpreter. Urgent and cancelled
@@ -22,6 +22,33 @@ CHUNKS_MAX = 64  # in flight of one peer: small reads of many lists do not fill 
 ASYNCHRONOUS_POSTS = 3  # that must have returned in less than half of the time that their bytes took
 REST_S_MAX = 0.1  # longest pause before an expected end
 MEASURED_BYTES = 64 << 20  # after which the rate of a peer is known: 30 ms at 2 GB/s
+
+
+HAND_OVER_WEIGHT = 0.25  # of the last hand-over
+
+
+class HandOver:
+    """What handing a read over to the idle read thread costs, as measured: ``seconds``. Thread: the event loop.
+
+    It is the time until the loop has the answer, without that in which the read was made. A read that is expected to
+    take less is made on the loop. It counts as half of a turn at most, and as that until it has been measured.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = TURN_S_MAX / 2
+        self.read_id = -1  # of the read that measures it
+        self._posted_at = 0.0
+
+    def begin(self, read_id: int, now: float) -> None:
+        """Take a read that was handed over alone, to an idle thread."""
+        self.read_id, self._posted_at = read_id, now
+
+    def end(self, ended: ReadEnded, now: float) -> None:
+        """Take its end."""
+        self.read_id = -1
+        if ended.verdict == "held":
+            made_s = ended.arrived_at + ended.fence_s - ended.started_at
+            self.seconds += (min(TURN_S_MAX / 2, now - self._posted_at - made_s) - self.seconds) * HAND_OVER_WEIGHT
 
 
 class Gauge:

@@ -51,9 +51,14 @@ class PostCosts:
     def __init__(self) -> None:
         self.ratio = 1.0
 
-    def learn(self, measured_s: float, expected_s: float) -> None:
-        """Record how long a post took, and the estimate."""
+    def learn(self, measured_s: float, expected_s: float, within_s: float = 0.0) -> None:
+        """Record how long a post took, and the estimate; forget half of what was learned if it took less than this.
+
+        ``within_s``: what was allowed to a post that was handed over only because it was expected to take longer.
+        """
         self.ratio += (min(SLOWEST, measured_s / expected_s) - self.ratio) * WEIGHT
+        if measured_s < within_s:
+            self.ratio /= 2
 
 
 def check_list(prepared_list: PreparedList, regions: Sequence[Region], staging: StagingMemory) -> CheckedList:

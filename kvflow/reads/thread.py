@@ -22,8 +22,8 @@ from kvflow.ids import PeerId
 from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendFactory
 from kvflow.reads.contract import (
-    INLINE_S_MAX,
     SERVES_NOTHING,
+    TURN_S_MAX,
     CancelReads,
     PeerAddress,
     PreparedList,
@@ -120,7 +120,8 @@ class ThreadedTransport:
         sink: called on the read thread.
         staging: buffers for staged lists.
         required: planes that must start. At least one of all planes must start.
-        inline_s_max: most seconds that a post may take on the calling thread; 0: no post is made there.
+        inline_s_max: most seconds that a post may take on the calling thread, whatever its caller says; 0: no post is
+            made there.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class ThreadedTransport:
         staging: StagingMemory,
         *,
         required: frozenset[str] = frozenset(),
-        inline_s_max: float = INLINE_S_MAX,
+        inline_s_max: float | None = None,
     ) -> None:
         self._name = name
         self._staging = staging
@@ -189,7 +190,7 @@ class ThreadedTransport:
         """Prepare descriptor lists, on the read thread. Thread: any."""
         self._command(prepared_list)
 
-    def post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
+    def post(self, reads: Sequence[RankRead], within_s: float = TURN_S_MAX / 2) -> list[ReadEnded]:
         """Start reads: on the calling thread if they are short and the plane is idle, otherwise on the read thread.
 
         Returns:
@@ -197,18 +198,20 @@ class ThreadedTransport:
 
         Thread: one at a time; the worker's event loop. It never waits for the read thread.
         """
-        if self._inline_s_max and self._guard.acquire(blocking=False):
+        if self._inline_s_max is not None:
+            within_s = self._inline_s_max
+        if within_s > 0 and self._guard.acquire(blocking=False):
             try:
                 # Queued commands came before, and are processed under the lock, so nothing comes between.
                 core = None if self._commands or self._closed else self._core
-                answers = None if core is None else core.post_inline(reads, self._inline_s_max)
+                answers = None if core is None else core.post_inline(reads, within_s)
                 if answers is not None:
                     if len(answers) < len(reads) and (core is None or core.must_poll):
                         self._bell.ring()  # otherwise the read thread waits for the descriptor of the backend
                     return answers
             finally:
                 self._guard.release()
-        self._command(PostReads(tuple(reads)))
+        self._command(PostReads(tuple(reads), within_s))
         return []
 
     def cancel(self, read_ids: Sequence[int]) -> None:

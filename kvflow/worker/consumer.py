@@ -27,8 +27,8 @@ from kvflow.leases.blocks import as_digest_lists, check_block_ids
 from kvflow.leases.tickets import Member, Ticket, lease_name
 from kvflow.reads import contract
 from kvflow.reads.contract import (
-    INLINE_S_MAX,
     PRIORITY_MAX,
+    TURN_S_MAX,
     CancelReads,
     PeerAdded,
     PeerFailed,
@@ -37,6 +37,7 @@ from kvflow.reads.contract import (
     ReadEnded,
     TransportEvent,
 )
+from kvflow.reads.pacing import HandOver
 from kvflow.reads.pulls import Pull, SourceRank
 from kvflow.reads.scheduler import Delivered, Effect, LeaseEarly, Scheduler, StartReads
 from kvflow.rendezvous.issuer import TicketKey
@@ -100,6 +101,8 @@ class Consumer:
         self._collected: dict[int, OpenPull] = {}  # checked, but not posted yet
         self._collecting = False
         self._turn_until: float | None = None
+        self._handing_over = HandOver()
+        self.posted_inline = self.posted_on_thread = 0  # reads of pulls since the start
 
     def start(
         self,
@@ -184,7 +187,10 @@ class Consumer:
         """Handle an event of the data plane."""
         match event:
             case ReadEnded():
-                self._apply(self._scheduler.on_read_ended(event, self._clock()))
+                now = self._clock()
+                if event.read_id == self._handing_over.read_id:
+                    self._handing_over.end(event, now)
+                self._apply(self._scheduler.on_read_ended(event, now))
             case PeerAdded(peer=peer, carrier=carrier):
                 self.peers.on_added(peer, carrier)
             case RateLearned():
@@ -288,7 +294,7 @@ class Consumer:
         self._destinations.take(pull.pull_id, pull.targets)
         pull.ranges = (Pull(pull.pull_id, pull.request_id, now, reads, nbytes),)
         if self._turn_until is None:
-            self._turn_until = now + INLINE_S_MAX
+            self._turn_until = now + TURN_S_MAX / 2
             asyncio.get_running_loop().call_soon(self._end_turn)
         if self._collecting or now > self._turn_until:
             pull.step = "queue"
@@ -357,6 +363,7 @@ class Consumer:
         answers = self._post(reads)
         if len(reads) == len(answers) == 1 and answers[0].verdict == "held":  # quickly
             last.ended = answers
+            self.posted_inline += 1
             self._delivered(pulls[0])
             return
         by_read = {ended.read_id: ended for ended in answers if ended.verdict == "held"}
@@ -371,6 +378,8 @@ class Consumer:
             else:
                 self._open(pull)
                 opened.update([read.read_id for read in last.reads])
+        self.posted_inline += len(delivered)
+        self.posted_on_thread += len(pulls) - len(delivered)
         for pull in delivered:  # once the others are open: a caller may cancel them
             self._delivered(pull)
         self._take([ended for ended in answers if ended.read_id in opened])
@@ -388,9 +397,12 @@ class Consumer:
 
     def _post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
         """Post reads, and return what is answered at once. If some are not, collect the next pulls of this turn."""
-        answers = self._transport.post(reads)
+        now = self._clock()
+        answers = self._transport.post(reads, self._handing_over.seconds)
         if len(answers) < len(reads):
             self._collecting = self._turn_until is not None
+            if len(reads) == 1 and not self._scheduler.busy:
+                self._handing_over.begin(reads[0].read_id, now)
         return answers
 
     def _take(self, answers: Iterable[ReadEnded]) -> None:

@@ -180,9 +180,9 @@ class Tapped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
+    def post(self, reads: Sequence[RankRead], within_s: float) -> list[ReadEnded]:
         self.posted += reads
-        return self._inner.post(reads)
+        return self._inner.post(reads, within_s)
 
     def read(self, pattern: RankRead, source: Numbers, target: Numbers) -> None:
         """Read blocks as a pull has read them, to the judged fence. Thread: any but the event loop."""

@@ -32,7 +32,6 @@ from kvflow.leases.tickets import LeaseName
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.backend import decode_envelope
 from kvflow.reads.contract import (
-    INLINE_S_MAX,
     Part,
     PeerAddress,
     PreparedList,
@@ -119,7 +118,7 @@ def measure(about: dict[str, object], rounds: int) -> None:
     region = Region(buffer.ctypes.data, buffer.nbytes)
     source_region, epochs_region = (msgspec.convert(about[name], Region) for name in ("cache", "epochs"))
     planes = msgspec.convert(about["published"], Published).planes
-    readers = {inline: Reader(inline_s_max) for inline, inline_s_max in ((True, INLINE_S_MAX), (False, 0.0))}
+    readers = {inline: Reader(inline_s_max) for inline, inline_s_max in ((True, None), (False, 0.0))}
     for reader in readers.values():
         reader.transport.start([region], Region(epochs.ctypes.data, epochs.nbytes))
         reader.transport.add_peer(PeerAddress(PEER, planes, epochs_region))

@@ -13,8 +13,8 @@ from kvflow.planning.bind import Bound, StagedBinding
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.contract import (
     CHUNK_BYTES_MAX,
-    INLINE_S_MAX,
     SERVES_NOTHING,
+    TURN_S_MAX,
     CancelReads,
     PairBinder,
     PeerAddress,
@@ -127,7 +127,7 @@ class SimulatedTransport:
         self._units[prepared_list.list_id] = binding.group.target.per_block
         self._command(replace(prepared_list, binding=SmallChunks(binding, self._fabric.faults.chunk_bytes)))
 
-    def post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
+    def post(self, reads: Sequence[RankRead], within_s: float = TURN_S_MAX / 2) -> list[ReadEnded]:
         """See ``Transport.post``. A share of posts is made at once, if a real transport would make them so."""
         for read in reads:
             self._world.note(self._process.name, "posted", read.read_id, len(read.parts), read.check_first)
@@ -135,7 +135,7 @@ class SimulatedTransport:
             self._aims[read.read_id] = {block: self._cores[block] for block in blocks}
         inline = self._world.happens(self._fabric.faults.inline) and not self._commands and not self._closed
         for core, _ in self._started if inline else ():
-            answers = core.post_inline(reads, INLINE_S_MAX)
+            answers = core.post_inline(reads, within_s)
             if answers is not None:
                 for ended in answers:
                     self._note_end(ended)

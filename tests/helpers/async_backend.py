@@ -21,7 +21,7 @@ from kvflow.ids import PeerId
 from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, PostedWork
 from kvflow.reads.bounds import MergedDescriptor, merge
-from kvflow.reads.contract import INLINE_S_MAX, Carrier, PeerAddress
+from kvflow.reads.contract import Carrier, PeerAddress
 from kvflow.reads.loopback import LoopbackBackend
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.thread import ThreadedTransport
@@ -219,7 +219,7 @@ class AsyncTransport(ThreadedTransport):
     """
 
     def __init__(
-        self, agent_name, sink, staging_bytes=0, *, inline_s_max=INLINE_S_MAX, reader_progress=False, model=None
+        self, agent_name, sink, staging_bytes=0, *, inline_s_max=None, reader_progress=False, model=None
     ) -> None:
         model = model or LinkModel(progress=reader_progress)
         self.backend = None

@@ -57,9 +57,9 @@ class Tapped:
         self.address = address
         return self._inner.add_peer(address)
 
-    def post(self, reads):
+    def post(self, reads, *turn):
         self.reads += reads
-        return self._inner.post(reads)
+        return self._inner.post(reads, *turn)
 
 
 def opened(address, identity):

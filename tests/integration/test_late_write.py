@@ -55,8 +55,8 @@ class Hasty:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    def post(self, reads):
-        answers = self._inner.post(reads)
+    def post(self, reads, *turn):
+        answers = self._inner.post(reads, *turn)
         with self._lock:
             self._ended |= {ended.read_id for ended in answers}
         return answers

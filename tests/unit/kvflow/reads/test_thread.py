@@ -16,6 +16,7 @@ from kvflow.reads import thread as threaded
 from kvflow.reads.backend import Backend, PostedWork
 from kvflow.reads.contract import (
     SERVES_NOTHING,
+    TURN_S_MAX,
     CancelReads,
     Carrier,
     Part,
@@ -418,7 +419,7 @@ def test_an_inline_post_never_overtakes_a_queued_command():
     assert transport.post(["first"]) == ["first"]
     transport.cancel([7])
     assert transport.post(["second"]) == [], "the core has not cancelled yet"
-    assert transport._take() == [CancelReads((7,)), PostReads(("second",))]
+    assert transport._take() == [CancelReads((7,)), PostReads(("second",), TURN_S_MAX / 2)]
     assert transport.post(["third"]) == ["third"]
     assert core.posted == ["first", "third"]
 

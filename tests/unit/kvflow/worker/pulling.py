@@ -14,7 +14,7 @@ from kvflow.events import PullFailed, TransferCompleted
 from kvflow.layout.shards import Shard
 from kvflow.leases.tickets import Ticket, join_tickets
 from kvflow.reads.backend import BackendError, PostedWork
-from kvflow.reads.contract import INLINE_S_MAX
+from kvflow.reads.contract import TURN_S_MAX
 from kvflow.reads.loopback import LoopbackBackend
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.thread import ThreadedTransport
@@ -157,9 +157,9 @@ class FaultyTransport(ThreadedTransport):
         super().__init__(planes[0], factories, sink, StagingMemory(0), inline_s_max=inline_s_max)
         self._faults = faults
 
-    def post(self, reads):
+    def post(self, reads, within_s=TURN_S_MAX / 2):
         self._faults.calls.append(("post", tuple(reads)))
-        return super().post(reads)
+        return super().post(reads, within_s)
 
     def cancel(self, read_ids):
         self._faults.calls.append(("cancel", tuple(read_ids)))
@@ -178,7 +178,7 @@ class FaultyTransport(ThreadedTransport):
         super().remove_peer(peer, gone=gone)
 
 
-def with_faults(faults, inline_s_max=INLINE_S_MAX, planes=("loopback",)):
+def with_faults(faults, inline_s_max=None, planes=("loopback",)):
     """Return the environment of a worker with faulty data planes."""
 
     def open_transport(_config, agent_name, sink, _staging_bytes=0):
@@ -405,7 +405,7 @@ async def opened(
     num_blocks=8,
     sources=None,
     target=None,
-    inline_s_max=INLINE_S_MAX,
+    inline_s_max=None,
     pulls_max=PRODUCTION.pulls_max,
     clock=monotonic,
     network=PRODUCTION.network,

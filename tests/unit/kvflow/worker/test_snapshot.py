@@ -100,3 +100,20 @@ async def test_the_oldest_are_listed_and_all_are_counted(world):
     assert len(world.producer.snapshot().held_leases) == 5 <= LISTED_MAX
     for at in range(1, 6):
         world.producer.revoke(f"r{at}")
+
+
+@pytest.mark.parametrize("inline_s_max", [PATIENCE_S, 0])
+async def test_which_way_reads_went_is_counted(inline_s_max):
+    async with opened(inline_s_max=inline_s_max) as world:
+        for number in range(4):  # the first read of a connection is left to the read thread
+            await world.pull(world.ticket(f"request {number}"))
+        found = world.consumer.snapshot()
+        assert (found.posted_inline, found.posted_on_thread) == ((3, 1) if inline_s_max else (0, 4))
+
+
+async def test_a_hand_over_is_measured():
+    async with opened(inline_s_max=0) as world:
+        costs = world.consumer._consumer._handing_over
+        costs.seconds = 0.0
+        await world.pull()
+        assert costs.seconds > 0
