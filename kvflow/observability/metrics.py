@@ -72,6 +72,11 @@ METRICS: Final[dict[str, Described]] = {
     "kvflow_refused_offers": Described("counter", "Offers that failed, by error code.", ("code",)),
     "kvflow_ended_leases": Described("counter", "Leases of this worker that ended, by outcome.", ("outcome",)),
     "kvflow_lease_held_seconds": Described("histogram", "How long this worker held leases."),
+    "kvflow_posted_reads": Described(
+        "counter",
+        "Reads of pulls, by who made them: the event loop (inline) or the read thread.",
+        ("way",),
+    ),
     "kvflow_pulls_in_flight": Described("gauge", "Pulls that are open or draining."),
     "kvflow_leases": Described("gauge", "Leases that this worker holds."),
     "kvflow_quarantined_pulls": Described("gauge", "Failed pulls into whose target blocks a read may still write."),
@@ -260,6 +265,8 @@ def _add_peer(families: Families, name: str, peer: PeerCounts) -> None:
 def _add_gauges(families: Families, held: Any) -> None:
     families.gauge("pulls_in_flight", held.pulls)
     families.gauge("leases", held.leases)
+    families.counter("posted_reads", held.posted_inline, "inline")
+    families.counter("posted_reads", held.posted_on_thread, "thread")
     families.gauge("quarantined_pulls", len(held.quarantined))
     families.gauge("quarantined_blocks", sum(each.num_blocks for each in held.quarantined))
     staging = held.staging

@@ -81,6 +81,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
         dropped: producers that were dropped since the start, by code.
         found: questions of peers for content that were answered with a ticket since the start.
         not_held: those that were answered with nothing.
+        posted_inline: reads of pulls since the start that were made on the event loop.
+        posted_on_thread: those that the read thread made, or ended.
         open_pulls: the oldest pulls that are under way or draining, at most as many as the caller asked for.
         held_leases: the oldest leases that are held, likewise.
         producers: workers that this one reads from, or connects to, likewise.
@@ -95,6 +97,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     dropped: Annotated[dict[Name, Count], Many] = {}
     found: Count = 0
     not_held: Count = 0
+    posted_inline: Count = 0
+    posted_on_thread: Count = 0
     open_pulls: Annotated[tuple[PullState, ...], Many] = ()
     held_leases: Annotated[tuple[LeaseState, ...], Many] = ()
     producers: Annotated[tuple[PeerState, ...], Many] = ()

@@ -655,6 +655,8 @@ class Worker:
             dropped=dict(self._consumer.peers.drops),
             found=answers.found,
             not_held=answers.not_held,
+            posted_inline=self._consumer.posted_inline,
+            posted_on_thread=self._consumer.posted_on_thread,
         )
 
     def _make_report(self) -> bytes:

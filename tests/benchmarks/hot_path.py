@@ -119,6 +119,7 @@ def small(stack: ExitStack, rounds: int) -> Iterable[Table]:
         for kind, goal in goals.items():
             title = f"{name}{', read_ticket' if kind == READ_BEFORE else ''}"
             rows.append(beyond_floor(f"{title}, p50, us", *walls(found["bare"], found[kind]), goal))
+            rows.append(on_thread(title, found[kind], 1, 1))
         longest = (tail([one for each in found[kind] for one in each.wall_s], US) for kind in ("bare", "pull"))
         rows.append((f"{name}, tail, us", *longest, "", ""))
         rows.append(beyond_floor(f"{name}, CPU, us", *cpus(found["bare"], found["pull"]), None))
@@ -136,6 +137,7 @@ def in_flight(stack: ExitStack, rounds: int) -> Iterable[Table]:
         for way in WAYS:
             title = f"512 KiB, {count:,} in flight, {way}: CPU, us"
             rows.append(beyond_floor(title, *cpus(found["bare"], found[way]), None))
+            rows.append(on_thread(f"512 KiB, {count:,} in flight, {way}", found[way], count, None))
         source = statistics.median(each.source_cpu_s for each in found["pull"]) * US
         title = f"offer, admit, release, {count:,} in flight: CPU, us"
         rows.append((title, None, source, f"{source:.1f}", judged(source, "<=", 25) if count == 100 else ""))
@@ -319,6 +321,13 @@ def judged(value: float, sign: str, goal: float) -> str:
     """Return a goal, and whether it was met."""
     met = value <= goal if sign == "<=" else value >= goal
     return f"{sign} {goal:,}: {'met' if met else 'missed'}"
+
+
+def on_thread(title: str, samples: Sequence[Sample], at_once: int, goal: float | None) -> tuple[Any, ...]:
+    """Return the row of the share of pulls that the read thread has made; so many share each wall time."""
+    share = 100 * sum(each.on_thread for each in samples) / sum(len(each.wall_s) * at_once for each in samples)
+    judgement = "" if goal is None else judged(share, "<=", goal)
+    return (f"{title}, by the read thread, %", None, share, f"{share:.1f}", judgement)
 
 
 def cpus(*kinds: Sequence[Sample]) -> list[list[float]]:

@@ -68,11 +68,13 @@ class Sample:
         cpu_s: process time of the reader, all threads, for one read.
         phases_s: medians of what the reports say; empty if there are none.
         source_cpu_s: process time of the source for one offer, its admission and its release.
+        on_thread: how many of them the read thread has made.
     """
 
     wall_s: list[float]
     cpu_s: float
     source_cpu_s: float = 0.0
+    on_thread: int = 0
     phases_s: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -182,6 +184,7 @@ class Reader:
         pairs = self.pairs(seed, count, blocks)
         works = await self.prepare(pairs)
         walls: list[float] = []
+        before = self.on_thread()
         reports = []
         used = time.process_time()
         for number, work in enumerate(works):
@@ -194,11 +197,12 @@ class Reader:
                 await asyncio.sleep(pause_s)
         used = time.process_time() - used
         self.compare(pairs)
-        return Sample(walls, used / count, phases_s=phases_of(reports))
+        return Sample(walls, used / count, on_thread=self.on_thread() - before, phases_s=phases_of(reports))
 
     async def at_once(self, seed: int, count: int, blocks: int, *, scattered: bool = True, repeat: int = 1) -> Sample:
         """Have so many reads in flight."""
         walls: list[float] = []
+        before = self.on_thread()
         cpu_s = source_s = 0.0
         for turn in range(repeat):
             pairs = self.pairs(seed * repeat + turn, count, blocks, scattered=scattered)
@@ -211,7 +215,11 @@ class Reader:
             source_s += await self.settle()
             self.compare(pairs)
         reads = count * repeat
-        return Sample(walls, cpu_s / reads, source_s / reads, phases_of(reports))
+        return Sample(walls, cpu_s / reads, source_s / reads, self.on_thread() - before, phases_of(reports))
+
+    def on_thread(self) -> int:
+        """Return how many pulls the read thread has made since the start."""
+        return 0
 
     async def settle(self) -> float:
         """Wait until the source holds no lease; return its process time for what was read."""
@@ -326,6 +334,9 @@ class PullReader(Reader):
         if not self._by_handles:
             return await asyncio.gather(*self._many(work))
         return [await handle for handle in self._many(work)]  # gather would make a task of each
+
+    def on_thread(self) -> int:
+        return self._worker.snapshot(limit=0).posted_on_thread
 
     async def settle(self) -> float:
         used: float = await asyncio.to_thread(self._source.ask, "settle")

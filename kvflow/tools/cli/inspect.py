@@ -160,6 +160,9 @@ def lines_of(inspection: "Inspection") -> Iterator[str]:
         yield f"  {held}, {'kept' if lease.kind == 'kept' else f'open, {end}' if lease.kind == 'open' else end}"
     if snapshot.found or snapshot.not_held:
         yield f"questions for content since the start: {snapshot.found:,} found, {snapshot.not_held:,} not held"
+    if snapshot.posted_inline or snapshot.posted_on_thread:
+        ways = f"{snapshot.posted_inline:,} inline, {snapshot.posted_on_thread:,} on the read thread"
+        yield f"reads of pulls since the start: {ways}"
     yield from _titled("quarantined pulls", len(snapshot.quarantined), len(snapshot.quarantined))
     for entry in snapshot.quarantined:
         yield f"  {entry.num_blocks:,} blocks for {inspection.now - entry.since:.3f} s: {quoted(entry.reason)}"
