@@ -1,6 +1,7 @@
 """One lease that is held, and the index by which peers find it."""
 
 from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Set as AbstractSet
 from math import lcm
 from typing import Self
 
@@ -17,6 +18,13 @@ Blocks = tuple[tuple[int, ...], ...]
 ADVANCES_MAX = 256  # of one lease that are listed at its end. Beyond them every second is left out.
 
 
+class EngineReading(Struct, eq=False):
+    """An engine that reads a lease: the ranks that have released it, and the key that has named the engine first."""
+
+    released: set[int]
+    named_by: str
+
+
 class Lease(Struct, eq=False, kw_only=True):
     """One lease that is held: the blocks told so far, who ends it, and who finds it.
 
@@ -24,8 +32,8 @@ class Lease(Struct, eq=False, kw_only=True):
     no more are told; until then ``told``: the blocks, as ``OpenGroups`` compares them. ``advances``: of each time that
     more settled, the seconds since the admission, and the tokens.
     ``ends_by_readers``: it ends when they have released it, or at ``ends_at``; otherwise only the producer ends it.
-    ``released_by``: by engine and number of its ranks, those that have released it; ``named_by``: the key that has
-    named this engine first. ``shown``: whether a reader has shown its ticket.
+    ``readers``: by engine and number of its ranks, those that have renewed it or released it in part; None until one
+    has. ``shown``: whether a reader has shown its ticket.
     ``digests``: of its blocks, by which peers find it; without any, nobody does. ``found_by_all``: whether all who
     ask find it; otherwise one question does, ``found_by``, until that reader gives it back unread. ``text``: of its
     ticket, once a peer has found it.
@@ -40,13 +48,12 @@ class Lease(Struct, eq=False, kw_only=True):
     served: Blocks
     settled: int
     sealed: bool
-    told: set[int]
+    told: AbstractSet[int]
     digests: tuple[bytes, ...]
     found_by_all: bool
-    advances: list[tuple[float, int]] = []
+    advances: tuple[tuple[float, int], ...] = ()
     read: bool = False
-    released_by: dict[tuple[str, int], set[int]] = {}
-    named_by: dict[tuple[str, int], str] = {}
+    readers: dict[tuple[str, int], EngineReading] | None = None
     macs: Sequence[bytes] = ()
     shown: bool = False
     found_by: Hashable = None
@@ -60,12 +67,13 @@ class Lease(Struct, eq=False, kw_only=True):
     @property
     def is_unread(self) -> bool:
         """Whether it is whole, and no reader has renewed it, released it in part, or shown its ticket."""
-        return self.sealed and not (self.shown or self.released_by)
+        return self.sealed and not (self.shown or self.readers)
 
     @property
     def released(self) -> bool:
         """Whether all ranks of one consumer engine have released the lease."""
-        return any(len(ranks) == num_ranks for (_, num_ranks), ranks in self.released_by.items())
+        readers = self.readers or {}
+        return any(len(reading.released) == num_ranks for (_, num_ranks), reading in readers.items())
 
 
 _ByDigest = dict[bytes, Lease | dict[int, Lease]]
@@ -188,7 +196,7 @@ class OpenGroups:
         return self.whole(min(held, default=0))
 
     def extend(
-        self, grant: Grant, blocks: Blocks, told: set[int], new: Blocks, settled: int, *, sealed: bool
+        self, grant: Grant, blocks: Blocks, told: AbstractSet[int], new: Blocks, settled: int, *, sealed: bool
     ) -> tuple[Blocks, set[int]]:
         """Return the blocks with new ones behind them, and what to add to ``told``.
 

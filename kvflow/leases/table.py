@@ -22,7 +22,7 @@ from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid, Requ
 from kvflow.events import LeaseEnded, Outcome
 from kvflow.ids import ABSENT, LeaseKey
 from kvflow.leases.epochs import EpochTable
-from kvflow.leases.held import ADVANCES_MAX, Blocks, Index, Lease
+from kvflow.leases.held import ADVANCES_MAX, Blocks, EngineReading, Index, Lease
 from kvflow.leases.tickets import Grant, Kind
 from kvflow.validation import Count, Name, Number
 
@@ -30,6 +30,8 @@ PAST_MAX = 16384  # four per slot of a worker
 
 UNREAD_SHARE = 0.5  # of the blocks
 UNREAD_PAUSE_S = 1.0  # between two counts of the blocks of unread offers: with many offers a count takes milliseconds
+
+NOTHING: frozenset[int] = frozenset()
 
 ReaderAnswer = Literal["held", "counted", "ended", "unknown"]
 
@@ -101,14 +103,15 @@ EARLY_MAX = 1 << 16  # releases before admission: sixteen per slot for 4,096 slo
 def _ranks_of(lease: Lease, reader: Reader) -> set[int] | None:
     """Return the ranks of a reader's engine that have released; None if its key has named too many engines."""
     engine = (reader.engine_id, reader.num_ranks)
-    if len(lease.released_by) >= READERS_MAX and engine not in lease.released_by:
-        [(most, _)] = Counter(lease.named_by.values()).most_common(1)
+    readers = lease.readers = lease.readers or {}
+    if len(readers) >= READERS_MAX and engine not in readers:
+        [(most, _)] = Counter([each.named_by for each in readers.values()]).most_common(1)
         if most == reader.public_key:
             return None
-        last = next(each for each in reversed(lease.named_by) if lease.named_by[each] == most)
-        del lease.released_by[last], lease.named_by[last]
-    lease.named_by.setdefault(engine, reader.public_key)
-    return lease.released_by.setdefault(engine, set())
+        del readers[next(each for each in reversed(readers) if readers[each].named_by == most)]
+    if engine not in readers:
+        readers[engine] = EngineReading(set(), reader.public_key)
+    return readers[engine].released
 
 
 def _count(lease: Lease, reader: Reader) -> bool | None:
@@ -203,7 +206,7 @@ class LeaseTable:
             served=grant.block_ids if sealed else ((),) * len(grant.block_ids),
             settled=grant.num_tokens[0] if sealed else 0,
             sealed=sealed,
-            told=told or set(),
+            told=NOTHING if told is None else told,
             digests=tuple(filter(None, digests if found_by_all else digests[-1:])),
             found_by_all=found_by_all,
         )
@@ -306,8 +309,8 @@ class LeaseTable:
                 expires_in_s=lease.ends_at - now if lease.ends_by_readers else 0.0,
                 num_blocks=sum(map(len, lease.blocks)),
                 readers=tuple(
-                    LeaseReader(engine_id=engine_id, num_ranks=num_ranks, released=len(ranks))
-                    for (engine_id, num_ranks), ranks in islice(lease.released_by.items(), READERS_LISTED_MAX)
+                    LeaseReader(engine_id=engine_id, num_ranks=num_ranks, released=len(reading.released))
+                    for (engine_id, num_ranks), reading in islice((lease.readers or {}).items(), READERS_LISTED_MAX)
                 ),
                 kind=lease.grant.kind,
             )
@@ -380,9 +383,9 @@ class LeaseTable:
         lease.blocks, lease.served = blocks, served  # first: a reader that learns of a block may read it
         lease.settled, lease.sealed = settled, sealed
         self.renew([(lease.grant.slot, lease.epoch)], now)
-        lease.advances.append((now - lease.admitted_at, settled))
+        lease.advances = (*lease.advances, (now - lease.admitted_at, settled))
         if len(lease.advances) > ADVANCES_MAX:
-            del lease.advances[1:-1:2]
+            lease.advances = (*lease.advances[:-1:2], lease.advances[-1])
 
     def held(self, slot: int, epoch: int) -> Lease | None:
         """Return a lease that is held. Thread: any, without a lock, as ``blocks_of``."""
@@ -483,9 +486,9 @@ class LeaseTable:
         """Let the next question find an offer that was released unread. False: nobody has found it by asking."""
         if lease.found_by is None and not (lease.digests and len(lease.grant.ranks) > 1):  # another rank may be asked
             return False
-        for (_, num_ranks), ranks in lease.released_by.items():
-            if len(ranks) >= num_ranks:
-                ranks.clear()  # the same engine may find it again
+        for (_, num_ranks), reading in (lease.readers or {}).items():
+            if len(reading.released) >= num_ranks:
+                reading.released.clear()  # the same engine may find it again
         self._index.give_back(lease)
         return True
 
@@ -533,8 +536,8 @@ class LeaseTable:
                 if not same:
                     del self._ends[grant.lease_ms]
             self._past[slot, lease.epoch] = used if lease.read and outcome == "released" else past
-            advances = tuple(lease.advances)
-            ended.append(LeaseEnded(request_id, outcome, now - lease.admitted_at, grant.trace, grant.kind, advances))
+            held_s, advances = now - lease.admitted_at, lease.advances
+            ended.append(LeaseEnded(request_id, outcome, held_s, grant.trace, grant.kind, advances))
         while len(self._past) > PAST_MAX:
             self._past.popitem(last=False)
         return ended

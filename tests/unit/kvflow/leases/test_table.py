@@ -143,7 +143,7 @@ def test_a_key_that_names_a_thousand_engines_harms_only_itself(leases):
     late = [Reader("decode-1", rank, 2, f"key {rank}") for rank in range(2)]
     assert released(leases, key, late[0], 3.0) == ("counted", None)
     (lease,) = leases._by_slot.values()
-    assert len(lease.released_by) == len(lease.named_by) == READERS_MAX
+    assert len(lease.readers) == READERS_MAX
     assert released(leases, key, Reader("one more", 0, 2, "one key"), 3.0) == ("unknown", None)
     assert released(leases, key, honest[1], 3.0)[0] == "ended"
 
@@ -351,13 +351,13 @@ def test_a_release_looks_at_its_own_engine_only(leases):
     key = (grant.slot, grant.epoch_value)
     for number in range(READERS_MAX):
         assert released(leases, key, Reader(f"e{number}", 0, 2), 1.0) == ("counted", None)
-    by_engine = leases._by_slot[grant.slot].released_by
+    by_engine = leases._by_slot[grant.slot].readers
 
     class Watched(dict):
         def items(self):
             raise AssertionError("every engine was looked at")
 
-    leases._by_slot[grant.slot].released_by = Watched(by_engine)
+    leases._by_slot[grant.slot].readers = Watched(by_engine)
     assert released(leases, key, Reader("e7", 0, 2), 1.0) == ("counted", None)
     assert released(leases, key, Reader("e7", 1, 2), 1.0)[0] == "ended"
 
@@ -435,7 +435,7 @@ def test_readers_that_renew_are_bounded(leases):
     for number in range(READERS_MAX + 5):
         assert leases.renew([key], 2.0, Reader(f"engine {number}", 0, 2)) == ["held"]
     (lease,) = leases._by_slot.values()
-    assert len(lease.released_by) == READERS_MAX
+    assert len(lease.readers) == READERS_MAX
     (state,) = leases.listed(5.0, 9)
     assert len(state.readers) == READERS_LISTED_MAX
 
