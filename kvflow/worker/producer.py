@@ -204,6 +204,10 @@ class LeaseManager:
         with self._lock:
             return self._leases.listed(self._clock(), limit)
 
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._lent)
+
     def requests(self) -> tuple[str, ...]:
         """Return the requests whose leases are held."""
         with self._lock:

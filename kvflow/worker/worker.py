@@ -635,7 +635,7 @@ class Worker:
         limit = max(0, limit)
         answers = self._leases.answers
         return Snapshot(
-            leases=len(self._leases.requests()),
+            leases=len(self._leases),
             pulls=len(self._consumer.pulls),
             producers=self._consumer.peers.listed(limit),
             readers=tuple(
