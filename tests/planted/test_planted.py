@@ -231,7 +231,7 @@ def half(n):
     assert reaching(bug("            + 1\n"), 5, 8) == set()
 
 
-def test_of_a_suite_those_parts_run_that_execute_a_line_and_the_shortest_is_first(tree):
+def test_the_shortest_part_that_executes_a_line_is_first(tree):
     copy_plugin(tree)
     (tree / "tests/test_sums.py").write_text("""
 import subprocess, sys, time
