@@ -6,8 +6,7 @@ from kvflow.errors import StaleLease
 from kvflow.events import LeaseEnded
 from kvflow.rendezvous.dialer import UNREAD_REMEDY
 from tests.fakes import FabricFaults
-
-from .virtual import LONG_S, virtual
+from tests.unit.kvflow.worker.virtual import LONG_S, virtual
 
 LEASE_S, UNREAD_S = 30.0, 10.0
 PATIENT = {"connect_s": LONG_S, "handshake_s": LONG_S, "queue_s": LONG_S, "wire_s": LONG_S, "fence_s": LONG_S}

@@ -3,6 +3,7 @@
 import asyncio
 from functools import partial
 
+import msgspec
 import pytest
 
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid
@@ -10,10 +11,9 @@ from kvflow.events import LeaseEnded, OfferAdmitted, OfferRefused
 from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.threaded import run_worker
-
-from .helpers import PATIENCE_S, SECRET, Reports, cache_of
-from .pulling import config
-from .virtual import virtual
+from tests.unit.kvflow.worker.helpers import PATIENCE_S, SECRET, Reports, cache_of
+from tests.unit.kvflow.worker.pulling import config
+from tests.unit.kvflow.worker.virtual import virtual
 
 SLOTS = 3
 REMEDY = "Offer and keep with the worker only, or with the mint only. A resumed worker may do the other."
@@ -212,9 +212,10 @@ async def test_a_grant_that_was_admitted_or_is_void_is_not_called_too_old(worker
 
 def test_a_slot_that_the_worker_has_not_is_named():
     with run_worker(config(lease_slots=1), cache_of()) as worker:
-        mint = mint_of(worker)
-        mint._free.append(7)
-        with pytest.raises(BlockIdsInvalid, match="the grant has slot 7, and this worker has 1") as caught:
+        larger = msgspec.structs.replace(worker.rank_address, slots=2)
+        mint = TicketMint("prefill-0", [larger], cluster_secret=SECRET, block_sizes=[4])
+        MINTED["offer"](mint, "fits")
+        with pytest.raises(BlockIdsInvalid, match="the grant has slot 1, and this worker has 1") as caught:
             worker.admit(MINTED["offer"](mint, "minted"))
         assert caught.value.remedy == "Make a new mint with the rank_address of every worker."
 
