@@ -188,20 +188,6 @@ async def test_an_answer_of_a_successor_ends_the_peer_that_was_there_before(netw
             assert len(network.dialed) == 2
 
 
-async def test_of_two_that_are_dialed_side_by_side_neither_ends_the_other(network):
-    """Both are linked later than either was dialed, and the first message of the one that died may come last."""
-    async with living(network) as old, living(network) as new, opened(ranks=0, network=network) as world:
-        network.at[ADDRESS] = network.listening[:2]
-        network.hold(ADDRESS)
-        handles = [world.start(offered(old)), world.start(offered(new), (5, 6))]
-        await network.heard(2)
-        network.let(ADDRESS)
-        async with asyncio.timeout(PATIENCE_S):
-            await asyncio.gather(*handles)
-        assert len(world.of(PeerConnected)) == 2
-        assert world.of(PeerDropped) == []
-
-
 async def test_a_dead_address_is_dialed_some_times_and_then_left_alone(network):
     clock = Clock()
     with socket.socket() as dead:
@@ -226,19 +212,6 @@ async def test_a_dead_address_is_dialed_some_times_and_then_left_alone(network):
             async with asyncio.timeout(PATIENCE_S):  # one dials, and the others wait for it
                 await asyncio.gather(*(world.pull(ticket, (block,)) for block in (1, 2, 3)))
             assert len(network.dialed) == dialed + 1
-
-
-async def test_a_pull_of_a_peer_that_is_being_left_connects_it_again(world, network):
-    await world.connect()
-    network.leaving.clear()
-    network.cut(world.producer.endpoint)
-    handle = world.start()
-    await turns(50)
-    assert len(network.dialed) == 1
-    network.leaving.set()
-    async with asyncio.timeout(PATIENCE_S):
-        await handle
-    assert len(network.dialed) == 2
 
 
 async def test_a_peer_that_is_lost_when_its_plan_is_made_gives_nothing(world, network, monkeypatch):
