@@ -52,6 +52,7 @@ from kvflow.planning.plan import plan_transfer as plan_transfer
 from kvflow.planning.runs import RunTable as RunTable
 from kvflow.reads.contract import StagingUse as StagingUse
 from kvflow.rendezvous.dialer import Claim as Claim
+from kvflow.rendezvous.dialer import Told as Told
 from kvflow.rendezvous.issuer import TicketKey as TicketKey
 from kvflow.rendezvous.issuer import TicketMint as TicketMint
 from kvflow.report import TransferReport as TransferReport

@@ -116,6 +116,8 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
         lease_slots: leases that may be held at once; what is kept leaves its slot to offers. A kept lease takes 170
             bytes of memory for each of its blocks, and in vLLM's scheduler 500.
         peers_max: most peers that may be connected. Each takes up to 5 open files.
+        tell: tells members that ask what is kept, as short digests of the ends of prompts. Who looks for a prompt then
+            asks only a worker that keeps some of it. Without it, the worker is one of few that are asked at random.
         unread_s: age at which the oldest offer without a sign of a reader ends if such offers hold over half of the
             blocks.
         drain_s: how long a worker that drains keeps what is kept readable, so that an engine that leaves can still be
@@ -155,6 +157,7 @@ class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid
     copy_threads: Annotated[int, Meta(ge=0, le=16)] = 0  # on two cores a busy engine needs the second one
     lease_slots: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096  # 32 KiB of epochs; more requests than one rank runs
     peers_max: Annotated[int, Meta(ge=1, le=1 << 16)] = 1024  # 128 engines of TP 8 meet each rank of such an engine
+    tell: bool = True  # 4 KB/s to each asker at 16 long prompts per second
     unread_s: Seconds = 10.0  # a router hands a ticket on at once; longer than a first meeting
     drain_s: Annotated[float, Meta(ge=0, le=86400)] = 10.0  # a chat that a tool continues is back by then
     connect_s: Seconds = 1.5  # a listening peer accepts within milliseconds; a death must be detected within 2 s

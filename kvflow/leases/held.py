@@ -36,7 +36,7 @@ class Lease(Struct, eq=False, kw_only=True):
     has. ``shown``: whether a reader has shown its ticket.
     ``digests``: of its blocks, by which peers find it; without any, nobody does. ``found_by_all``: whether all who
     ask find it; otherwise one question does, ``found_by``, until that reader gives it back unread. ``text``: of its
-    ticket, once a peer has found it.
+    ticket, once a peer has found it. ``ends``: those that ``KeptEnds`` tells.
     """
 
     grant: Grant
@@ -58,6 +58,7 @@ class Lease(Struct, eq=False, kw_only=True):
     shown: bool = False
     found_by: Hashable = None
     text: str = ""
+    ends: tuple[bytes, ...] = ()
 
     @property
     def renewed_at(self) -> float:

@@ -24,6 +24,7 @@ from kvflow.ids import ABSENT, LeaseKey
 from kvflow.leases.epochs import EpochTable
 from kvflow.leases.held import ADVANCES_MAX, Blocks, EngineReading, Index, Lease
 from kvflow.leases.tickets import Grant, Kind
+from kvflow.leases.told import KeptEnds, ends_of
 from kvflow.validation import Count, Name, Number
 
 PAST_MAX = 16384  # four per slot of a worker
@@ -135,6 +136,7 @@ class LeaseTable:
     One issuer allots its slots: the worker's own, or a mint elsewhere. The first lease decides which.
 
     ``num_blocks``: of the cache. ``unread_s``: an offer without a sign of a reader lasts at least so long.
+    ``ends``: of what is kept.
     """
 
     def __init__(self, epochs: EpochTable, *, num_blocks: int, unread_s: float) -> None:
@@ -144,6 +146,7 @@ class LeaseTable:
         self._slots = len(epochs)
         self._by_slot: dict[int, Lease] = {}
         self._index = Index()
+        self.ends = KeptEnds()
         self._by_request: dict[str, Lease] = {}
         # Releases before admission: by slot, with whether the reader has read; and by key, the oldest first.
         self._early: dict[int, dict[_EarlyRelease, bool]] = {}
@@ -209,6 +212,7 @@ class LeaseTable:
             told=NOTHING if told is None else told,
             digests=tuple(filter(None, digests if found_by_all else digests[-1:])),
             found_by_all=found_by_all,
+            ends=ends_of(digests, grant) if found_by_all else (),
         )
         self._by_slot[slot] = self._by_request[request_id] = lease
         if ends_by_readers:
@@ -216,6 +220,8 @@ class LeaseTable:
         self._epochs.raise_all(((slot, epoch),))
         if digests:
             self._index.add(lease)
+        if lease.ends:
+            self.ends.add(lease)
         if slot in self._early:
             for early, read in list(self._early[slot].items()):
                 self._forget_early(early)
@@ -530,6 +536,8 @@ class LeaseTable:
             del self._by_request[request_id], self._by_slot[slot]
             if lease.digests:
                 self._index.remove(lease)
+            if lease.ends:
+                self.ends.remove(lease)
             if lease.ends_by_readers:
                 same = self._ends[grant.lease_ms]
                 del same[slot]

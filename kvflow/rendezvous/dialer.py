@@ -44,6 +44,7 @@ from kvflow.errors import (
 )
 from kvflow.ids import LeaseKey, PeerId, agent_name
 from kvflow.leases.tickets import DIGEST_BYTES_MAX, Grant, LeaseName, Ticket
+from kvflow.leases.told import END_BYTES
 from kvflow.rendezvous import questions
 from kvflow.rendezvous.endpoint import (
     READER,
@@ -56,7 +57,7 @@ from kvflow.rendezvous.endpoint import (
     security_of,
 )
 from kvflow.rendezvous.issuer import TicketKey
-from kvflow.rendezvous.questions import AskHeld, AskSettled, Settled, Withdraw
+from kvflow.rendezvous.questions import AskHeld, AskKept, AskSettled, Settled, Withdraw
 from kvflow.version import __version__
 
 UNREAD_REMEDY = "Recompute the prompt. If routers pass tickets on late, raise unread_s of the producer, or its blocks."
@@ -152,6 +153,8 @@ PACE = 0.9
 """Share of the questions that a worker takes in a second: it would refuse an asker that exceeds them."""
 
 PAUSE_S = 0.01  # of an asker that is faster
+
+TOLD_S = 10.0  # that a question for what is kept waits: a silent worker is noticed a little later
 
 WAIT_S_MAX = 86_400.0  # that a question may wait at the worker
 
@@ -313,6 +316,25 @@ class Asker:
             raise ProtocolViolation(f"the peer answered about {len(settled)} leases", peer=self.endpoint)
         return settled
 
+    async def follow_kept(self, within_s: float) -> "AsyncIterator[Told]":
+        """Yield the ends of what the worker keeps, as ``PrefixReader.follow_kept``. Cancellation: safe.
+
+        Raises:
+            KvflowError: of ``ask``.
+            CapacityExceeded: too many questions wait at the worker.
+            ProtocolViolation: an answer is malformed.
+        """
+        since = begun = 0
+        while True:
+            question = AskKept(since=since, begun=begun, wait_ms=round(1e3 * TOLD_S))
+            encoded = await self.ask(questions.encode(question), TOLD_S + within_s)
+            answer = questions.decode_kept(encoded, peer=self.endpoint)
+            if answer is None:
+                return
+            is_anew = not since or answer.begun != begun
+            since, begun = answer.until, answer.begun
+            yield Told(_split(answer.new), _split(answer.gone), is_anew, answer.is_all)
+
     async def ping(self) -> float:
         """Return the seconds of one round trip. Raises ``DeadlineExceeded`` or ``PeerLost``."""
         return (await self._ping(report=False))[0]
@@ -378,6 +400,26 @@ class Claim(Struct, frozen=True):
     count: int
     rest: range
     read: Callable[[], Ticket]
+
+
+class Told(Struct, frozen=True):
+    """Where the leases end that a worker keeps; nothing of it is verified.
+
+    Attributes:
+        new: the first 8 bytes of each digest at which a lease ends now, or passes 1,024 tokens or a multiple.
+        gone: likewise, where none does now. Others may be among them that were never told.
+        is_anew: forget what this worker has told before.
+        is_all: whether that is all until the next change.
+    """
+
+    new: tuple[bytes, ...]
+    gone: tuple[bytes, ...]
+    is_anew: bool
+    is_all: bool
+
+
+def _split(ends: bytes) -> tuple[bytes, ...]:
+    return tuple([ends[at : at + END_BYTES] for at in range(0, len(ends), END_BYTES)])
 
 
 def _places(num_digests: int, room: int) -> Sequence[int]:

@@ -40,7 +40,7 @@ class Answering(Protocol):
         connection: PeerKey,
         question: PeerQuestion,
         reader: Reader,
-        answer: Callable[[questions.PeerAnswer], bool],
+        answer: Callable[[questions.PeerAnswer | None], bool],
         nonce: int,
     ) -> None:
         """Answer a member's question, once, now or later. ``nonce``: its number on the connection.

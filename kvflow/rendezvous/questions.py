@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 from handshake.messages import ANSWER_BYTES_MAX, Nonce
 from kvflow.errors import CapacityExceeded, ProtocolViolation
 from kvflow.leases.tickets import DIGEST_BYTES_MAX, BlockIds, LeaseName
+from kvflow.leases.told import END_BYTES, PIECE_MAX
 
 ASKED_MAX = 4096  # digests of one question: looked up in half a millisecond at most
 AskedDigests = Annotated[
@@ -21,6 +22,8 @@ IDS_MAX = ANSWER_BYTES_MAX // 10  # block ids of one answer. Each takes at most 
 Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
 ASK_LATER = "Ask again in a moment. A question that needs at_least so many digests waits with those from there on only."
 WaitMs = Annotated[int, Meta(ge=0, le=86_400_000)]
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Ends = Annotated[bytes, Meta(max_length=END_BYTES * PIECE_MAX)]
 
 
 class AskHeld(Struct, frozen=True, tag_field="type", tag="ask_held"):
@@ -89,6 +92,38 @@ class AnswerSettled(Struct, frozen=True, tag_field="type", tag="settled"):
     leases: Annotated[tuple[Settled, ...], Meta(max_length=LEASES_ASKED_MAX)]
 
 
+class AskKept(Struct, frozen=True, tag_field="type", tag="ask_kept"):
+    """Which ends have the leases that you keep, and which have gone?
+
+    Attributes:
+        since: the last change that we know, as ``AnswerKept.until``; 0: we know nothing.
+        begun: as the last answer had it.
+        wait_ms: how long the answer may wait for the next change.
+    """
+
+    since: Number = 0
+    begun: Number = 0
+    wait_ms: WaitMs = 0
+
+
+class AnswerKept(Struct, frozen=True, tag_field="type", tag="kept"):
+    """Ends of kept leases, or the next piece of them.
+
+    Attributes:
+        until: number of the last change that is told, in this incarnation.
+        begun: if it is not the number in the question, forget what was told before: all is told again.
+        new: the first 8 bytes of digests at ends that leases have, one after the other.
+        gone: likewise, of ends that no lease has now. Others may be among them that were never told.
+        is_all: whether everything is told now. Otherwise ask again; or there are more leases than the worker tells.
+    """
+
+    until: Number = 0
+    begun: Number = 0
+    new: Ends = b""
+    gone: Ends = b""
+    is_all: bool = False
+
+
 class NoRoom(Struct, frozen=True, tag_field="type", tag="no_room"):
     """The question cannot wait: too many others do. ``limit``: bytes of all questions that wait at this worker."""
 
@@ -105,14 +140,15 @@ class _Typed(Struct):
     type: Annotated[str, Meta(max_length=32)]
 
 
-PeerQuestion = AskHeld | AskSettled | Withdraw
-PeerAnswer = AnswerHeld | AnswerSettled | NoRoom
+PeerQuestion = AskHeld | AskSettled | AskKept | Withdraw
+PeerAnswer = AnswerHeld | AnswerSettled | AnswerKept | NoRoom
 AnswerT = TypeVar("AnswerT")
 
 _encoder = msgspec.msgpack.Encoder()
 _questions: msgspec.msgpack.Decoder[PeerQuestion] = msgspec.msgpack.Decoder(PeerQuestion)
 _answers: msgspec.msgpack.Decoder[AnswerHeld | NoRoom] = msgspec.msgpack.Decoder(AnswerHeld | NoRoom)
 _settled: msgspec.msgpack.Decoder[AnswerSettled | NoRoom] = msgspec.msgpack.Decoder(AnswerSettled | NoRoom)
+_kept: msgspec.msgpack.Decoder[AnswerKept | NoRoom] = msgspec.msgpack.Decoder(AnswerKept | NoRoom)
 _types = msgspec.msgpack.Decoder(_Typed)
 _KNOWN = {each.__struct_config__.tag for each in get_args(PeerQuestion)}
 _DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -151,6 +187,14 @@ def decode_answer(encoded: bytes, *, peer: str) -> AnswerHeld:
 def decode_settled(encoded: bytes, *, peer: str) -> AnswerSettled:
     """Return a worker's answer to ``AskSettled``; raise as ``decode_answer``, also if it is empty."""
     return _answered(_decode(encoded, _settled, peer), peer)
+
+
+def decode_kept(encoded: bytes, *, peer: str) -> AnswerKept | None:
+    """Return a worker's answer to ``AskKept``; None if it tells nothing. Raises as ``decode_answer``."""
+    answer = _answered(_decode(encoded, _kept, peer), peer) if encoded else None
+    if answer is not None and (len(answer.new) % END_BYTES or len(answer.gone) % END_BYTES):
+        raise ProtocolViolation("what the peer tells ends within a digest", peer=peer)
+    return answer
 
 
 def _answered(answer: AnswerT | NoRoom, peer: str) -> AnswerT:

@@ -1,7 +1,8 @@
 """What a worker answers to the questions of members, at once or when there is something to say.
 
 A question waits under places: a request id (until that lease advances, is sealed or ends), a slot (until a grant of it
-is admitted or void), or a digest (until a lease has it). One that finds no room to wait is refused.
+is admitted or void), a digest (until a lease has it), or ``KEPT`` (until what is kept changes). One that finds no room
+to wait is refused.
 """
 
 import asyncio
@@ -19,8 +20,10 @@ from kvflow.leases.tickets import Grant, LeaseName, Ticket
 from kvflow.rendezvous.questions import (
     IDS_MAX,
     AnswerHeld,
+    AnswerKept,
     AnswerSettled,
     AskHeld,
+    AskKept,
     AskSettled,
     NoRoom,
     PeerAnswer,
@@ -40,10 +43,15 @@ RESERVED_BYTES = 64 << 10
 WAITING_BYTES = 1 << 10  # of each, beside what it says
 PLACE_BYTES = 512  # likewise, for each place
 
+KEPT = object()
+"""The place of questions for what is kept."""
+
 BATCH_S = 0.001  # of the event loop, in which answers are made; then others have their turn
 
 Vouches = Callable[[int, int, bytes], bool]
 """Slot, epoch and MAC -> whether the lease is held and the MAC is that of its ticket."""
+
+_Question = AskHeld | AskSettled | AskKept
 
 _Reply = PeerAnswer | tuple[Lease, int] | None
 """An answer, or the lease that was found and how many digests of the question lead to it; None: nothing yet."""
@@ -55,7 +63,7 @@ class _OpenQuestion:
 
     connection: Hashable
     nonce: int
-    answer: Callable[[PeerAnswer], bool]
+    answer: Callable[[PeerAnswer | None], bool]
     account: Hashable
     encoded: bytes = b""  # while it waits: much smaller than its digests
     places: tuple[Hashable, ...] = ()
@@ -84,6 +92,7 @@ class Answers:
         vouches: Vouches,
         clock: Clock,
         keys_differ: bool,
+        tells: bool,
     ) -> None:
         self._leases = leases
         self._groups = groups
@@ -92,6 +101,7 @@ class Answers:
         self._vouches = vouches
         self._clock = clock
         self._keys_differ = keys_differ
+        self._tells = tells  # ends of what is kept
         self._loop = asyncio.get_running_loop()
         self.at: dict[Hashable, dict[_OpenQuestion, None]] = {}  # those that wait, by place
         self._of: dict[Hashable, dict[_OpenQuestion, None]] = {}  # by connection, the oldest first
@@ -105,7 +115,7 @@ class Answers:
         connection: Hashable,
         question: PeerQuestion,
         reader: Reader,
-        answer: Callable[[PeerAnswer], bool],
+        answer: Callable[[PeerAnswer | None], bool],
         nonce: int,
     ) -> None:
         """Answer a question once, now or later. ``nonce``: its number on the connection."""
@@ -113,6 +123,9 @@ class Answers:
             for gone in self.forget(connection, question.nonce):
                 gone.answer(AnswerHeld())
             answer(AnswerHeld())
+            return
+        if isinstance(question, AskKept) and not self._tells:
+            answer(None)
             return
         if isinstance(question, AskHeld):  # a shorter prefix is of no use
             question = replace(question, digests=question.digests[max(0, question.at_least - 1) :])
@@ -183,7 +196,7 @@ class Answers:
         if waiting not in self._of.get(waiting.connection, ()):
             return
         question = decode_question(waiting.encoded, peer="")
-        assert isinstance(question, AskHeld | AskSettled)
+        assert not isinstance(question, Withdraw | None)
         self._prove(question)
         with self._lock:
             found = self._try(waiting, question, last=waiting.last)
@@ -212,22 +225,27 @@ class Answers:
         if not self._sizes[waiting.account]:
             del self._sizes[waiting.account]
 
-    def _places_of(self, question: AskHeld | AskSettled) -> tuple[Hashable, ...]:
+    def _places_of(self, question: _Question) -> tuple[Hashable, ...]:
+        if isinstance(question, AskKept):
+            return (KEPT,)
         if isinstance(question, AskHeld):
             # A lease that has more than enough has the first of these, too.
             return tuple(dict.fromkeys((*question.digests[:1], *question.digests[-1:])))
         held = [(name.slot, self._leases.held(name.slot, name.epoch)) for name in question.leases]
         return tuple(dict.fromkeys(slot if lease is None else lease.grant.request_id for slot, lease in held))
 
-    def _prove(self, question: AskHeld | AskSettled) -> None:
+    def _prove(self, question: _Question) -> None:
         """Sign the grants that a question names before the lock is taken, if nobody has: engines wait for the lock."""
         until = self._clock() + BATCH_S
         for name in question.leases if isinstance(question, AskSettled) else ():
             if self._clock() < until:
                 self._vouches(*astuple(name))
 
-    def _try(self, asked: _OpenQuestion, question: AskHeld | AskSettled, *, last: bool) -> _Reply:
+    def _try(self, asked: _OpenQuestion, question: _Question, *, last: bool) -> _Reply:
         """Return what there is to say. ``last``: it waits no more."""
+        if isinstance(question, AskKept):
+            is_news = last or question.since != self._leases.ends.number
+            return AnswerKept(*self._leases.ends.after(question.since, question.begun)) if is_news else None
         if isinstance(question, AskHeld):
             return self._leases.find(question.digests, (asked.connection, asked.nonce) if question.wait_ms else None)
         states: list[Lease | str] = []
@@ -256,7 +274,7 @@ class Answers:
             return state != ""
         return state.sealed or self._groups.whole(state.settled) >= above
 
-    def _say(self, asked: _OpenQuestion, question: AskHeld | AskSettled, found: _Reply) -> None:
+    def _say(self, asked: _OpenQuestion, question: _Question, found: _Reply) -> None:
         """Send the answer. If the connection takes none, make no more of them, and let others find what it found."""
         if isinstance(found, tuple):
             lease, count = found

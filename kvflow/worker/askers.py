@@ -12,7 +12,7 @@ from kvflow.config import WorkerConfig
 from kvflow.errors import ArgumentInvalid, KvflowError, PeerLost, StaleLease, WorkerClosed, quoted
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.tickets import Ticket, lease_name
-from kvflow.rendezvous.dialer import DIGESTS_REMEDY, Asker, Claim, ContentQuestion, open_asker
+from kvflow.rendezvous.dialer import DIGESTS_REMEDY, Asker, Claim, ContentQuestion, Told, open_asker
 from kvflow.rendezvous.endpoint import security_of
 from kvflow.validation import require_count, require_seconds
 
@@ -76,6 +76,21 @@ class PrefixReader:
     async def _claim(self, question: ContentQuestion, endpoint: str) -> Claim:
         asker = await self._connect(endpoint)
         return await asker.claim(question, self._config.tuning.handshake_s)
+
+    async def follow_kept(self, endpoint: str) -> AsyncIterator[Told]:
+        """Yield the ends of the leases that a worker keeps: all of them in pieces, and then each change.
+
+        The worker is asked when the caller wants the next, and may be silent until something changes. It ends at once
+        if the worker tells nothing, as an old one does. The list helps to choose which worker to ask, and nothing else.
+
+        Raises:
+            KvflowError: of ``Worker.find``. Then start again: other changes may have been missed.
+
+        Cancellation: safe; the worker forgets the question.
+        """
+        asker = await self._connect(endpoint)
+        async for told in asker.follow_kept(self._config.tuning.handshake_s):
+            yield told
 
     async def read_manifest(self, endpoint: str) -> Manifest:
         """Return what a worker says of its cache: the same object as long as the connection lives.

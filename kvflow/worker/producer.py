@@ -35,7 +35,7 @@ from kvflow.leases.issuer import Issuer
 from kvflow.leases.table import LeaseState, LeaseTable, Reader, ReaderAnswer
 from kvflow.leases.tickets import Grant, Kind, RankAddress, Ticket
 from kvflow.reads.serving import order_memory
-from kvflow.worker.answers import Answers, Vouches
+from kvflow.worker.answers import KEPT, Answers, Vouches
 from kvflow.worker.environment import Shared
 
 ENDED_MAX = 65536  # outcomes that are kept for a late ``wait_offer``
@@ -106,6 +106,7 @@ class LeaseManager:
             vouches=vouches,
             clock=self._clock,
             keys_differ=shared.local.security.allowed is not None,
+            tells=shared.config.tuning.tell,
         )
         self._ended: OrderedDict[str, Outcome] = OrderedDict()
         self._waiters: dict[str, list[asyncio.Future[Outcome]]] = {}
@@ -443,7 +444,7 @@ class LeaseManager:
             self._expires_at = min(expires_at, self._expires_at)
             self._on_loop(self._changed.set)
         if self.answers.at:
-            self.answers.note([grant.slot, *digests])
+            self.answers.note([grant.slot, *digests, *([KEPT] if grant.found_by_all else [])])
         return self._note(ended) if ended else ((), ())
 
     def _note(self, ended: Sequence[LeaseEnded]) -> _Ends:
@@ -454,7 +455,7 @@ class LeaseManager:
         self._account.end_loan(join_loans([self._lent.pop(name) for name in names]))
         self._issuer.vacate(names)
         if self.answers.at:
-            self.answers.note(names)
+            self.answers.note([*names, *([KEPT] if any(end.kind == "kept" for end in ended) else [])])
         for end in ended:
             self._ended[end.request_id] = end.outcome
         while len(self._ended) > ENDED_MAX:

@@ -36,7 +36,16 @@ from kvflow.reads.tcp import wire as tcp_wire
 from kvflow.reads.tcp.runs import ServedGroup, SourceList
 from kvflow.rendezvous import questions
 from kvflow.rendezvous.endpoint import Advertisement, decode
-from kvflow.rendezvous.questions import AnswerHeld, AnswerSettled, AskHeld, AskSettled, NoRoom, Settled
+from kvflow.rendezvous.questions import (
+    AnswerHeld,
+    AnswerKept,
+    AnswerSettled,
+    AskHeld,
+    AskKept,
+    AskSettled,
+    NoRoom,
+    Settled,
+)
 from kvflow.tools.cli.inspect import lines_of as report_lines
 from kvflow.worker.connections import PeerState
 from kvflow.worker.destinations import Quarantined
@@ -357,8 +366,11 @@ def take_question(data):
     except KvflowError:
         try:
             questions.decode_settled(data, peer="a liar")
-        except KvflowError as error:
-            return type(error).__name__
+        except KvflowError:
+            try:
+                questions.decode_kept(data, peer="a liar")
+            except KvflowError as error:
+                return type(error).__name__
     return "answered"
 
 
@@ -367,6 +379,8 @@ QUESTIONS = (
     questions.encode(AnswerHeld(ticket="kvf3.AAAA", count=2)),
     questions.encode(AskSettled((LeaseName(1, 7, b"m" * 32), LeaseName(2, 9)), known=(3, 0), above=64, wait_ms=5)),
     questions.encode(AnswerSettled((Settled(64, ((1, 2), ()), sealed=True), Settled(ended="revoked")))),
+    questions.encode(AskKept(since=1 << 40, begun=7, wait_ms=5)),
+    questions.encode(AnswerKept(1 << 40, 7, b"n" * 16, b"g" * 8, is_all=True)),
     questions.encode(NoRoom(limit=1 << 26)),
 )
 

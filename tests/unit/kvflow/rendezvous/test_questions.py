@@ -377,6 +377,17 @@ def test_what_is_no_answer_is_a_violation(encoded):
 
 def test_a_worker_that_does_not_know_the_question_holds_nothing():
     assert questions.decode_answer(b"", peer="somebody") == AnswerHeld()
+    assert questions.decode_kept(b"", peer="somebody") is None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{"new": b"x" * 12}, {"gone": b"x" * 7}, {"new": bytes(8 * 4097)}, {"until": -1}, {"begun": 1 << 63}],
+    ids=["new", "gone", "too many", "before all", "behind all"],
+)
+def test_ends_that_cannot_be_are_a_violation(answer):
+    with pytest.raises(ProtocolViolation):
+        questions.decode_kept(msgspec.msgpack.encode({"type": "kept", **answer}), peer="somebody")
 
 
 async def test_a_ticket_too_long_to_be_sent_is_as_good_as_none(answers):

@@ -21,13 +21,15 @@ from kvflow.errors import (
 from kvflow.events import LeaseEnded, OfferAdmitted
 from kvflow.leases.table import Reader
 from kvflow.rendezvous.issuer import TicketMint, draw_pair
+from kvflow.rendezvous.questions import AskKept
 from kvflow.worker.askers import open_reader
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.threaded import run_worker
 from tests.helpers.waiting import until
 from tests.ports import free_port
 
-from .helpers import PATIENCE_S, SECRET, Reports, cache_of, lease_of
+from .asking import LONG_MS, Asked
+from .helpers import PATIENCE_S, SECRET, Reports, cache_of, lease_of, turns
 from .pulling import FaultyNetwork, config, failure, opened
 from .virtual import virtual
 
@@ -415,3 +417,86 @@ def test_a_worker_on_its_thread_finds():
         kept = keep(producer, "kept", 3)
         assert consumer.find(producer.endpoint, chain(3, 4)).result(PATIENCE_S) == (kept, 1)
         consumer.pull(kept, [[5]]).result(PATIENCE_S)
+
+
+# --- what is told of it ---
+
+
+def long(*tokens):
+    """Return digests that differ in their first bytes."""
+    return [f"{hash(tokens[:end]):016x}".encode() for end in range(1, len(tokens) + 1)]
+
+
+def keep_long(worker, name, *blocks):
+    digests = long(*blocks)
+    worker.keep(name, [list(blocks)], 4 * len(blocks), [digests])
+    return digests[-1][:8]
+
+
+class Following:
+    """Follows what a worker keeps, and takes one answer at a time."""
+
+    def __init__(self, reader, worker):
+        self._told = reader.follow_kept(worker.endpoint)
+        self.known = set()
+
+    async def next(self):
+        async with asyncio.timeout(PATIENCE_S):
+            told = await anext(self._told)
+        self.known = (set() if told.is_anew else self.known) - {*told.gone} | {*told.new}
+        return told
+
+
+async def test_who_follows_a_worker_is_told_what_it_keeps_and_no_more(producer):
+    async with open_reader(config(engine_id="decode-0")) as reader:
+        following = Following(reader, producer)
+        told = await following.next()
+        assert (told.is_anew, told.is_all, following.known) == (True, True, set())
+        first, second = keep_long(producer, "kept:1", 1, 2), keep_long(producer, "kept:2", 1, 2, 3)
+        producer.offer("offer", [[4]], 4, digests=[long(9)])
+        while len(following.known) < 2:
+            told = await following.next()
+        assert (following.known, told.is_anew) == ({first, second}, False)
+        producer.revoke("kept:2")
+        await following.next()
+        assert following.known == {first}
+        other = Following(reader, producer)
+        await other.next()
+        assert other.known == {first}
+
+
+async def test_a_question_for_what_is_kept_waits_until_that_changes(producer):
+    first = Asked(producer, AskKept())
+    known = (await first.answer()).until
+    waiting = Asked(producer, AskKept(since=known, begun=known, wait_ms=LONG_MS))
+    producer.offer("offer", [[4]], 4, digests=[chain(4)])
+    producer.revoke("offer")
+    await turns(20)
+    assert waiting.answers == []
+    end = keep_long(producer, "kept:1", 1, 2)
+    assert (await waiting.answer()).new == end
+
+
+async def test_a_question_for_what_is_kept_is_answered_when_its_time_is_over(producer):
+    known = (await Asked(producer, AskKept()).answer()).until
+    answer = await Asked(producer, AskKept(since=known, begun=known, wait_ms=1)).answer()
+    assert (answer.new, answer.gone, answer.is_all) == (b"", b"", True)
+
+
+async def test_a_worker_that_must_not_tell_answers_as_one_that_does_not_know_the_question():
+    async with (
+        open_worker(config(tell=False), cache_of(10)) as producer,
+        open_reader(config(engine_id="decode-0")) as reader,
+    ):
+        keep_long(producer, "kept:1", 1, 2)
+        assert [told async for told in reader.follow_kept(producer.endpoint)] == []
+        assert (await reader.find(producer.endpoint, [long(1, 2)]))[1] == 2
+
+
+async def test_who_follows_learns_that_the_link_has_ended():
+    async with open_reader(config(engine_id="decode-0")) as reader:
+        async with open_worker(config(), cache_of(10)) as producer:
+            following = Following(reader, producer)
+            await following.next()
+        with pytest.raises(PeerLost):
+            await following.next()
