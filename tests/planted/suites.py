@@ -66,7 +66,7 @@ SUITES = (
     Suite("contract", (*PYTEST, "-m", "not slow", "tests/contract")),
     Suite("properties", (*PYTEST, "tests/properties")),
     Suite("exhaustive", (*PYTEST, "tests/exhaustive"), {"KVFLOW_TEST_EXHAUSTIVE": "0.02"}),
-    Suite("simulation", ("-m", "tests.planted.parts"), most_s=30),
+    Suite("simulation", ("-m", "tests.planted.parts"), most_s=15),
 )
 COVERAGE = """
 [run]
@@ -152,7 +152,7 @@ def finding(ran: Ran) -> str:
     """Return what of a suite has found a bug."""
     if ran.status in (0, None):
         return NOT_FOUND
-    if found := re.search(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$|^(seed \d+): ", ran.output, re.MULTILINE):
+    if found := re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$|^(seed \d+): ", ran.output, re.MULTILINE):
         return found[1] or found[2]
     assert ran.status not in (4, 5), ran.output  # pytest was told wrongly, or has no tests
     return f"exit status {ran.status}"
