@@ -210,9 +210,14 @@ def _listed(ids: Int64s, units: Units, num_tokens: int) -> _Listed:
 
 
 def _outside_window(group: GroupPlan, target: _Listed, num_tokens: int) -> Bools:
-    """Return which units lie before a window, in the block where it begins: a source may have freed them."""
-    if not group.window:
+    """Return which units lie before a window, in the block where it begins: a source may have freed them.
+
+    The window is that of the token behind the last unit that the target names.
+    """
+    named = np.flatnonzero(target.units >= 0)
+    if not group.window or not len(named):
         return np.zeros(len(target.units), bool)
+    num_tokens = min(num_tokens, (target.first + int(named[-1]) + 1) * group.unit_tokens)
     first_token = max(0, num_tokens - (group.window - 1))
     first_unit = first_token // (group.unit_tokens * group.target.per_block) * group.target.per_block
     numbers = np.arange(target.first, target.first + len(target.units))

@@ -289,6 +289,20 @@ def test_a_window_does_not_excuse_other_tokens(sizes, source, target, num_tokens
         paired(plan, source, target, num_tokens)
 
 
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_a_window_is_that_of_the_token_behind_the_last_target(absent):
+    """Of 80 tokens the first 64 are read, so that the window begins at token 35; at 80 it would begin at 51."""
+    plan = msgspec.structs.replace(group_plan(16, 64), window=30)
+    source = [*[-1] * absent, *[9, 8, 7, 6, 5][absent:]]
+    assert paired(plan, source, [0, -1], 80) == [(unit, source[unit]) for unit in range(absent, 4)]
+
+
+def test_what_a_window_before_the_end_needs_must_be_there():
+    plan = msgspec.structs.replace(group_plan(16, 64), window=30)
+    with pytest.raises(BlockRangeMismatch, match="do not cover token 32 "):
+        paired(plan, [-1, -1, -1, 6, 5], [0, -1], 80)
+
+
 @pytest.mark.parametrize("count", [2, FEW_IDS])
 def test_pairs_of_blocks_that_are_told_later_are_those_of_the_blocks(count):
     group = group_plan(64, 16) if count == 2 else group_plan()
