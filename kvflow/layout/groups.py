@@ -7,15 +7,17 @@ block-outermost layout pages may differ: groups are then cut to rows of about on
 Source: vLLM 0.32.0, ``v1/core/kv_cache_utils.py``; ``tests/data/vllm_groups.json`` holds its answers.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from math import lcm
 from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from kvflow.errors import ArgumentInvalid, SpecInvalid
+from kvflow.ids import ABSENT
 from kvflow.layout.placement import LAYOUTS, has_tokens, page_bytes
 from kvflow.layout.shards import ALL_TOKENS, Shard, Stripe
 from kvflow.layout.specs import (
@@ -172,6 +174,43 @@ def window_blocks(group: Group, num_tokens: int, *, shard: Shard | None = None) 
     else:
         first_token = max(0, num_tokens - (group.window - 1))
     return total - min(total, first_token // group.block_size)
+
+
+def whole_counts(
+    reaches: Sequence[Collection[Group]], block_ids: Sequence[Sequence[int]], num_tokens: Sequence[int], most: int
+) -> Iterator[int]:
+    """Yield after how many of the first ``most`` tokens no window lacks a block that the next token needs.
+
+    The largest comes first. All are above 0, and fill whole blocks of every group or are all that there are.
+
+    Args:
+        reaches: kinds, block sizes and windows of the layers of each group.
+        block_ids: of each group, the last blocks of its tokens; -1 for one that is absent.
+        num_tokens: those that the blocks of each group hold.
+        most: at most as many as those of each group.
+    """
+    layers = [layer for group in reaches for layer in group if layer.kind != "mamba"]
+    unit = lcm(*[layer.block_size for layer in layers])
+    windows = [
+        (layer, ids, -(-tokens // layer.block_size) - len(ids))
+        for group, ids, tokens in zip(reaches, block_ids, num_tokens, strict=True)
+        for layer in group
+        if layer.window
+    ]
+    end = most if all(tokens == most for tokens in num_tokens) else most - most % unit
+    while end > 0:
+        whole = end  # so many may be whole
+        for layer, ids, first in windows:
+            last = -(-end // layer.block_size) - first
+            begin = last - window_blocks(layer, end)
+            if begin < 0:
+                whole = min(whole, (first + begin) * layer.block_size)
+            elif ABSENT in (needed := ids[begin:last]):
+                whole = min(whole, (first + begin + needed.index(ABSENT)) * layer.block_size)
+        if whole == end:
+            yield end
+            whole -= 1
+        end = whole - whole % unit
 
 
 def check_groups(specs: Mapping[str, CacheSpec], groups: Sequence[Group], shard: Shard | None = None) -> None:

@@ -1,6 +1,6 @@
 """One lease that is held, and the index by which peers find it."""
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from math import lcm
 from typing import Self
@@ -8,7 +8,7 @@ from typing import Self
 from msgspec import Struct
 
 from kvflow.errors import BlockIdsInvalid
-from kvflow.layout.groups import SETTLES, Group, window_blocks
+from kvflow.layout.groups import SETTLES, Group, whole_counts, window_blocks
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import blocks_for
 from kvflow.leases.tickets import Grant
@@ -36,7 +36,8 @@ class Lease(Struct, eq=False, kw_only=True):
     has. ``shown``: whether a reader has shown its ticket.
     ``digests``: of its blocks, by which peers find it; without any, nobody does. ``found_by_all``: whether all who
     ask find it; otherwise one question does, ``found_by``, until that reader gives it back unread. ``text``: of its
-    ticket, once a peer has found it. ``ends``: those that ``KeptEnds`` tells.
+    ticket, once a peer has found it. ``ends``: those that ``KeptEnds`` tells. ``whole``: those of ``digests`` up to
+    which all windows are whole; None: there are no windows.
     """
 
     grant: Grant
@@ -51,6 +52,7 @@ class Lease(Struct, eq=False, kw_only=True):
     told: AbstractSet[int]
     digests: tuple[bytes, ...]
     found_by_all: bool
+    whole: tuple[bytes, ...] | None = None
     advances: tuple[tuple[float, int], ...] = ()
     read: bool = False
     readers: dict[tuple[str, int], EngineReading] | None = None
@@ -92,6 +94,7 @@ class Index:
     def __init__(self) -> None:
         self._for_all: _ByDigest = {}
         self._for_one: _ByDigest = {}  # those that no question has found
+        self._whole: _ByDigest = {}  # those for all, by the digests up to which their windows are whole
         self.by_question: dict[Hashable, Lease] = {}
 
     def find(self, digests: Sequence[bytes], question: Hashable = None) -> tuple[Lease, int] | None:
@@ -108,15 +111,16 @@ class Index:
             return lease, count
         if found := _find(self._for_all, digests):
             leases, count = found
-            return next(reversed(leases.values())), count
+            lease = next(reversed(leases.values()))
+            return (lease, count) if lease.whole is None else self._find_whole(lease.digests, digests[:count])
         return None
 
     def add(self, lease: Lease) -> None:
         """Let peers find a lease, unless a question has found it. Of equal ones it is then the newest."""
         if lease.found_by is not None:
             return
-        by_digest, slot = self._for_all if lease.found_by_all else self._for_one, lease.grant.slot
-        for digest in lease.digests:
+        slot = lease.grant.slot
+        for by_digest, digest in self._entries_of(lease):
             there = by_digest.setdefault(digest, lease)
             if isinstance(there, dict):
                 there[slot] = lease
@@ -129,11 +133,10 @@ class Index:
             if self.by_question.get(lease.found_by) is lease:  # a client may use the number of its question again
                 del self.by_question[lease.found_by]
             return
-        by_digest, slot = self._for_all if lease.found_by_all else self._for_one, lease.grant.slot
-        for digest in lease.digests:
+        for by_digest, digest in self._entries_of(lease):
             there = by_digest.get(digest)
             if isinstance(there, dict):
-                there.pop(slot, None)
+                there.pop(lease.grant.slot, None)
             if not there or there is lease:
                 by_digest.pop(digest, None)
 
@@ -142,6 +145,28 @@ class Index:
         self.remove(lease)
         lease.found_by = None
         self.add(lease)
+
+    def _entries_of(self, lease: Lease) -> Iterator[tuple[_ByDigest, bytes]]:
+        for digest in lease.digests:
+            yield self._for_all if lease.found_by_all else self._for_one, digest
+        for digest in lease.whole or ():
+            yield self._whole, digest
+
+    def _find_whole(self, held: Sequence[bytes], asked: Sequence[bytes]) -> tuple[Lease, int] | None:
+        """Return the lease with whole windows that has most of what another holds, and how many digests lead there.
+
+        ``held``: digests of the other one. ``asked``: those of the question up to the last that it holds; the question
+        leaves out as many behind that as before it.
+        """
+        last = held.index(asked[-1]) + 1
+        before = held.index(asked[-2]) + 1 if len(asked) > 1 and asked[-2] in held else 0
+        found = _find(self._whole, held[: max(0, 2 * last - before - 1)])
+        if found is None:
+            return None
+        leases, end = found
+        behind = set(held[end:])
+        count = next((at for at in range(len(asked), 0, -1) if asked[at - 1] not in behind), 0)
+        return (next(reversed(leases.values())), count) if count else None
 
 
 def _find(by_digest: _ByDigest, digests: Sequence[bytes]) -> tuple[dict[int, Lease], int] | None:
@@ -166,6 +191,7 @@ class OpenGroups:
     ) -> None:
         self.sizes = tuple(sizes)
         self._reaches = tuple(reaches)
+        self._has_windows = any(reach.window for group in reaches for reach in group)
         self._groups = tuple(zip(sizes, early, aliases, strict=True))
         self.unit = lcm(*[size for size, is_early, _ in self._groups if is_early]) if any(early) else 0
 
@@ -182,6 +208,16 @@ class OpenGroups:
     def least(self, group: int, num_tokens: int) -> int:
         """Return how many of the last blocks of a group the next token needs; 0 if no layer of it is here."""
         return max([window_blocks(reach, num_tokens) for reach in self._reaches[group]], default=0)
+
+    def whole_digests(self, grant: Grant, digests: Sequence[bytes]) -> tuple[bytes, ...] | None:
+        """Return those of the first group's digests up to which all windows are whole; None if there are no windows."""
+        if not self._has_windows or not digests:
+            return None
+        size, most = self.sizes[0], min(grant.num_tokens)
+        behind = blocks_for(grant.num_tokens[0], size) - len(digests)  # of those that the list leaves out
+        counts = whole_counts(self._reaches, grant.block_ids, grant.num_tokens, most)
+        places = [-(-end // size) - behind - 1 for end in counts]
+        return tuple([digests[place] for place in places if place >= 0])
 
     def whole(self, num_tokens: int) -> int:
         """Return how many of these tokens are in whole blocks."""

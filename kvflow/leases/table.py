@@ -174,12 +174,17 @@ class LeaseTable:
         return self._epochs.highest
 
     def admit(
-        self, grant: Grant, now: float, digests: tuple[bytes, ...] = (), told: set[int] | None = None
+        self,
+        grant: Grant,
+        now: float,
+        digests: tuple[bytes, ...] = (),
+        told: set[int] | None = None,
+        whole: tuple[bytes, ...] | None = None,
     ) -> list[LeaseEnded]:
         """Admit a grant: from now on the slot holds its epoch.
 
         ``digests``: those of its first group, by which peers find it; empty bytes for absent blocks.
-        ``told``: see ``Lease``; None if no more blocks are told.
+        ``told``: see ``Lease``; None if no more blocks are told. ``whole``: likewise.
 
         Returns:
             The end of a lease that leaves its slot to this one; and that of this one if its readers released it before.
@@ -213,6 +218,7 @@ class LeaseTable:
             digests=tuple(filter(None, digests if found_by_all else digests[-1:])),
             found_by_all=found_by_all,
             ends=ends_of(digests, grant) if found_by_all else (),
+            whole=whole if found_by_all else None,
         )
         self._by_slot[slot] = self._by_request[request_id] = lease
         if ends_by_readers:

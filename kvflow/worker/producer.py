@@ -141,8 +141,9 @@ class LeaseManager:
         try:
             ids = self._check(grant)
             found = self._digests_of(grant, digests)
+            whole = self._groups.whole_digests(grant, found)
             with self._lock:
-                ends = self._hold(grant, ids, found)
+                ends = self._hold(grant, ids, found, whole)
         except KvflowError as error:
             self._report_refusal(grant.request_id, error)
             raise
@@ -322,7 +323,8 @@ class LeaseManager:
             ticket, grant = self._issuer.issue(*offer[:5], kind=offer.kind)
             found = tuple(offer.digests[0]) if offer.digests and grant.contents else ()
             try:
-                ends = self._hold(grant, self._check(grant, decoded=True), found)
+                ids = self._check(grant, decoded=True)
+                ends = self._hold(grant, ids, found, self._groups.whole_digests(grant, found))
             except BaseException:
                 self._issuer.retire(offer.request_id)
                 raise
@@ -419,10 +421,12 @@ class LeaseManager:
                 )
         return checked
 
-    def _hold(self, grant: Grant, ids: tuple[Ids, ...], digests: tuple[bytes, ...]) -> _Ends:
+    def _hold(
+        self, grant: Grant, ids: tuple[Ids, ...], digests: tuple[bytes, ...], whole: tuple[bytes, ...] | None
+    ) -> _Ends:
         """Hold the lease of a grant, under the lock. It ends at once if its readers have already released it.
 
-        A lease that left its slot to this one ends.
+        A lease that left its slot to this one ends. ``whole``: see ``Lease``.
         """
         if self._lifecycle.stage != "open":
             self._lifecycle.require_open(REFUSAL)
@@ -432,7 +436,7 @@ class LeaseManager:
             _, told = self._groups.extend(grant, nothing, set(), grant.block_ids, 0, sealed=False)
         self._account.lend(ids)
         try:
-            ended = self._leases.admit(grant, now, digests, told)
+            ended = self._leases.admit(grant, now, digests, told, whole)
         except BaseException:
             self._account.end_loan(ids)
             raise

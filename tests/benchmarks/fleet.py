@@ -532,7 +532,7 @@ class Product(Way):
                 mock.patch.object(asyncio, "new_event_loop", lambda loop=loop: loop),
                 mock.patch.object(finder_module, "open_reader", open_reader),
             ):
-                finder = Finder(read_settings(extra, facts), Contents(model, loop), tally, whole=False)
+                finder = Finder(read_settings(extra, facts), Contents(model, loop), tally)
                 loop.create_task(finder._serve())
                 model.clock.run(model.clock.now)
             self._tallies.append(tally)

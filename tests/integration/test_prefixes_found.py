@@ -38,7 +38,7 @@ def opened(*arguments):
         extra = wanted["kv_connector_extra_config"] | {"sources": [endpoint]}
         facts = EngineFacts(engine_id="prefill-0", kv_role=wanted["kv_role"])
         settings = read_settings({"cluster_secret": SECRET, **extra}, facts)
-        finder = Finder(settings, new_contents(), tally := Tally(), whole=False)
+        finder = Finder(settings, new_contents(), tally := Tally())
         try:
             wait_until(lambda: any(finder._sources.values()))
             yield finder, tally

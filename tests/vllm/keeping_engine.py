@@ -55,7 +55,7 @@ def contents(block_ids: Any) -> bytes:
 
     cache, found = runtime()._cache, []
     for group, ids in zip(cache.groups, block_ids, strict=True):
-        for layer, role, block in itertools.product(group.layers, "kv", ids):
+        for layer, role, block in itertools.product(group.layers, "kv", [block for block in ids if block >= 0]):
             found.append(cache.component(layer, role)[block].contiguous().view(torch.uint8).numpy().tobytes())
     return b"".join(found)
 
@@ -70,6 +70,16 @@ def describe(_worker: Any) -> dict[str, Any]:
         "kept": [lease.request_id for lease in leases if lease.kind == "kept"],
         "ended": [(name, intact, contents(ids) == before) for name, intact, ids, before in KEPT.ended],
     }
+
+
+def spoil_windows(_worker: Any) -> None:
+    """Change the blocks of sliding windows of all leases that a rank keeps."""
+    cache = runtime()._cache
+    for block_ids, _ in KEPT.held.values():
+        for group, ids in zip(cache.groups, block_ids, strict=True):
+            for layer, role, block in itertools.product(group.layers if group.window else (), "kv", ids):
+                if block >= 0:
+                    cache.component(layer, role)[block].fill_(100.0)
 
 
 def refuse_next(_worker: Any) -> None:
@@ -95,10 +105,11 @@ class Served(engine_process.Served):
     pool    id      when no step is due: id, order: ids of the free blocks, the next one first; and as ``kept``
     kept    id      at once: id, ranks: ``describe`` of each
     refuse  id      id: the second rank will refuse the next lease
+    spoil   id      id: ``spoil_windows`` of each
     ======  ======  ========================================================================================
     """
 
-    ops = engine_process.Served.ops | {"pool", "kept", "refuse"}
+    ops = engine_process.Served.ops | {"pool", "kept", "refuse", "spoil"}
 
     def __init__(self, *arguments: Any) -> None:
         KEPT.watch()
@@ -116,4 +127,8 @@ class Served(engine_process.Served):
 
     def refuse(self, command: dict[str, Any]) -> None:
         self.core.model_executor.collective_rpc(refuse_next)
+        self.answer(id=command["id"])
+
+    def spoil(self, command: dict[str, Any]) -> None:
+        self.core.model_executor.collective_rpc(spoil_windows)
         self.answer(id=command["id"])

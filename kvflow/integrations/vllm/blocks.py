@@ -15,13 +15,14 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import lcm
 from threading import Lock
 from typing import Any
 
 import msgspec
 from msgspec import Struct, structs
 
-from kvflow import Grant, Group, Ticket, window_blocks
+from kvflow import Grant, Group, Ticket, whole_counts, window_blocks
 from kvflow.errors import BlockIdsInvalid, ContentMismatch, TicketInvalid
 from kvflow.integrations.vllm.caches import state_block
 from kvflow.integrations.vllm.messages import BlocksByGroup
@@ -42,12 +43,16 @@ class TransferGroup(Struct, frozen=True):
     spec: Any  # vLLM's
     retained: int = 0  # tokens before a sliding window that are also needed
 
+    @property
+    def reach(self) -> Group:
+        """The group, with a window that is as much longer."""
+        if not (self.group.window and self.retained):
+            return self.group
+        return structs.replace(self.group, window=self.group.window + self.retained)
+
     def blocks_needed(self, num_tokens: int) -> int:
         """Return how many of the last blocks of ``num_tokens`` tokens the next token needs."""
-        reach = self.group
-        if reach.window and self.retained:
-            reach = structs.replace(reach, window=reach.window + self.retained)
-        return window_blocks(reach, num_tokens)
+        return window_blocks(self.reach, num_tokens)
 
     @property
     def is_state(self) -> bool:
@@ -64,6 +69,31 @@ def offered_blocks(groups: Sequence[TransferGroup], listed: Sequence[Sequence[in
         BlockIdsInvalid: a list has fewer blocks than the tokens need.
     """
     return tuple(_wanted(each, listed[each.index], num_tokens, whole=True) for each in groups)
+
+
+def kept_blocks(
+    groups: Sequence[TransferGroup], listed: Sequence[Sequence[int]], num_tokens: int, is_cached: Callable[[int], bool]
+) -> tuple[BlocksByGroup, int]:
+    """Return the blocks that an engine can keep of a request, and how many tokens they hold; 0 if there is nothing.
+
+    At these tokens all windows are whole. A group with a window lists all blocks before that are in the prefix cache
+    and the request still has, with -1 between them for others.
+
+    Raises:
+        BlockIdsInvalid: a list has fewer blocks than the tokens need.
+    """
+    unit = lcm(*[each.group.block_size for each in groups])
+    most = num_tokens - num_tokens % unit
+    ids = [tuple(listed[each.index][: _num_blocks(each, listed[each.index], most)]) for each in groups]
+    for at, each in enumerate(groups):
+        if each.group.window:
+            ids[at] = tuple([block if block != NULL_BLOCK and is_cached(block) else ABSENT for block in ids[at]])
+    end = next(whole_counts([[each.reach] for each in groups], ids, [most] * len(groups), most), 0)
+    cut = [blocks[: end // each.group.block_size] for each, blocks in zip(groups, ids, strict=True)]
+    first = [next((at for at, block in enumerate(blocks) if block >= 0), 0) for blocks in cut]
+    found = tuple([blocks[at:] for blocks, at in zip(cut, first, strict=True)])
+    is_whole = all(each.group.window or all(map(is_cached, blocks)) for each, blocks in zip(groups, found, strict=True))
+    return found, end if is_whole else 0
 
 
 def loaded_blocks(
@@ -90,16 +120,21 @@ def loaded_blocks(
     return tuple(found)
 
 
-def _wanted(each: TransferGroup, ids: Sequence[int], end: int, *, whole: bool = False) -> tuple[int, ...]:
-    if each.is_state:
-        block = state_block(list(ids), each.spec)
-        return (ABSENT if block in (None, NULL_BLOCK) else block,)
-    size = each.group.block_size
-    num_blocks = -(-end // size)
+def _num_blocks(each: TransferGroup, ids: Sequence[int], end: int) -> int:
+    """Return how many blocks of a list hold so many tokens."""
+    num_blocks = -(-end // each.group.block_size)
     if len(ids) < num_blocks:
         raise BlockIdsInvalid(
             f"group {each.index}: {end} tokens need {num_blocks} blocks, but the list has {len(ids)}", group=each.index
         )
+    return num_blocks
+
+
+def _wanted(each: TransferGroup, ids: Sequence[int], end: int, *, whole: bool = False) -> tuple[int, ...]:
+    if each.is_state:
+        block = state_block(list(ids), each.spec)
+        return (ABSENT if block in (None, NULL_BLOCK) else block,)
+    num_blocks = _num_blocks(each, ids, end)
     named = tuple(ids[num_blocks - each.blocks_needed(end) : num_blocks])
     if NULL_BLOCK not in named:
         return named

@@ -222,7 +222,7 @@ def can_keep(vllm_config: "VllmConfig", cache_config: "KVCacheConfig", groups: S
     if not caching.enable_prefix_caching:
         reason = "prefix caching is off, so vLLM reuses the blocks of an ended request first"
     elif any(each.is_state for each in groups):
-        reason = "each step overwrites the states of this model"
+        reason = "vLLM clears and copies blocks of states before it tells that it reuses them"
     elif getattr(cache_config, "hisparse_host_num_blocks", None) is not None:
         reason = "HiSparse is on, and vLLM tells it alone when it reuses a block"
     elif getattr(cache_config, "needs_kv_cache_zeroing", False):

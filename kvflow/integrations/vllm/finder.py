@@ -24,7 +24,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from kvflow import Claim, Manifest, PrefixReader, Ticket, open_reader
+from kvflow import Claim, Group, Manifest, PrefixReader, Ticket, open_reader, whole_counts
 from kvflow.addresses import host_and_port
 from kvflow.errors import CapacityExceeded, ContentMismatch, DeadlineExceeded, KvflowError, TicketInvalid
 from kvflow.integrations.vllm.blocks import Chains, Contents, Request
@@ -107,17 +107,16 @@ class _Meeting:
 class Finder:
     """Finds prompts and their beginnings at the engines that the settings name. Thread: the scheduler's.
 
-    ``whole``: a part of what a source holds is of no use, because no window of a sliding layer was kept for it.
-    ``waits``: no other engine waits for the steps of this one.
+    ``unit``: tokens of whole blocks of this engine; ``waits``: no other engine waits for the steps of this one.
     """
 
     def __init__(
-        self, settings: Settings, contents: Contents, tally: Tally, *, whole: bool, waits: bool = True
+        self, settings: Settings, contents: Contents, tally: Tally, *, unit: int = 1, waits: bool = True
     ) -> None:
         self._settings = settings
         self._contents = contents
         self._tally = tally  # of how searches have ended, and of ignored hints
-        self._whole = whole
+        self._unit = unit
         self._waits, self._is_idle = waits, False
         self._rate = PrefillRate()
         self._searches: dict[str, _Search] = {}
@@ -527,12 +526,34 @@ class Finder:
         if rest and covered < search.num_tokens and self._is_of(request, ticket, search.chains):
             num_tokens, rest = covered, range(0)
         self._contents.require(request, ticket, num_tokens, search.chains)
-        if num_tokens <= most or (self._whole and num_tokens < covered):
-            return
-        search.best = Found(source.endpoint, ticket, num_tokens, time.monotonic() - search.asked_at)
-        search.rest = (source, rest) if rest else None
+        may_hold = self._whole(source, ticket, rest.stop * size if rest else num_tokens)
+        num_tokens = self._whole(source, ticket, num_tokens)
+        if num_tokens > most:
+            search.best = Found(source.endpoint, ticket, num_tokens, time.monotonic() - search.asked_at)
+            search.rest = None
+        if may_hold > max(num_tokens, most) and search.rest is None:
+            search.rest = source, rest
         if num_tokens >= search.most:
             search.is_enough.set()
+
+    def _whole(self, source: _Source, ticket: Ticket, num_tokens: int) -> int:
+        """Return how many of the first tokens can be read, by the ticket's own lists: no window lacks a block there.
+
+        Of a group whose layers other stages have, no block may be missing. A part fills whole blocks of this engine.
+        """
+        grant, groups = ticket.grants[0], source.manifest.groups
+        reaches = [
+            {Group((), layer.kind, group.block_tokens, layer.window) for layer in group.layers}
+            or {Group((), "sliding", group.block_tokens, MANY)}
+            for group in groups
+        ]
+        if not any(layer.window for group in reaches for layer in group):
+            return num_tokens
+        if len(ticket.grants) > 1 or len(grant.block_ids) != len(groups):
+            return 0
+        covered = min(grant.num_tokens)
+        counts = whole_counts(reaches, grant.block_ids, grant.num_tokens, min(num_tokens, covered))
+        return next((each for each in counts if each == covered or not each % self._unit), 0)
 
     def _is_of(self, request: Request, ticket: Ticket, chains: Chains) -> bool:
         """Return whether all blocks of a ticket hold the beginning of a request."""
@@ -550,7 +571,9 @@ class Finder:
             if claim.count:
                 ticket, num_tokens = claim.read(), (rest.start + claim.count) * source.block_size
                 self._contents.require(request, ticket, num_tokens, search.chains)
-                search.best = Found(source.endpoint, ticket, num_tokens, time.monotonic() - search.asked_at)
+                num_tokens = self._whole(source, ticket, num_tokens)
+                if search.best is None or num_tokens > search.best.num_tokens:
+                    search.best = Found(source.endpoint, ticket, num_tokens, time.monotonic() - search.asked_at)
         except KvflowError as error:
             self._set_late(source, math.inf, error)
 

@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import lcm
 from typing import Any
 
 from kvflow.errors import KvflowError
-from kvflow.integrations.vllm.blocks import ABSENT, DigestLists, TransferGroup, offered_blocks
+from kvflow.integrations.vllm.blocks import ABSENT, NULL_BLOCK, DigestLists, Request, TransferGroup, kept_blocks
 from kvflow.integrations.vllm.logs import logger
 from kvflow.integrations.vllm.messages import BlocksByGroup, KeepBlocks
 from kvflow.integrations.vllm.offering import Offering
@@ -30,6 +29,9 @@ class _Entry:
     replaces: "_Entry | None" = None  # it has all that this one has, which ends when this lease is held
 
 
+_Cached = tuple[int, int, Any, Any]  # group of vLLM, number of the block in the request, vLLM's block, and its hash
+
+
 class Keeping:
     """The kept leases of one engine, at most one for each slot. Thread: the scheduler's."""
 
@@ -37,11 +39,13 @@ class Keeping:
         """Keep nothing yet. ``tell_reuse`` calls ``on_reuse``, and raises nothing."""
         self.pool: Any = None  # vLLM's block pool, if this engine keeps blocks
         self._groups = tuple(groups)
-        self._whole = lcm(*[each.group.block_size for each in groups])  # tokens that fill whole blocks of every group
         self._offering = offering  # which signs grants
         self._entries: dict[str, _Entry] = {}  # the oldest first
         self._of_block: dict[int, set[_Entry]] = {}  # the pool calls ``tell_reuse`` for each of these
         self._by_last: dict[int, _Entry] = {}  # by the last block of the first group, the newest
+        self._watched: set[int] = set()  # of these blocks the pool tells
+        self._prompts: dict[str, Request] = {}  # that are not computed yet
+        self._windows: dict[str, list[_Cached]] = {}  # of requests that run, when their prompts were computed
         self._tell_reuse = tell_reuse
         self._signed: deque[tuple[_Entry, KeepBlocks | None]] = deque()
         self._num_signing = 0
@@ -51,6 +55,40 @@ class Keeping:
     def is_signing(self) -> bool:
         """Whether there will be commands, though no request may come."""
         return self._num_signing > 0
+
+    def expect(self, request: Request) -> None:
+        """Take a request of vLLM's, whose prompt is to be computed."""
+        if self.pool is not None and any(each.group.window for each in self._groups):
+            self._prompts[request.request_id] = request
+
+    def scheduled(self, output: Any) -> None:
+        """Note what vLLM has cached of the windows of prompts that this step completes: soon the windows move on.
+
+        ``output``: vLLM's ``SchedulerOutput``.
+        """
+        counts, known = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        names = self._prompts.keys() & counts.keys()
+        if not names:
+            return
+        computed = dict(zip(known.req_ids, known.num_computed_tokens, strict=True))
+        computed |= {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
+        for name in names:
+            if computed[name] + counts[name] < self._prompts[name].num_prompt_tokens:
+                continue
+            del self._prompts[name]
+            listed, noted = (
+                output.kv_connector_block_state.get_block_ids(name) or (),
+                self._windows.setdefault(name, []),
+            )
+            for index in [each.index for each in self._groups if each.group.window and listed]:
+                cached = {at: self.pool.blocks[block] for at, block in enumerate(listed[index]) if block != NULL_BLOCK}
+                noted += [(index, at, each, each.block_hash) for at, each in cached.items() if each.block_hash]
+            self._watch([block for _, _, block, _ in noted])
+
+    def forget(self, request_id: str) -> list[_Cached]:
+        """Forget a request that has ended, and return what was noted of its windows."""
+        self._prompts.pop(request_id, None)
+        return self._windows.pop(request_id, [])
 
     def keep(
         self,
@@ -73,25 +111,26 @@ class Keeping:
         Raises:
             BlockIdsInvalid: a list has fewer blocks than the tokens need.
         """
-        pool, end = self.pool, num_tokens - num_tokens % self._whole
-        if pool is None or end <= 0 or not self._offering.slots:
+        noted, pool = self.forget(request_id), self.pool
+        if pool is None or num_tokens <= 0 or not self._offering.slots:
             return
-        block_ids = offered_blocks(self._groups, listed, end)
-        ids = [block for group in block_ids for block in group]
-        needed = sum([each.blocks_needed(end) for each in self._groups])
-        if len(ids) < needed or ABSENT in ids or not all(pool.blocks[each].block_hash for each in ids):
+        blocks, lists = pool.blocks, [list(ids) for ids in listed]
+        for index, at, block, known in noted:
+            is_there = block.block_id in self._watched and block.block_hash == known
+            if is_there and at < len(lists[index]) and lists[index][at] == NULL_BLOCK:
+                lists[index][at] = block.block_id
+        block_ids, end = kept_blocks(self._groups, lists, num_tokens, lambda each: bool(blocks[each].block_hash))
+        if not end:
             return
-        if any(each.block_ids == block_ids for each in self._of_block.get(ids[-1], ())):
+        if any(_has_all(each.block_ids, block_ids) for each in self._of_block.get(block_ids[0][-1], ())):
             return  # it is kept already: all its tokens were in the prefix cache
+        ids = _present(block_ids)
         entry = _Entry(PREFIX + request_id, block_ids, self._extended_by(block_ids))
         while len(self._entries) >= self._offering.slots or entry.name in self._entries:
             oldest = self._entries.get(entry.name) or next(iter(self._entries.values()))
             self._revoked.append(oldest.name)
             self._forget(oldest)
-        # While the request holds its blocks, this moves none of them in the queue of free blocks.
-        new = [pool.blocks[block] for block in ids if block not in self._of_block]
-        pool.touch(new)
-        pool.unpin_blocks(new, self._tell_reuse)
+        self._watch([blocks[block] for block in ids])
         for block in ids:
             self._of_block.setdefault(block, set()).add(entry)
         self._entries[entry.name] = self._by_last[block_ids[0][-1]] = entry
@@ -100,6 +139,7 @@ class Keeping:
 
     def on_reuse(self, block: Any) -> None:
         """End the leases of a block that vLLM hands out."""
+        self._watched.discard(block.block_id)
         entries = tuple(self._of_block.get(block.block_id, ()))
         self._revoked += [entry.name for entry in entries]  # first, whatever happens next
         for entry in entries:
@@ -141,6 +181,16 @@ class Keeping:
         revoked, self._revoked = tuple(self._revoked), []
         return revoked
 
+    def _watch(self, blocks: Iterable[Any]) -> None:
+        """Have the pool tell when it hands one of these blocks out, which requests still hold.
+
+        So this moves none of them in the queue of free blocks.
+        """
+        new = [each for each in blocks if each.block_id not in self._watched]
+        self.pool.touch(new)
+        self.pool.unpin_blocks(new, self._tell_reuse)
+        self._watched.update([each.block_id for each in new])
+
     def _extended_by(self, block_ids: BlocksByGroup) -> _Entry | None:
         """Return the longest lease whose lists these blocks continue, in every group."""
         for block in reversed(block_ids[0][:-1]):
@@ -162,12 +212,11 @@ class Keeping:
         del self._entries[entry.name]
         if self._by_last.get(entry.block_ids[0][-1]) is entry:
             del self._by_last[entry.block_ids[0][-1]]
-        for group in entry.block_ids:
-            for block in group:
-                entries = self._of_block[block]
-                entries.discard(entry)
-                if not entries:
-                    del self._of_block[block]
+        for block in _present(entry.block_ids):
+            entries = self._of_block[block]
+            entries.discard(entry)
+            if not entries:
+                del self._of_block[block]
         self._offering.submit(partial(self._offering.retire, entry.name))  # behind the job that signs it
 
     def _sign(self, entry: _Entry, digests: Callable[..., DigestLists], num_tokens: int, step: int) -> None:
@@ -181,3 +230,13 @@ class Keeping:
             logger.debug("kvflow: the blocks of %s are not kept: %s", entry.name, error)
         finally:
             self._signed.append((entry, command))
+
+
+def _present(block_ids: BlocksByGroup) -> list[int]:
+    """Return the blocks of all groups together, without those that are absent."""
+    return [block for group in block_ids for block in group if block != ABSENT]
+
+
+def _has_all(block_ids: BlocksByGroup, other: BlocksByGroup) -> bool:
+    """Return whether lists end with all that others list."""
+    return all(ids[len(ids) - len(more) :] == more for ids, more in zip(block_ids, other, strict=True))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial, wraps
+from math import lcm
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -138,8 +139,8 @@ class SchedulerSide:
             logger.warning("kvflow: sources is set, but the states of this model are not kept: no source is asked")
             settings = structs.replace(settings, sources=())
         if settings.sources or settings.rendezvous_from:
-            whole, waits = any(each.group.window for each in groups), bool(load_wait(vllm_config).all_s)
-            self._finder = Finder(settings, self._contents, self._tally, whole=whole, waits=waits)
+            unit, waits = lcm(*filter(None, self._block_sizes)), bool(load_wait(vllm_config).all_s)
+            self._finder = Finder(settings, self._contents, self._tally, unit=unit, waits=waits)
         self._ended: set[str] = set()  # requests that a reset has ended on all ranks, which have not reported them yet
         self._resets: list[Command] = []
 
@@ -192,6 +193,7 @@ class SchedulerSide:
         """Read the ``kv_transfer_params`` of a request and take it as one that loads, offers or does neither."""
         request_id, prompt = request.request_id, request.num_prompt_tokens
         chains = self._chains[request_id] = Chains()
+        self.keeping.expect(request)
         if not request.abort_immediately:
             self.untagged.note(request.kv_transfer_params)
         wanted: Wanted | None = None
@@ -324,7 +326,9 @@ class SchedulerSide:
     @guarded(None)
     def _keep(self, request: "Request", listed: Sequence[Sequence[int]]) -> None:
         """Keep the blocks of a request that has ended, unless its tokens are wrong."""
-        if request.status.name != "FINISHED_ERROR":
+        if request.status.name == "FINISHED_ERROR":
+            self.keeping.forget(request.request_id)
+        else:
             num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
             chains = self._chains.get(request.request_id)
             digests = partial(self._contents.digests, request, block_sizes=self._block_sizes, chains=chains)
@@ -354,6 +358,7 @@ class SchedulerSide:
         """Take what a step computes, and its number."""
         self._step = step if output.num_scheduled_tokens else self._step  # others write into no block
         self.offering.scheduled(output, step)
+        self.keeping.scheduled(output)
         if self._finder is not None:
             if output.num_scheduled_tokens:
                 self._finder.on_scheduled(sum(output.num_scheduled_tokens.values()))

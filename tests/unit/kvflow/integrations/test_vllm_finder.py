@@ -19,7 +19,7 @@ from kvflow.integrations.vllm.blocks import Chains
 from kvflow.integrations.vllm.finder import Finder, PrefillRate
 from kvflow.integrations.vllm.messages import Cancel, GiveBack, Hold, Load, Tally
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
-from kvflow.layout.specs import FullAttention, Mamba, State
+from kvflow.layout.specs import FullAttention, Mamba, SlidingWindow, State
 from kvflow.rendezvous import dialer
 from kvflow.rendezvous.dialer import Asker, Claim
 from kvflow.rendezvous.issuer import draw_pair
@@ -54,11 +54,17 @@ STATES = {"layers.0": Mamba(block_size=16, states=(State("ssm", (2, 4, 4), "floa
 
 
 class Source:
-    """A worker that keeps the first tokens of ``new_request``'s prompt."""
+    """A worker that keeps the first tokens of ``new_request``'s prompt.
 
-    def __init__(self, num_tokens=0, engine_id="decode-0", *, block_size=16, error=None, before=None, **settings):
+    ``kept``: which of the last blocks it has in a group with windows of 49 tokens, if it has such a group.
+    """
+
+    def __init__(
+        self, num_tokens=0, engine_id="decode-0", *, block_size=16, kept=None, error=None, before=None, **settings
+    ):
         self.num_tokens = num_tokens
         self.block_size = block_size  # 0: it has only states
+        self.kept = kept
         self.error = error  # instead of its answers
         self.before = before  # what its answers wait for
         self.ticket = None  # what it answers with, though it does not keep it
@@ -74,12 +80,23 @@ class Source:
 
     def open(self, endpoint):
         size = self.block_size
-        layer = FullAttention(block_size=size or 16, num_kv_heads=1, head_size=8, dtype="float16")
-        cache = cache_of(64, {"layers.0": layer} if size else STATES)
+        shape = {"block_size": size or 16, "num_kv_heads": 1, "head_size": 8, "dtype": "float16"}
+        layers = {"layers.0": FullAttention(**shape)} if size else STATES
+        if self.kept is not None:
+            layers |= {"layers.1": SlidingWindow(window=49, **shape)}
+        cache = cache_of(64, layers)
         self.worker = self._stack.enter_context(run_worker(flat_config(bind=endpoint, **self.settings), cache))
         if self.num_tokens and size:
-            blocks, digests = range(1, 1 + self.num_tokens // size), chain_of(self.num_tokens, size)
-            self.worker.keep("kept:1", [blocks], self.num_tokens, [digests])
+            self.keep("kept:1", self.num_tokens, self.kept)
+
+    def keep(self, name, num_tokens, kept):
+        digests, blocks = chain_of(num_tokens, self.block_size), range(1, 1 + num_tokens // self.block_size)
+        lists = [(blocks, digests)]
+        if kept is not None:
+            window = [32 + at if is_kept else -1 for at, is_kept in enumerate(kept)]
+            last = digests[len(digests) - len(window) :]
+            lists.append((window, [each if block >= 0 else b"" for block, each in zip(window, last, strict=True)]))
+        return self.worker.keep(name, [ids for ids, _ in lists], num_tokens, [found for _, found in lists])
 
     def close(self):
         self._stack.close()
@@ -98,14 +115,14 @@ class Finders:
         self.sources = {}
         self.asked = []  # endpoints, in the order of the questions
 
-    def __call__(self, sources, *, whole=False, listed=None, find_s=WITHIN_S, tally=None, **extra):
+    def __call__(self, sources, *, unit=1, listed=None, find_s=WITHIN_S, tally=None, **extra):
         for endpoint, source in sources.items():
             self.sources[endpoint] = source
             if source.worker is None:
                 source.open(endpoint)
         extra = {"sources": list(listed or sources), "fetch_tokens_min": 32, "model": "m", **extra}
         settings = read_settings({"cluster_secret": SECRET, **extra}, EngineFacts(engine_id="e", kv_role="kv_both"))
-        finder = Finder(structs.replace(settings, find_s=find_s), new_contents(), tally or Tally(), whole=whole)
+        finder = Finder(structs.replace(settings, find_s=find_s), new_contents(), tally or Tally(), unit=unit)
         SIDES.append(finder)
         wait_until(lambda: len(connected(finder)) == len(sources))
         return finder
@@ -192,16 +209,64 @@ def test_a_source_that_holds_more_is_read_in_part(finders):
     assert sought(finder, new_request(None, 96)).num_tokens == 80  # the last token has to be computed
 
 
-def test_with_windows_a_part_is_of_no_use(finders):
-    finder = finders({FIRST: Source(160)}, whole=True)
+LAST = [1, 1, 1]  # all blocks of the last window
+HOLE = [1, 1, 1, 1, 1, 0, 1, 1, 1, 1]  # of 160 tokens; after 96 to 128 of them, a window lacks a block
+
+
+def test_without_a_whole_window_a_part_is_of_no_use(finders):
+    finder = finders({FIRST: Source(160, kept=LAST)})
     assert sought(finder, new_request(None, 100)) is None
+    assert sought(finder, new_request(None, 160)) is None
     assert sought(finder, new_request(None, 161)).num_tokens == 160
-    assert counted(finder._tally, "prefixes") == {"not_held": 1, "held": 1}
+    assert counted(finder._tally, "prefixes") == {"not_held": 2, "held": 1}
+
+
+@pytest.mark.parametrize(("prompt", "found"), [(161, 160), (160, 144), (144, 80), (100, 80), (81, 80), (80, 64)])
+def test_the_longest_part_after_which_all_windows_are_whole_is_found(finders, prompt, found):
+    finder = finders({FIRST: Source(160, kept=HOLE)})
+    assert sought(finder, new_request(None, prompt)).num_tokens == found
+
+
+@pytest.mark.parametrize(("prompt", "found"), [(161, 160), (160, 64), (100, 64)])
+def test_a_part_fills_whole_blocks_of_this_engine(finders, prompt, found):
+    finder = finders({FIRST: Source(160, kept=HOLE)}, unit=64)
+    assert sought(finder, new_request(None, prompt)).num_tokens == found
+
+
+@pytest.mark.parametrize(("prompt", "found"), [(161, 160), (144, 80), (100, 80)])
+def test_of_a_source_that_names_more_only_what_the_lists_prove_is_read(finders, prompt, found):
+    source = Source(kept=HOLE)
+    finder = finders({FIRST: source})
+    source.ticket = source.keep("kept:1", 160, HOLE)
+    assert sought(finder, new_request(None, prompt)).num_tokens == found
+
+
+@pytest.mark.parametrize("kept", [[0, *LAST], [1, 1, 0], [0, 1, 1, 0, 1, 1, 0, 1, 1, 0]])
+def test_of_a_source_whose_lists_prove_nothing_nothing_is_read(finders, kept):
+    source = Source(kept=LAST)
+    finder = finders({FIRST: source})
+    source.ticket = source.keep("kept:1", 160, kept)
+    assert sought(finder, new_request(None, 144)) is None
+
+
+def test_a_shorter_lease_whose_window_is_whole_is_found_before_a_longer_one(finders):
+    source = Source(64, kept=LAST)
+    finder = finders({FIRST: source})
+    source.keep("kept:2", 160, LAST)
+    found = sought(finder, new_request(None, 100))
+    assert (found.ticket.request_id, found.num_tokens) == ("kept:1", 64)
+    assert sought(finder, new_request(None, 161)).ticket.request_id == "kept:2"
+
+
+def test_the_longest_whole_part_is_found_between_the_digests_of_a_question(finders, monkeypatch):
+    monkeypatch.setattr(dialer, "DIGESTS_MAX", 4)
+    finder = finders({FIRST: Source(16 * 20, kept=[*LAST, 0, 0, 0])})
+    assert sought(finder, new_request(None, 16 * 18 + 1)).num_tokens == 16 * 17
 
 
 def test_with_windows_the_whole_of_a_long_entry_is_found(finders, monkeypatch):
     monkeypatch.setattr(dialer, "DIGESTS_MAX", 4)
-    finder = finders({FIRST: Source(16 * 7)}, whole=True)
+    finder = finders({FIRST: Source(16 * 7, kept=LAST)})
     assert sought(finder, new_request(None, 16 * 8 + 1)).num_tokens == 16 * 7
     assert sought(finder, new_request(None, 16 * 12 + 1)).num_tokens == 16 * 7  # its last block is not asked for
 
@@ -752,18 +817,18 @@ def engine(finders, monkeypatch):
 
     def make(sources, *specs, **named):
         monkeypatch.setattr(
-            scheduler, "Finder", lambda *given, whole, waits: finders(sources, tally=given[2], whole=whole)
+            scheduler, "Finder", lambda *given, unit, waits: finders(sources, tally=given[2], unit=unit)
         )
         return side(*(specs or [FullAttentionSpec()]), sources=list(sources), **named)
 
     return make
 
 
-def loaded(found, request, blocks, computed=0):
+def loaded(found, request, *blocks, computed=0):
     """Schedule a request; return its load."""
     num_tokens, is_load = matched(found, request, computed)
     assert is_load
-    found.allocated(request, blocks_of(blocks), num_tokens)
+    found.allocated(request, blocks_of(*blocks), num_tokens)
     (command,) = found.take_commands()
     assert isinstance(command, Load)
     return command
@@ -800,12 +865,13 @@ def test_a_part_of_what_is_held_is_loaded_behind_the_cache(engine):
     assert (load.prefix.tokens_held, load.prefix.tokens) == (192, 160)
 
 
-def test_with_a_sliding_window_only_a_whole_entry_is_loaded(engine):
-    prefill = engine({FIRST: Source(160)}, FullAttentionSpec(), SlidingWindowSpec())
-    for prompt, expected in ((120, (0, False)), (162, (160, True))):
-        request = new_request(OFFER, prompt, str(prompt))
-        prefill.on_new_request(request)
-        assert matched(prefill, request) == expected
+def test_a_part_is_loaded_with_the_window_at_its_end(engine):
+    prefill = engine({FIRST: Source(160, kept=HOLE)}, FullAttentionSpec(), SlidingWindowSpec(sliding_window=49))
+    request = new_request(OFFER, 120)
+    prefill.on_new_request(request)
+    load = loaded(prefill, request, [*range(1, 6)], [*range(11, 16)])
+    assert load.block_ids == ((*range(1, 6), *[-1] * 5), (*range(13, 16), *[-1] * 5))
+    assert load.prefix.tokens == 80
 
 
 def test_an_engine_that_keeps_states_asks_nobody(engine, caplog):

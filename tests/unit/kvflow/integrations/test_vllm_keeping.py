@@ -41,6 +41,7 @@ class LikePool:
         self.blocks = [SimpleNamespace(block_id=at, **named) for at in range(NUM_BLOCKS)]
         self._free = self.blocks[1:]
         self._watchers = {}
+        self._filled = 0
 
     def touch(self, blocks):
         for block in blocks:
@@ -77,7 +78,8 @@ class LikePool:
 
     def hash(self, block):
         """Note that a block is filled."""
-        block.block_hash = b"of its tokens"
+        self._filled += 1
+        block.block_hash = b"of its tokens %d" % self._filled
 
     def order(self):
         """Return the ids of the free blocks, the first to be handed out first."""
@@ -246,6 +248,163 @@ def test_a_window_is_kept_whole_or_not_at_all(pool, missing, is_kept):
     assert kept(found) == ["kept:r"] * is_kept
 
 
+def windowed(pool, cached):
+    """Return a side that keeps windows of three blocks, and the blocks of a request, some cached.
+
+    ``cached``: of each block of the window, whether vLLM has cached it; None: the request has it no more.
+    """
+    window = [None if each is None else pool.get_new_blocks(1)[0] for each in cached]
+    for block, is_cached in zip(window, cached, strict=True):
+        if is_cached:
+            pool.hash(block)
+    return keeper(pool, FullAttentionSpec(), SlidingWindowSpec(sliding_window=49)), filled(pool, len(cached)), window
+
+
+@pytest.mark.parametrize(
+    ("cached", "listed", "tokens"),
+    [
+        ((1, 1, 1, 1, 1, 1), "xxxxxx", 96),
+        ((None, 1, 0, 1, 1, 1), "x-xxx", 96),
+        ((None, 1, None, 1, 1, 1), "x-xxx", 96),
+        ((0, 0, 1, 1, 1, 0), "xxx", 80),
+        ((1, 1, 0, 1, 1, None), "xx", 32),
+        ((None, 1, 1, 0, 1, 1), "", 0),
+    ],
+)
+def test_a_window_lists_the_cached_blocks_up_to_where_all_of_it_is_there(pool, cached, listed, tokens):
+    found, full, window = windowed(pool, cached)
+    request = end(found, pool, [full, window])
+    told = commands(found)
+    assert len(told) == bool(tokens)
+    for command in told:
+        blocks, last = tokens // 16, window[tokens // 16 - len(listed) : tokens // 16]
+        ids = tuple([block.block_id if each == "x" else -1 for block, each in zip(last, listed, strict=True)])
+        assert command.grant.block_ids == (tuple([block.block_id for block in full[:blocks]]), ids)
+        assert command.grant.num_tokens == (tokens, tokens)
+        assert command.digests == new_contents().digests(request, command.grant.block_ids, (16, 16), tokens)
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_a_lease_ends_with_the_first_of_its_blocks_also_of_a_window_before(pool, at):
+    found, full, window = windowed(pool, [1] * 6)
+    pool.touch([*full, *window[:at], *window[at + 1 :]])  # others still use them
+    end(found, pool, [full, window])
+    assert kept(found) == ["kept:r"]
+    pool.get_new_blocks(len(pool.order()) - 1)
+    assert found.keeping.take_revoked() == ()
+    assert pool.get_new_blocks(1) == [window[at]]
+    assert found.keeping.take_revoked() == ("kept:r",)
+
+
+def begin(found, name, tokens, *groups, computed=0, count=None):
+    """Have a request arrive and be scheduled, so far that its prompt is computed, with these blocks."""
+    request = new_request(None, tokens, request_id=name)
+    found.on_new_request(request)
+    run(found, request, *groups, computed=computed, count=tokens - computed if count is None else count)
+    return request
+
+
+def run(found, request, *groups, computed, count):
+    listed = tuple([[block.block_id if block else 0 for block in group] for group in groups])
+    name = request.request_id
+    output = step_output(
+        {name: count}, {name: (computed, listed)} if not computed else {}, {name: (computed, None)} if computed else {}
+    )
+    output.kv_connector_block_state = SimpleNamespace(get_block_ids={name: listed}.get)
+    found.on_scheduled(output, 1)
+
+
+def finish(found, pool, request, *groups, tokens):
+    """End a request that has computed so many tokens."""
+    answered = new_request(None, tokens, request_id=request.request_id)
+    answered.status = SimpleNamespace(name="FINISHED_STOPPED")
+    found.on_finished(answered, tuple([block.block_id if block else 0 for block in group] for group in groups))
+    pool.free_blocks([block for group in groups for block in reversed(group) if block])
+
+
+def moved_on(pool, *, cached=6):
+    """Return a side, a request whose window has moved on, its blocks of both groups, and those that it has no more."""
+    found, full, window = windowed(pool, [1] * cached + [0] * (6 - cached))
+    request = begin(found, "r", 96, full, window)
+    groups = [*full, *filled(pool, 5)], [None] * 6 + filled(pool, 5)
+    pool.free_blocks(reversed(window))
+    return found, request, groups, window
+
+
+def ids_of(blocks):
+    return tuple([-1 if block is None else block.block_id for block in blocks])
+
+
+def test_the_windows_of_a_prompt_are_kept_though_they_have_moved_on(pool):
+    found, request, groups, window = moved_on(pool)
+    order = pool.order()
+    finish(found, pool, request, *groups, tokens=176)
+    assert pool.order()[: len(order)] == order
+    (command,) = commands(found)
+    assert command.grant.block_ids[1] == ids_of([*window, *groups[1][6:]])
+    pool.get_new_blocks(pool.order().index(window[-1].block_id))
+    assert found.keeping.take_revoked() == ()
+    pool.get_new_blocks(1)
+    assert found.keeping.take_revoked() == ("kept:r",)
+
+
+def test_a_window_that_has_moved_on_is_listed_no_more_once_it_is_reused(pool):
+    found, request, groups, window = moved_on(pool)
+    reuse(pool, window[4])  # the last one first
+    finish(found, pool, request, *groups, tokens=176)
+    (command,) = commands(found)
+    assert command.grant.block_ids[1] == ids_of([*window[:4], None, None, *groups[1][6:]])
+
+
+def test_what_another_request_has_put_into_a_block_of_a_window_is_not_listed(pool):
+    found, request, groups, window = moved_on(pool)
+    reuse(pool, window[0])
+    for block in window:
+        pool.hash(block)
+    begin(found, "other", 96, groups[0][:6], window)
+    finish(found, pool, request, *groups, tokens=176)
+    (command,) = commands(found)
+    assert command.grant.block_ids[1] == ids_of(groups[1][6:])
+
+
+@pytest.mark.parametrize("cached", [0, 3, 6])
+def test_of_a_prompt_only_what_is_cached_is_noted(pool, cached):
+    found, request, groups, window = moved_on(pool, cached=cached)
+    finish(found, pool, request, *groups, tokens=176)
+    (command,) = commands(found)
+    before = [*window[:cached], *[None] * (6 - cached)] if cached else []
+    assert command.grant.block_ids[1] == ids_of([*before, *groups[1][6:]])
+
+
+def test_a_prompt_is_noted_in_the_step_that_completes_it(pool):
+    found, full, window = windowed(pool, [1] * 6)
+    request = begin(found, "r", 96, full[:2], window[:2], count=32)
+    run(found, request, full, window, computed=32, count=64)
+    pool.free_blocks(window)
+    finish(found, pool, request, [*full, *filled(pool, 5)], [None] * 6 + (last := filled(pool, 5)), tokens=176)
+    (command,) = commands(found)
+    assert command.grant.block_ids[1] == tuple([block.block_id for block in [*window, *last]])
+
+
+@pytest.mark.parametrize("status", ["FINISHED_ERROR", "FINISHED_ABORTED"])
+def test_nothing_of_an_ended_request_stays(pool, status):
+    found, full, window = windowed(pool, [1] * 6)
+    waiting = new_request(None, 32, request_id="waiting")
+    found.on_new_request(waiting)
+    for request in (begin(found, "r", 96, full, window), waiting):
+        request.status = SimpleNamespace(name=status)
+        found.on_finished(request, ([0] * 6, [0] * 6))
+    assert (found.keeping._prompts, found.keeping._windows) == ({}, {})
+
+
+def test_a_request_that_adds_no_window_takes_no_further_slot(pool):
+    found, full, window = windowed(pool, [1] * 6)
+    pool.touch([*full, *window[3:]])
+    end(found, pool, [full, window], "first")
+    end(found, pool, [full, [None] * 3 + window[3:]], "again")
+    assert kept(found) == ["kept:first"]
+
+
 def test_groups_with_blocks_of_several_sizes_are_kept_up_to_a_common_end(pool):
     found = keeper(pool, FullAttentionSpec(), FullAttentionSpec(block_size=64))
     end(found, pool, [filled(pool, 7), filled(pool, 2)], tokens=112)
@@ -357,6 +516,20 @@ def test_a_shared_block_that_is_reused_ends_all_its_leases_signed_or_not(pool, n
     assert not found.keeping.is_signing
     pool.get_new_blocks(len(pool.order()))
     assert found.keeping.take_revoked() == (), "each ends once"
+
+
+def test_a_block_is_watched_again_after_it_was_reused(pool):
+    found = keeper(pool)
+    end(found, pool, filled(pool, 2), "first")
+    assert kept(found) == ["kept:first"]
+    again = pool.get_new_blocks(NUM_BLOCKS - 1)[-2:]
+    assert found.keeping.take_revoked() == ("kept:first",)
+    for block in again:
+        pool.hash(block)
+    end(found, pool, again, "second")
+    assert kept(found) == ["kept:second"]
+    pool.get_new_blocks(1)
+    assert found.keeping.take_revoked() == ("kept:second",)
 
 
 def test_leases_with_other_blocks_outlive_a_shared_one_that_is_reused(pool):

@@ -7,7 +7,15 @@ import msgspec
 import pytest
 
 from kvflow.errors import ArgumentInvalid, SpecInvalid
-from kvflow.layout.groups import Group, check_groups, plan_groups, resolve_layout, stripe_of, window_blocks
+from kvflow.layout.groups import (
+    Group,
+    check_groups,
+    plan_groups,
+    resolve_layout,
+    stripe_of,
+    whole_counts,
+    window_blocks,
+)
 from kvflow.layout.placement import LAYOUTS
 from kvflow.layout.shards import ALL_TOKENS, Shard
 from kvflow.layout.specs import MLA, Mamba, Opaque, State
@@ -266,3 +274,38 @@ def test_pages_of_an_unknown_kind_share_no_block_table(other):
 @pytest.mark.parametrize("kind", ["full", "mla", "sliding", "chunked", "cross", "mamba", "opaque", "mixed"])
 def test_blocks_settle_early_if_every_token_is_kept_where_it_was_written(kind):
     assert Group(("a",), kind, 16).settles == (kind in ("full", "mla"))
+
+
+FULL, SLIDING, CHUNKED, STATES = (
+    Group((), kind, 16, window) for kind, window in (("full", 0), ("sliding", 33), ("chunked", 32), ("mamba", 0))
+)
+WIDE = Group((), "sliding", 32, 33)
+
+
+@pytest.mark.parametrize(
+    ("reaches", "lists", "most", "expected"),
+    [
+        ([[FULL]], [[1, 2, 3]], 48, [48, 32, 16]),
+        ([[FULL]], [[1, 2, 3]], 47, [47, 32, 16]),
+        ([[SLIDING]], [[1, 2, 3]], 47, [47, 32, 16]),
+        ([[SLIDING]], [[-1, 2, 3, 4]], 63, [63, 48]),
+        ([[SLIDING]], [[-1, 2, -1]], 47, []),
+        ([[FULL]], [[-1, 2, 3]], 48, [48, 32, 16]),  # of windows only
+        ([[SLIDING]], [[1, 2, 3, 4, 5]], 80, [80, 64, 48, 32, 16]),
+        ([[SLIDING]], [[1, 2, -1, 4, 5]], 80, [80, 32, 16]),
+        ([[SLIDING]], [[4, 5]], 80, [80]),
+        ([[SLIDING]], [[5]], 80, []),
+        ([[SLIDING]], [[3, 4, 5]], 80, [80, 64]),
+        ([[SLIDING]], [[]], 80, []),
+        ([[SLIDING]], [[1, 2, 3, 4, -1]], 80, [64, 48, 32, 16]),
+        ([[SLIDING]], [[-1, 2, 3, 4, 5]], 80, [80, 64, 48]),
+        ([[CHUNKED]], [[-1, -1, 3, -1, 5]], 80, [80, 64, 48, 32]),
+        ([[SLIDING, FULL]], [[4, 5]], 80, [80]),
+        ([[FULL], [SLIDING], [STATES]], [[1, 2, 3], [2, 3], [9]], 48, [48]),
+        ([[SLIDING], [WIDE]], [[3, 4, 5, 6], [1, 2, 3]], 96, [96, 64]),
+        ([[SLIDING], [WIDE]], [[1, 2, 3, 4, 5, 6], [2, 3]], 96, [96, 64]),
+        ([[SLIDING], [WIDE]], [[1, 2, 3, 4, 5, 6], [1, -1, 3]], 96, [96, 32]),
+    ],
+)
+def test_whole_counts(reaches, lists, most, expected):
+    assert list(whole_counts(reaches, lists, [most] * len(reaches), most)) == expected

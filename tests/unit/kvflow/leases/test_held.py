@@ -3,6 +3,8 @@
 from math import inf
 from types import SimpleNamespace
 
+import pytest
+
 from kvflow.leases.held import Index, Lease
 
 
@@ -13,7 +15,7 @@ class Unsearched(dict):
         raise AssertionError("all leases were searched")
 
 
-def lease_of(slot, *digests, found_by_all=True):
+def lease_of(slot, *digests, found_by_all=True, whole=None):
     return Lease(
         grant=SimpleNamespace(slot=slot),
         epoch=slot + 1,
@@ -27,6 +29,7 @@ def lease_of(slot, *digests, found_by_all=True):
         told=set(),
         digests=digests,
         found_by_all=found_by_all,
+        whole=whole,
     )
 
 
@@ -69,3 +72,45 @@ def test_of_equal_ones_a_question_is_given_the_oldest():
         index.add(each)
     found = [index.find([b"a"], question) for question in (None, "first", "second", "third")]
     assert found == [(each, 1) for each in (kept[1], *offers, kept[1])]
+
+
+WINDOWED = [
+    ("abcdef", "f", "abcdef", 6),
+    ("abcdef", "f", "abcde", None),  # each is asked for, so the end is not behind the last
+    ("abcdef", "cd", "abcdefgh", 4),
+    ("abcdef", "cd", "abc", 3),
+    ("abcdef", "cd", "ab", None),
+    ("abcdef", "cd", "bd", 2),
+    ("abcdef", "c", "bdf", 1),  # between two of the question
+    ("abcdef", "e", "bd", 2),  # behind the last one, before the next that is left out
+    ("abcdef", "f", "bd", None),
+    ("abcdef", "a", "bdf", None),  # before the first one
+    ("abcdef", "", "abcdef", None),
+    ("abcdef", "cd", "zd", 2),  # no chain: of somebody who searches
+    ("abcdef", "cd", "dc", None),
+]
+
+
+@pytest.mark.parametrize(("held", "whole", "asked", "count"), WINDOWED)
+def test_a_lease_is_found_by_where_its_windows_are_whole(held, whole, asked, count):
+    index, lease = Index(), lease_of(0, *held, whole=(*whole,))
+    index.add(lease)
+    assert index.find([*asked]) == (None if count is None else (lease, count))
+    index.remove(lease)
+    assert index.find([*asked]) is None
+    assert not index._whole
+
+
+def test_of_leases_with_windows_the_longest_whole_one_is_found():
+    index = Index()
+    short, long, newer = (
+        lease_of(0, *"abc", whole=("c",)),
+        lease_of(1, *"abcde", whole=("e",)),
+        lease_of(2, *"abcd", whole=()),
+    )
+    for each in (short, long, newer):
+        index.add(each)
+    assert index.find([*"abcdx"]) == (short, 3)
+    assert index.find([*"abcde"]) == (long, 5)
+    index.remove(short)
+    assert index.find([*"abcdx"]) is None
