@@ -16,9 +16,8 @@ from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker.connections import FAILURES_MAX
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
-
-from .helpers import PATIENCE_S, SECRET, SPECS, Clock, cache_of
-from .pulling import FaultyNetwork, config, failure, opened
+from tests.unit.kvflow.worker.helpers import PATIENCE_S, SECRET, SPECS, Clock, cache_of
+from tests.unit.kvflow.worker.pulling import FaultyNetwork, config, failure, opened
 
 NAME = "tcp://127.0.0.1:1"
 """An address that leads to one worker after the other."""
