@@ -9,8 +9,9 @@ used longest ago; links that carry one transfer at a time; decode engines that k
 each engine's finder, with the measured times of its work. The same seed gives the same figures.
 
 The product decides whom to ask, for how long and in which order, and which answer to take: each prefill engine has a
-``Finder`` of its own, with ``Chains``, ``ContentQuestion`` and ``Asker.claim``, on a loop on virtual time. ``Reader``
-is what it calls: links, sources and their answers are the model's. Three further ways to find are for comparison:
+``Finder`` of its own, with ``Chains``, ``Index``, ``ContentQuestion`` and ``Asker.claim``, on a loop on virtual time,
+and each source tells its ends by ``KeptEnds``. ``Reader`` is what the finder calls: links, sources and their answers
+are the model's. Three further ways to find are for comparison:
 ``none`` asks nobody, ``old`` is how 0ccf874 asked all, and ``free`` knows at once who holds most.
 
 Not modelled: dead engines, lost answers, busy interpreters, encryption, steps that mix prompts, memory that fetched
@@ -41,13 +42,15 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from kvflow import Told
 from kvflow.errors import ContentMismatch
 from kvflow.integrations.vllm import finder as finder_module
 from kvflow.integrations.vllm.blocks import NO_CHAIN, Chains
 from kvflow.integrations.vllm.finder import Finder
 from kvflow.integrations.vllm.messages import Tally
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
-from kvflow.rendezvous.dialer import Asker, ContentQuestion
+from kvflow.leases.told import END_BYTES, STRIDE_TOKENS, KeptEnds
+from kvflow.rendezvous.dialer import Asker, ContentQuestion, _split
 from kvflow.rendezvous.questions import AnswerHeld, encode
 from kvflow.tools.bench import quantile
 from tests.benchmarks.fleet_time import Clock, Loop
@@ -73,6 +76,7 @@ ENCODE_S = 20e-6  # of one question
 ASK_S, READ_S = 90e-6, 180e-6  # of the asker for each source: to send a question, to take its answer
 ANSWER_S = 0.22e-3  # of the source for each question
 WIRE_S = 50e-6  # each way
+TOLD_S, TOLD_END_S = 150e-6, 1e-6  # of the asker, to take what a source tells, and for each end
 OLD_ASK_S, OLD_FIND_S = 0.9e-3, 5e-3  # of the asker for each source, and how long a request waited, at 0ccf874
 LOOK_S = 4e-3  # between two looks of a scheduler at a request that waits for answers
 
@@ -243,6 +247,47 @@ class Cache:
         return min(held, request.num_prompt_tokens - 1) // BLOCK * BLOCK
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """As much of a kept lease as ``KeptEnds`` reads."""
+
+    ends: list[bytes]
+
+
+class KeptCache(Cache):
+    """What a decode engine keeps, and tells: each part has an end at each 1,024th token, and one at its last block."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__(room)
+        self.ends = KeptEnds()
+        self._parts: dict[int, Any] = {}
+
+    def put(self, request: Request, shared: int, num_tokens: int) -> None:
+        """See ``Cache.put``."""
+        super().put(request, shared, num_tokens)
+        parts = ((request.session, request.session, shared, num_tokens), (~request.application, 0, 0, shared))
+        for key, session, begin, end in parts:
+            self._end(key)
+            if key in self.kept:
+                places = {*range(STRIDE_TOKENS, end + 1, STRIDE_TOKENS), end - end % BLOCK}
+                digests = [(request.application, session, place // BLOCK - 1) for place in places if place > begin]
+                self._parts[key] = Part([_DIGEST.pack(*each)[:END_BYTES] for each in digests])
+                self.ends.add(self._parts[key])
+
+    def shrink(self, others: int) -> None:
+        """See ``Cache.shrink``."""
+        before = list(self.kept) if self.used + others > self.room else []
+        super().shrink(others)
+        for key in before:
+            if key in self.kept:
+                break
+            self._end(key)
+
+    def _end(self, key: int) -> None:
+        if key in self._parts:
+            self.ends.remove(self._parts.pop(key))
+
+
 class Prefill:
     """A prefill engine: it finds, fetches, and computes one prompt at a time."""
 
@@ -303,7 +348,7 @@ class Decode:
     """A decode engine: it keeps each turn whose answer it has computed."""
 
     def __init__(self, model: Model, number: int) -> None:
-        self.model, self.number, self.link, self.cache = model, number, Link(), Cache(DECODE_ROOM)
+        self.model, self.number, self.link, self.cache = model, number, Link(), KeptCache(DECODE_ROOM)
         self.num_open = self._active = 0
         self.answers_until = 0.0  # the thread that answers questions is busy
 
@@ -475,7 +520,8 @@ class Reader:
     def __init__(self, model: Model, loop: Loop) -> None:
         self.model, self.loop = model, loop
         identity = SimpleNamespace(engine_id="decode", model="m", revision="")
-        groups = (SimpleNamespace(tokens_per_id=BLOCK),)
+        layers = (SimpleNamespace(kind="full", window=0),)
+        groups = (SimpleNamespace(tokens_per_id=BLOCK, block_tokens=BLOCK, layers=layers),)
         self._manifests = {each: SimpleNamespace(identity=identity, groups=groups) for each in model.by_endpoint}
 
     async def read_manifest(self, endpoint: str) -> Any:
@@ -488,6 +534,18 @@ class Reader:
         question = ContentQuestion(digests)
         self.loop.compute(ENCODE_S)
         return partial(self._claim, question, [digests[place] for place in question.places])
+
+    async def follow_kept(self, endpoint: str) -> Any:
+        """See ``PrefixReader``."""
+        ends, since, begun = self.model.by_endpoint[endpoint].cache.ends, 0, 0
+        while True:
+            changes = ends.after(since, begun)
+            is_anew = not since or changes.begun != begun
+            since, begun = changes.until, changes.begun
+            new, gone = _split(changes.new), _split(changes.gone)
+            await asyncio.sleep(2 * WIRE_S)
+            self.loop.compute(TOLD_S + TOLD_END_S * len(new + gone))
+            yield Told(new, gone, is_anew, changes.is_all)
 
     async def _claim(self, question: ContentQuestion, digests: list[bytes], endpoint: str) -> Any:
         return await Question(self, endpoint, digests).claim(question, 1.0)

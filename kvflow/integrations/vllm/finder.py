@@ -1,8 +1,9 @@
 """Asks other engines for the beginnings of prompts, while vLLM's scheduler goes on.
 
-A thread of the scheduler's process connects every address of every source. When a request arrives, it asks all of them
-at once, with some digests of the prompt in each source's block size, and then the one that holds most exactly. Nobody
-waits for a source whose last answer took longer than this request may wait.
+A thread of the scheduler's process connects every address of every source, and follows what each of them keeps. When a
+request arrives, it asks the source that has told most of its prompt, and a few of those that have not told all; nobody
+if all have told and none has it. What a source has told decides only who is asked. Nobody waits for a source whose last
+answer took longer than this request may wait.
 
 A request without a ticket may name the prefill engine that gets it at the same time. That engine is asked alone, and
 answers when it offers the prompt.
@@ -24,6 +25,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvflow import Claim, Group, Manifest, PrefixReader, Ticket, open_reader, whole_counts
 from kvflow.addresses import host_and_port
 from kvflow.errors import CapacityExceeded, ContentMismatch, DeadlineExceeded, KvflowError, TicketInvalid
@@ -32,6 +35,7 @@ from kvflow.integrations.vllm.engine import LOAD_WAIT
 from kvflow.integrations.vllm.logs import logger
 from kvflow.integrations.vllm.messages import Found, Tally
 from kvflow.integrations.vllm.settings import Settings
+from kvflow.integrations.vllm.told import STRIDE_TOKENS, Index
 
 SEARCHES_MAX = 1024  # requests that are asked for at a time: further ones are computed
 
@@ -46,8 +50,10 @@ TOKENS_PER_S = 15_000.0  # that an engine computes, until it has measured it
 MEASURED_TOKENS_MIN = 256  # of a step whose time tells how fast prompts are computed
 MEASURED_STEPS = 16  # the last ones, of which the median counts
 MANY = 1 << 40  # more tokens than any prompt has
-READ_MAX = 8  # tickets of a search that are read though their sources may hold no more than another one
-ASKED_AT_ONCE = 8  # sources, before answers are read
+ASKED_MAX = 8  # sources for a request that hints name, and as many that have not told what they keep
+HOLDERS_MAX = 3  # sources that have told most of a prompt, one after the other
+TELL_S = 0.1  # least time between two answers of a source about what it keeps
+TELLERS_PER_S = 64  # sources whose answers are taken; with more, each tells less often
 GIVE_UP_S = 1.0  # longest time in all, with that in which digests are computed
 FAILED_S = 1.0  # time between two questions to a source that has failed
 TURNS = 8  # of the event loop, in which an answer that has come is read
@@ -71,6 +77,7 @@ class _Source:
     is_further: bool = False  # only hints lead to it
     num_open: int = 0  # questions without an answer
     is_late: bool = False  # a request has waited in vain
+    is_doubted: bool = False  # it did not hold what it had told
 
 
 @dataclass(slots=True, eq=False)
@@ -84,8 +91,10 @@ class _Search:
     outcome: str = "not_asked"  # if nothing is found
     best: Found | None = None
     rest: tuple[_Source, range] | None = None  # who said so, and blocks behind these for which nobody was asked
-    num_read: int = 0  # tickets
+    questions: dict[int, AskSource] = field(default_factory=dict)  # for all of it, by block size
+    wait_s: float = 0.0  # for answers
     has_failed: bool = False  # a source for which it waits
+    is_answered: bool = True  # in each round a source was asked that is not known to be late
     most: int = 0  # tokens that a source can hold of it
     waits_for: set[_Source] = field(default_factory=set)
     is_enough: asyncio.Event = field(default_factory=asyncio.Event)  # nobody else can hold more
@@ -131,6 +140,7 @@ class Finder:
         self._turns: list[asyncio.Future[None]] = []  # who waits to compute digests
         self._has_turns = asyncio.Event()
         self._has_answer = threading.Event()
+        self._told: Index[_Source] = Index()
         self._sources: dict[str, _Source | None] = {}  # by address and key; None if it could not be reached
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = asyncio.Event()
@@ -335,10 +345,26 @@ class Finder:
                 names, size = frozenset((name, endpoint)), manifest.groups[0].tokens_per_id
                 found = _Source(names, endpoint, address, manifest, size, ask_from, is_further=is_further)
                 self._sources[address] = found
+                if ask_from == 0.0 and not is_further:
+                    self._spawn(self._follow, found)
         except KvflowError as error:
             level = logging.INFO if known or address not in self._sources else logging.DEBUG
             logger.log(level, "kvflow: no prefixes come from %s: %s", endpoint, error)
             self._sources[address] = None
+
+    async def _follow(self, source: _Source) -> None:
+        """Learn what a source keeps, from the start whenever its connection was lost or it has told too much."""
+        while self._sources.get(source.address) is source:
+            try:
+                async for told in self._reader.follow_kept(source.address):
+                    if self._sources.get(source.address) is not source:
+                        break
+                    self._told.take(source, told)
+                    await asyncio.sleep(max(TELL_S, len(self._sources) / TELLERS_PER_S if told.is_all else 0.0))
+            except KvflowError as error:
+                logger.debug("kvflow: source %s does not tell what it keeps: %s", source.endpoint, error)
+            self._told.drop(source)
+            await asyncio.sleep(LOOK_S)
 
     async def _ticket_of(
         self, request: Request, chains: Chains, endpoint: str, num_tokens: int, meeting: _Meeting
@@ -419,7 +445,7 @@ class Finder:
         return is_asked
 
     async def _search(self, request: Request, search: _Search) -> None:
-        """Ask the sources in random order, and wait until those have answered that are not known to be late."""
+        """Ask sources, and wait until those have answered that are not known to be late."""
         try:
             async with asyncio.timeout(search.until - time.monotonic()):
                 await self._ask_all(request, search)
@@ -434,51 +460,60 @@ class Finder:
         now, end = time.monotonic(), search.num_tokens - 1  # the last token has to be computed
         known = [each for each in self._sources.values() if each is not None and each.ask_from <= now]
         ready = [each for each in known if not each.is_further or each.names & search.hinted]
-        random.shuffle(ready)
-        sizes = {each.block_size for each in ready}
+        short = [each for each in ready if each.block_size <= end]  # others hold nothing of it
+        sizes = {each.block_size for each in short}
         await self._grow(request, search.chains, sizes, end)
         if time.monotonic() >= search.until:
             return
-        questions = {size: self._reader.asks_for(search.chains.first(size, end)) for size in sizes if size <= end}
+        search.asked_at, search.wait_s = time.monotonic(), self._wait_s(end)
+        search.until = min(search.until, search.asked_at + search.wait_s)
         search.most = max([end - end % size for size in sizes], default=0)
-        search.asked_at, wait_s = time.monotonic(), self._wait_s(end)
-        search.until = min(search.until, search.asked_at + wait_s)
-        late = [each for each in ready if each.took_s > wait_s]
-        for each in late:
-            if not each.num_open:
-                self._spawn(self._ask, each, questions.get(each.block_size), request, search)
-        timely = [each for each in ready if each.took_s <= wait_s]
-        hinted = [each for each in timely if each.names & search.hinted]
         search.outcome = "late" if ready else "not_asked"
-        await self._ask_some(hinted, questions, request, search, search.asked_at + wait_s / 2)
+        hinted = _some([each for each in short if each.names & search.hinted])
+        await self._ask_some(dict.fromkeys(hinted, 0), request, search, search.asked_at + search.wait_s / 2)
         if search.best is None or search.best.num_tokens < self._settings.fetch_tokens_min:
-            others = [each for each in timely if each not in hinted]
-            await self._ask_some(others, questions, request, search, search.until)
+            for chosen in self._rounds([each for each in short if each not in hinted], sizes, search):
+                told = max(chosen.values(), default=0)
+                if search.best is not None and search.best.num_tokens >= told:
+                    break
+                search.most = search.most if 0 in chosen.values() else told
+                await self._ask_some(
+                    chosen, request, search, (time.monotonic() + search.until) / 2 if told else search.until
+                )
             for each in () if search.is_enough.is_set() else search.waits_for:
                 self._set_late(each, time.monotonic() - search.asked_at, "no answer")
-        if timely and not search.waits_for and not search.has_failed:
+        if ready and search.is_answered and not search.waits_for and not search.has_failed:
             search.outcome = "not_held"
         if search.rest is not None:
             async with asyncio.timeout(search.until - time.monotonic()):
                 await self._ask_exactly(*search.rest, request, search)
 
-    async def _ask_some(
-        self,
-        sources: list[_Source],
-        questions: Mapping[int, AskSource],
-        request: Request,
-        search: _Search,
-        until: float,
-    ) -> None:
-        """Ask sources, and wait until all have answered, or nobody can hold more than one that has."""
-        search.waits_for |= set(sources)
+    def _rounds(self, sources: Collection[_Source], sizes: Iterable[int], search: _Search) -> list[dict[_Source, int]]:
+        """Return the sources to ask, round by round, and how many tokens each has told; 0 if it has not told all.
+
+        The source that has told most comes first, with some that have not told all; one that was wrong comes last.
+        """
+        unknown = _some([each for each in sources if not self._told.knows(each)])
+        chains = {size: search.chains.first(size, search.num_tokens - 1) for size in sizes}
+        told = {each: count * size for size in sizes for each, count in self._told.holders(chains[size])}
+        order = [each for each in told if each in sources]
+        random.shuffle(order)
+        order.sort(key=lambda each: (each.is_doubted, each.took_s > search.wait_s, -told[each]))
+        rounds = [{each: told[each]} for each in order[:HOLDERS_MAX]] or [{}]
+        return [dict.fromkeys(unknown, 0) | rounds[0], *rounds[1:]]
+
+    async def _ask_some(self, chosen: Mapping[_Source, int], request: Request, search: _Search, until: float) -> None:
+        """Ask sources; wait for those that are not known to be late, until nobody can hold more than one says.
+
+        ``chosen``: as in ``_rounds``.
+        """
+        timely = {each for each in chosen if each.took_s <= search.wait_s}
+        search.is_answered &= bool(timely) or not chosen
+        search.waits_for |= timely
         search.is_enough.clear()
-        for number, each in enumerate(sources, 1):
-            self._spawn(self._ask, each, questions.get(each.block_size), request, search)
-            if not number % ASKED_AT_ONCE:
-                await asyncio.sleep(0)  # the questions leave, and answers are read
-            if search.is_enough.is_set():
-                break
+        for each, told in chosen.items():
+            if each in timely or not each.num_open:
+                self._spawn(self._ask, each, told, request, search)
         if search.waits_for:
             with suppress(TimeoutError):
                 async with asyncio.timeout(until - time.monotonic()):
@@ -487,18 +522,19 @@ class Finder:
             if search.waits_for and not search.is_enough.is_set():
                 await asyncio.sleep(0)
 
-    async def _ask(self, source: _Source, ask: AskSource | None, request: Request, search: _Search) -> None:
+    async def _ask(self, source: _Source, told: int, request: Request, search: _Search) -> None:
         """Ask one source, and note what it holds if nobody has more. Its faults end no search."""
         asked_at, failed = time.monotonic(), True
         source.num_open += 1
         try:
-            claim = await ask(source.address) if ask is not None else None  # None: one of its blocks is longer
+            claim = await self._claim(source, told, search)
             source.took_s, source.ask_from = time.monotonic() - asked_at, 0.0
             if source.is_late and source.took_s <= WAIT_S_MIN:
                 logger.info("kvflow: source %s answers in time again", source.endpoint)
                 source.is_late = False
-            if claim is not None:
-                self._note(source, claim, request, search)
+            if told:
+                source.is_doubted = not claim.count
+            self._note(source, claim, request, search)
             failed = False
         except CapacityExceeded:
             pass  # it says that it is busy, or so many of our questions wait for it
@@ -513,13 +549,26 @@ class Finder:
                 if not search.waits_for:
                     search.is_enough.set()
 
+    async def _claim(self, source: _Source, told: int, search: _Search) -> Claim:
+        """Ask a source for what it has told, and the blocks up to the next end that it could; otherwise for all."""
+        size = source.block_size
+        digests = search.chains.first(size, search.num_tokens - 1)
+        if not told:
+            ask = search.questions.get(size) or self._reader.asks_for(digests)
+            search.questions[size] = ask
+            return await ask(source.address)
+        first = told // size - 1
+        claim = await self._reader.asks_for(digests[first : first + 2 + STRIDE_TOKENS // size])(source.address)
+        if not claim.count:
+            return claim
+        rest = range(first + claim.rest.start, first + claim.rest.stop)
+        return replace(claim, count=first + claim.count, rest=rest)
+
     def _note(self, source: _Source, claim: Claim, request: Request, search: _Search) -> None:
         """Note an answer if nobody holds more; raise ``ContentMismatch`` if its ticket has digests of other content."""
         size, most = source.block_size, search.best.num_tokens if search.best else 0
-        may_hold = claim.count * size if search.num_read >= READ_MAX else (claim.count + len(claim.rest)) * size
-        if search.is_done or not claim.count or may_hold <= most:
+        if search.is_done or not claim.count or (claim.count + len(claim.rest)) * size <= most:
             return
-        search.num_read += 1
         ticket = claim.read()
         covered = max(ticket.grants[0].num_tokens)
         num_tokens, rest = min(claim.count * size, covered), range(claim.count, min(claim.rest.stop, covered // size))
@@ -624,6 +673,10 @@ class PrefillRate:
             if num_tokens >= MEASURED_TOKENS_MIN and seconds > 0:
                 self._rates.append(num_tokens / seconds)
                 self.tokens_per_s = median(self._rates)
+
+
+def _some(sources: list[_Source]) -> list[_Source]:
+    return random.sample(sources, min(ASKED_MAX, len(sources)))
 
 
 def _no_room() -> CapacityExceeded:

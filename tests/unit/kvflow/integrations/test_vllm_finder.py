@@ -73,6 +73,7 @@ class Source:
             "cluster_secret": SECRET,
             "transport": "loopback",
             "model": "m",
+            "tell": False,
         } | settings
         self.questions = []
         self.worker = None
@@ -437,17 +438,6 @@ def test_of_a_long_prompt_few_digests_are_asked_for_and_then_the_winners(finders
     assert len(first.questions[0]) <= 8
     assert len(first.questions) == 2
     assert len(second.questions) == 1
-
-
-def test_tickets_of_equal_sources_are_read_a_few_times(finders, monkeypatch):
-    monkeypatch.setattr(finder_module, "READ_MAX", 1)
-    monkeypatch.setattr(dialer, "DIGESTS_MAX", 8)
-    finder = finders({FIRST: Source(16 * 21), SECOND: Source(16 * 21, "decode-1")})
-    read = []
-    held = Asker._read_ticket
-    monkeypatch.setattr(Asker, "_read_ticket", lambda *given: read.append(given) or held(*given))
-    assert sought(finder, new_request(None, 800)).num_tokens == 16 * 21
-    assert len(read) == 1
 
 
 @pytest.fixture
