@@ -1,5 +1,7 @@
 """A prompt of 24,000 tokens that another engine keeps is read, with the settings of docs/howto/share-prefixes.md."""
 
+import json
+
 import pytest
 
 from .chats import SEARCHES
@@ -36,6 +38,11 @@ class Engines(Deployment):
             answer = client.completions.create(prompt=prompt, **asked, extra_body={"return_token_ids": True})
         return answer.choices[0].token_ids
 
+    def answered(self):
+        """Return how many questions for content the decode engine has answered."""
+        told = json.loads(self.run(f"kvflow inspect 127.0.0.1:{SOURCE_PORT} --json"))["inspection"]["snapshot"]
+        return told["found"] + told["not_held"]
+
 
 @pytest.fixture
 def engines(pairs, tmp_path):
@@ -56,3 +63,8 @@ def test_a_long_prompt_that_another_engine_keeps_is_read(engines):
         if fetched:
             break
     assert fetched == [KEPT], engines.prefill.counted(SEARCHES, "outcome")
+
+    answered, searches = engines.answered(), engines.prefill.metric(SEARCHES, outcome="not_held")
+    engines.complete(engines.prefill, prompt_of(NEXT, "nobody keeps it"))
+    assert engines.answered() == answered > 0, "the decode engine has told that it keeps none of it"
+    assert engines.prefill.metric(SEARCHES, outcome="not_held") == searches + 1

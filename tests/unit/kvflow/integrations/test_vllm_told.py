@@ -9,6 +9,7 @@ from kvflow.errors import CapacityExceeded
 from kvflow.integrations.vllm import finder as finder_module
 from kvflow.integrations.vllm import told
 from kvflow.integrations.vllm.told import Index
+from kvflow.leases import told as leases_told
 from kvflow.worker.askers import PrefixReader
 
 from .test_vllm_finder import FIRST, SECOND, THIRD, Source, finders, sought  # noqa: F401 - a fixture
@@ -23,6 +24,10 @@ def source(num_tokens, number=0, **how):
 
 def known(finder):
     return {each.endpoint for each in list(finder._sources.values()) if each is not None and finder._told.knows(each)}
+
+
+def test_both_sides_cut_digests_and_prompts_alike():
+    assert (told.END_BYTES, told.STRIDE_TOKENS) == (leases_told.END_BYTES, leases_told.STRIDE_TOKENS)
 
 
 def opened(finders, **sources):  # noqa: F811
