@@ -12,7 +12,7 @@ from kvflow.layout.component import Component as Component
 from kvflow.layout.component import Region as Region
 from kvflow.layout.groups import Group as Group
 from kvflow.layout.groups import plan_groups as plan_groups
-from kvflow.layout.groups import whole_counts as whole_counts
+from kvflow.layout.groups import whole_tokens as whole_tokens
 from kvflow.layout.groups import window_blocks as window_blocks
 from kvflow.layout.manifest import Layer as Layer
 from kvflow.layout.manifest import Manifest as Manifest

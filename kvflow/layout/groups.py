@@ -176,7 +176,7 @@ def window_blocks(group: Group, num_tokens: int, *, shard: Shard | None = None) 
     return total - min(total, first_token // group.block_size)
 
 
-def whole_counts(
+def whole_tokens(
     reaches: Sequence[Collection[Group]], block_ids: Sequence[Sequence[int]], num_tokens: Sequence[int], most: int
 ) -> Iterator[int]:
     """Yield after how many of the first ``most`` tokens no window lacks a block that the next token needs.

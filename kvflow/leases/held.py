@@ -8,7 +8,7 @@ from typing import Self
 from msgspec import Struct
 
 from kvflow.errors import BlockIdsInvalid
-from kvflow.layout.groups import SETTLES, Group, whole_counts, window_blocks
+from kvflow.layout.groups import SETTLES, Group, whole_tokens, window_blocks
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import blocks_for
 from kvflow.leases.tickets import Grant
@@ -215,7 +215,7 @@ class OpenGroups:
             return None
         size, most = self.sizes[0], min(grant.num_tokens)
         behind = blocks_for(grant.num_tokens[0], size) - len(digests)  # of those that the list leaves out
-        counts = whole_counts(self._reaches, grant.block_ids, grant.num_tokens, most)
+        counts = whole_tokens(self._reaches, grant.block_ids, grant.num_tokens, most)
         places = [-(-end // size) - behind - 1 for end in counts]
         return tuple([digests[place] for place in places if place >= 0])
 

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from kvflow import Grant, Group, Ticket, whole_counts, window_blocks
+from kvflow import Grant, Group, Ticket, whole_tokens, window_blocks
 from kvflow.errors import BlockIdsInvalid, ContentMismatch, TicketInvalid
 from kvflow.integrations.vllm.caches import state_block
 from kvflow.integrations.vllm.messages import BlocksByGroup
@@ -88,7 +88,7 @@ def kept_blocks(
     for at, each in enumerate(groups):
         if each.group.window:
             ids[at] = tuple([block if block != NULL_BLOCK and is_cached(block) else ABSENT for block in ids[at]])
-    end = next(whole_counts([[each.reach] for each in groups], ids, [most] * len(groups), most), 0)
+    end = next(whole_tokens([[each.reach] for each in groups], ids, [most] * len(groups), most), 0)
     cut = [blocks[: end // each.group.block_size] for each, blocks in zip(groups, ids, strict=True)]
     first = [next((at for at, block in enumerate(blocks) if block >= 0), 0) for blocks in cut]
     found = tuple([blocks[at:] for blocks, at in zip(cut, first, strict=True)])

@@ -27,7 +27,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvflow import Claim, Group, Manifest, PrefixReader, Ticket, open_reader, whole_counts
+from kvflow import Claim, Group, Manifest, PrefixReader, Ticket, open_reader, whole_tokens
 from kvflow.addresses import host_and_port
 from kvflow.errors import CapacityExceeded, ContentMismatch, DeadlineExceeded, KvflowError, TicketInvalid
 from kvflow.integrations.vllm.blocks import Chains, Contents, Request
@@ -137,8 +137,7 @@ class Finder:
         self._dialing = asyncio.Semaphore(DIALED_MAX)
         self._hinted_at: deque[float] = deque(maxlen=HINTED_MAX)  # when addresses of hints were dialed
         self._crowded: set[str] = set()  # names with too many addresses, of which the log has said so
-        self._turns: list[asyncio.Future[None]] = []  # who waits to compute digests
-        self._has_turns = asyncio.Event()
+        self._turns: asyncio.LifoQueue[asyncio.Future[None]] = asyncio.LifoQueue()  # who waits to compute digests
         self._has_answer = threading.Event()
         self._told: Index[_Source] = Index()
         self._sources: dict[str, _Source | None] = {}  # by address and key; None if it could not be reached
@@ -601,7 +600,7 @@ class Finder:
         if len(ticket.grants) > 1 or len(grant.block_ids) != len(groups):
             return 0
         covered = min(grant.num_tokens)
-        counts = whole_counts(reaches, grant.block_ids, grant.num_tokens, min(num_tokens, covered))
+        counts = whole_tokens(reaches, grant.block_ids, grant.num_tokens, min(num_tokens, covered))
         return next((each for each in counts if each == covered or not each % self._unit), 0)
 
     def _is_of(self, request: Request, ticket: Ticket, chains: Chains) -> bool:
@@ -636,20 +635,17 @@ class Finder:
         """Compute digests piece by piece, while answers are read. Who came last goes first: it can still be in time."""
         for end in (*range(PIECE_TOKENS, num_tokens, PIECE_TOKENS), num_tokens):
             turn: asyncio.Future[None] = self._loop.create_future()
-            self._turns.append(turn)
-            self._has_turns.set()
+            self._turns.put_nowait(turn)
             await turn
             self._contents.grow(request, chains, sizes, end)
 
     async def _give_turns(self) -> None:
         """Let one go on in each iteration of the loop, so that answers are read between."""
-        while await self._has_turns.wait():
-            self._turns = [each for each in self._turns if not each.done()]
-            if self._turns:
-                self._turns.pop().set_result(None)
-            else:
-                self._has_turns.clear()
-            await asyncio.sleep(0)
+        while True:
+            turn = await self._turns.get()
+            if not turn.done():
+                turn.set_result(None)
+                await asyncio.sleep(0)
 
 
 class PrefillRate:

@@ -250,7 +250,7 @@ def test_of_a_source_whose_lists_prove_nothing_nothing_is_read(finders, kept):
     assert sought(finder, new_request(None, 144)) is None
 
 
-def test_a_shorter_lease_whose_window_is_whole_is_found_before_a_longer_one(finders):
+def test_a_shorter_lease_with_a_whole_window_is_found_first(finders):
     source = Source(64, kept=LAST)
     finder = finders({FIRST: source})
     source.keep("kept:2", 160, LAST)
@@ -479,7 +479,7 @@ def test_a_request_that_is_given_up_computes_no_more_digests(finders, monkeypatc
     seek(finder, new_request(None, 400))
     wait_until(lambda: finder._searches["r"].is_done)
     assert finder.take("r", 0) is None
-    wait_until(lambda: not finder._turns)
+    wait_until(finder._turns.empty)
     assert source.questions == []
 
 

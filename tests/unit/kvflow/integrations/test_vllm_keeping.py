@@ -356,7 +356,7 @@ def test_a_window_that_has_moved_on_is_listed_no_more_once_it_is_reused(pool):
     assert command.grant.block_ids[1] == ids_of([*window[:4], None, None, *groups[1][6:]])
 
 
-def test_what_another_request_has_put_into_a_block_of_a_window_is_not_listed(pool):
+def test_what_another_request_has_put_into_a_window_is_not_listed(pool):
     found, request, groups, window = moved_on(pool)
     reuse(pool, window[0])
     for block in window:

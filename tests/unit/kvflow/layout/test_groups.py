@@ -13,7 +13,7 @@ from kvflow.layout.groups import (
     plan_groups,
     resolve_layout,
     stripe_of,
-    whole_counts,
+    whole_tokens,
     window_blocks,
 )
 from kvflow.layout.placement import LAYOUTS
@@ -308,4 +308,4 @@ WIDE = Group((), "sliding", 32, 33)
     ],
 )
 def test_whole_counts(reaches, lists, most, expected):
-    assert list(whole_counts(reaches, lists, [most] * len(reaches), most)) == expected
+    assert list(whole_tokens(reaches, lists, [most] * len(reaches), most)) == expected
