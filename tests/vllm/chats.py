@@ -171,7 +171,8 @@ class Chats(Deployment):
     def held(self, turns: Sequence[Turn], prompt: Sequence[int]) -> int:
         """Return how many first tokens of a prompt the decode engine holds after some turns, for the engines that ask.
 
-        With windows, all that is kept of a turn or nothing, and nothing if vLLM has freed a block of its last window.
+        With windows, they end where a whole window is there: at the end of a turn, or before it, such as at the end of
+        the turn's prompt, if vLLM has freed a block of the last window.
         """
         size, found = self.kind.keeps, 0
         for turn in turns:
@@ -179,11 +180,25 @@ class Chats(Deployment):
             end = len(computed) // size * size
             shared = min(common(computed[:end], prompt), len(prompt) - 1) // size * size
             if self.kind.has_windows:
-                first_block_end = ((end - CHAT_WINDOW + 1) // size + 1) * size
-                if shared < end or len(computed) - CHAT_WINDOW + 1 >= first_block_end:
-                    continue
+                ends = whole_ends(len(turn.prompt), len(computed), size)
+                parts = [each for each in ends if each == ends[-1] or not each % self.kind.asks]
+                shared = max([each for each in parts if each <= shared], default=0)
             found = max(found, shared)
         return found
+
+
+def whole_ends(prompt: int, computed: int, size: int) -> list[int]:
+    """Return after how many tokens of a turn a whole window is there.
+
+    Its last one is, as far as vLLM has freed no block; and that of its prompt, which was there when the answer began.
+    """
+
+    def is_there(block: int) -> bool:
+        of_prompt = (prompt - CHAT_WINDOW) // size <= block < prompt // size
+        return of_prompt or (block + 1) * size > computed - CHAT_WINDOW + 1
+
+    ends = range(size, computed + 1, size)
+    return [end for end in ends if all(map(is_there, range(max(0, end - CHAT_WINDOW + 1) // size, end // size)))]
 
 
 def rendered(messages: Messages) -> str:

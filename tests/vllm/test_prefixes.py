@@ -56,8 +56,7 @@ def grown(chats, computed, prompt, held):
 def has_found(chats, front, name):
     """Talk, and require of each turn what the engines compute, read and answer; return False once nothing is found.
 
-    A request waits for some 40 ms, which the only two cores of five servers may need for something else; and a turn may
-    have a length of which vLLM keeps no window.
+    A request waits for some 40 ms, which the only two cores of five servers may need for something else.
     """
     messages, turns = [], []
     for number in range(TURNS):
