@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import uvloop
@@ -43,6 +43,8 @@ COLUMNS = ("measure", "floor", "kvflow", "found", "goal")
 CALLS = ("until it returns", "and its release within 50 ms")
 """What is counted of one pull."""
 
+SPREAD_MAX = 0.2  # of bare reads between rounds: beyond it, something else takes part in every figure
+
 FIGURES = Path(__file__).parents[1] / "golden" / "hot_path.json"
 
 Samples = Mapping[str, list[Any]]
@@ -65,8 +67,16 @@ def packed(num_blocks: int, block_bytes: int) -> Geometry:
     return geometry
 
 
+def spread(rounds: Sequence[float]) -> float:
+    """Return by which share the rounds differ that three quarters and one quarter do not exceed."""
+    ordered = sorted(rounds)
+    return quantile(ordered, 0.75) / quantile(ordered, 0.25) - 1
+
+
 class Readers:
     """Participants of one process that take turns.
+
+    ``spreads``: by how much bare reads have varied between rounds, of all that were measured one by one.
 
     Args:
         kinds: see ``open_readers``.
@@ -74,6 +84,8 @@ class Readers:
         source: of the source's, if it is another.
         rounds: how often each is asked.
     """
+
+    spreads: ClassVar[list[float]] = []
 
     def __init__(
         self,
@@ -103,6 +115,8 @@ class Readers:
             samples = self._child.ask("each", operation, turn, *arguments, only=only, **named)
             for name, sample in samples.items() if turn else ():
                 found[name].append(sample)
+        if operation == "one_by_one" and "bare" in found:
+            self.spreads.append(spread(walls(found["bare"])[0]))
         return found
 
 
@@ -112,13 +126,13 @@ def small(stack: ExitStack, rounds: int) -> Iterable[Table]:
     rows = []
     phases = []
     for name, count, pause_s, goals in (
-        ("64 KiB in a row", 400, 0.0, {"pull": 23, READ_BEFORE: 18}),
-        ("64 KiB every 2 ms", 100, 0.002, {"pull": 45, READ_BEFORE: 35}),
+        ("64 KiB in a row", 400, 0.0, {"pull": 3.8, READ_BEFORE: 3.5}),
+        ("64 KiB every 2 ms", 100, 0.002, {"pull": 4.0, READ_BEFORE: 4.0}),
     ):
         found = readers.ask("one_by_one", count, 2, pause_s)
         for kind, goal in goals.items():
             title = f"{name}{', read_ticket' if kind == READ_BEFORE else ''}"
-            rows.append(beyond_floor(f"{title}, p50, us", *walls(found["bare"], found[kind]), goal))
+            rows.append(times_floor(f"{title}, p50, us", *walls(found["bare"], found[kind]), goal, US))
             rows.append(on_thread(title, found[kind], 1, 1))
         longest = (tail([one for each in found[kind] for one in each.wall_s], US) for kind in ("bare", "pull"))
         rows.append((f"{name}, tail, us", *longest, "", ""))
@@ -386,7 +400,7 @@ def main() -> int:
     parser.add_argument(
         "--json", type=Path, help="write the result into this file, too; tables of other scenarios stay"
     )
-    parser.add_argument("--busy", action="store_true", help="write it although the machine is not idle at the start")
+    parser.add_argument("--busy", action="store_true", help="write it although the machine is not idle or steady")
     options = parser.parse_args()
     os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     about, tables = header(), []
@@ -407,6 +421,14 @@ def main() -> int:
         tables += [each for each in before if (each.title, each.rows[0][0]) not in measured]
     result = Result(name=f"hot_path --rounds {options.rounds}", header=about, tables=tuple(tables))
     print(f"{str(result).partition(chr(10) * 2)[0]}; {options.rounds} paired rounds")
+    most = max(Readers.spreads, default=0.0)
+    if options.json and most > SPREAD_MAX and not options.busy:
+        print(
+            f"bare reads vary by {most:.0%} between rounds, and by at most {SPREAD_MAX:.0%} on a host that measures: "
+            "nothing was written. Try again, or add --busy.",
+            file=sys.stderr,
+        )
+        return 1
     if options.json:
         options.json.write_bytes(msgspec.json.encode(result))
     return 0
