@@ -239,7 +239,9 @@ class Backend(Protocol):
         ...
 
     def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
-        """Ask once about work in flight. Return None if it has not ended; otherwise see ``post`` and ``post_check``.
+        """Ask about work in flight. Return None if it has not ended; otherwise see ``post`` and ``post_check``.
+
+        Of work that is not ``polled`` it says the same when it is asked again.
 
         Raises:
             BackendError: as the class says; the work has ended.

@@ -116,6 +116,21 @@ class _InFlight:
     pace: Pace | None = None  # counts it, unless it is a check or the backend's descriptor shows its end
 
 
+@dataclass(slots=True, eq=False)
+class _AskedAlone:
+    """The only open read, whose one chunk was asked for inline. The lanes do not know it until anything else comes."""
+
+    read: RankRead
+    peer: _Peer
+    prepared_lists: Sequence[CheckedList]
+    posted: PostedWork
+    posted_at: float
+    bind_s: float
+    post_s: float
+    nbytes: int
+    descriptors: int
+
+
 class ReadCore:
     """Process the commands of one transport over an open backend. Thread: one at a time.
 
@@ -141,12 +156,13 @@ class ReadCore:
         self._leaving = 0
         self._in_flight: list[_InFlight] = []
         self._resetting_since: float | None = None
+        self._asked: _AskedAlone | None = None
         self._within_s = 0.0  # of the reads that this step posts, if the core was idle
 
     @property
     def in_flight(self) -> bool:
         """Return whether something that was posted has not ended."""
-        return bool(self._in_flight)
+        return bool(self._in_flight) or self._asked is not None
 
     @property
     def must_poll(self) -> bool:
@@ -169,6 +185,7 @@ class ReadCore:
     def handle(self, command: ReadCommand) -> None:
         """Process one command. Its effects are reported as events."""
         try:
+            self._enter_asked()
             match command:
                 case PostReads(reads, within_s):
                     self._within_s = 0.0 if self._in_flight or self._lanes.reads else within_s
@@ -201,7 +218,8 @@ class ReadCore:
             before = len(self._in_flight)
             self._backend.progress()
             self._poll_all()
-            changed = self._reset_if_drained() or posted or len(self._in_flight) < before
+            answered = self._asked is not None and self._poll_asked(self._asked)
+            changed = self._reset_if_drained() or posted or answered or len(self._in_flight) < before
             if changed:
                 self._finish_leaving()
         except Exception as error:  # noqa: BLE001 - as above
@@ -218,7 +236,7 @@ class ReadCore:
         Returns:
             The answers that are known now; the others follow in later steps. None: nothing was done.
         """
-        if self._in_flight or self._lanes.reads or self._leaving or self._resetting_since is not None:
+        if self.in_flight or self._lanes.reads or self._leaving or self._resetting_since is not None:
             return None
         found = self._fits_inline(reads, within_s)
         if found is None:
@@ -281,8 +299,8 @@ class ReadCore:
                 check_pairs(part.pairs, prepared_list.source_units, prepared_list.target_units)
                 pairs = len(part.pairs.source)
                 portion = bind_whole(prepared_list, part.pairs, Share(read_id, lease, pairs))
-                bound_at = now()
-                outcome = backend.post(Chunk(portion, 0, len(portion.source_index)))
+                bound_at, size = now(), len(portion.source_index)
+                outcome = backend.post(Chunk(portion, 0, size))
                 if outcome != 0:
                     break
                 bind_s += bound_at - arrived_at
@@ -292,7 +310,6 @@ class ReadCore:
                 nbytes += portion.nbytes
                 posts += 1
                 if read.arrived is not None:
-                    size = len(portion.source_index)
                     read.arrived.append(ArrivedChunk(part.list_id, bound_at, arrived_at, nbytes, size))
             else:
                 slot = lease.slot
@@ -306,20 +323,65 @@ class ReadCore:
                 assert not isinstance(outcome, int)
                 (observed,) = outcome
                 read.phase, read.since, read.nbytes = "fence", arrived_at, nbytes
-                return ReadEnded(
-                    read_id=read_id,
-                    verdict=judge(lease.epoch, observed),
-                    observed=observed,
-                    nbytes=nbytes,
-                    chunks=posts,
-                    started_at=started_at,
-                    arrived_at=arrived_at,
-                    bind_s=bind_s,
-                    post_s=post_s,
-                    fence_s=now() - arrived_at,
-                )
+                return _fenced(read, observed, posts, (bind_s, post_s), arrived_at=arrived_at, now=now())
+            if not (outcome.polled or posts) and len(read.parts) == 1:
+                posted_at = now()
+                self._lanes.hold(read, posted_at)
+                times = posted_at, bound_at - started_at, posted_at - bound_at
+                self._asked = _AskedAlone(read, peer, prepared_lists, outcome, *times, portion.nbytes, size)
+                return None
             self._in_flight.append(self._entry(self._admit_posted(read, prepared_lists, posts), outcome))
         return None
+
+    def _enter_asked(self, posts: int = 0) -> Work | None:
+        """Enter the read that was asked for alone into the lanes. Return what was posted of it last, or is next."""
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return None
+        asked.read.phase = "queue"
+        work = self._admit_posted(asked.read, asked.prepared_lists, posts)
+        if not posts:
+            self._in_flight.append(self._entry(work, asked.posted))
+        return work
+
+    def _poll_asked(self, asked: _AskedAlone) -> bool:
+        """Answer the read that was asked for alone, once it has arrived. Return False if nothing has ended."""
+        read, lease, posted = asked.read, asked.read.lease, asked.posted
+        try:
+            if asked.peer.backend.poll(posted) is None:
+                return False
+            is_usual = not (posted.unheld or posted.refused)
+        except Exception:  # noqa: BLE001 - the lanes poll it again, and tell
+            is_usual = False
+        if not is_usual:
+            self._enter_asked()
+            self._poll_all()
+            return True
+        arrived_at = self._now()
+        asked.peer.met = True
+        if asked.peer.gauge is not None:
+            self._measure(asked.peer, asked.peer.gauge, asked.nbytes, asked.posted_at, asked.prepared_lists[0])
+        if read.arrived is not None:
+            list_id = read.parts[0].list_id
+            read.arrived.append(ArrivedChunk(list_id, asked.posted_at, arrived_at, asked.nbytes, asked.descriptors))
+        try:
+            checked = ((read.read_id, lease),)
+            outcome = asked.peer.backend.post_check(read.peer, lease.slot, lease.slot, checked, fence=True)
+        except Exception as error:  # noqa: BLE001 - told, or raised again
+            work = self._enter_asked(posts=1)
+            assert work is not None
+            self._on_post_raised(work, error)
+            return True
+        if isinstance(outcome, PostedWork):
+            work = self._enter_asked(posts=1)
+            assert work is not None
+            self._in_flight.append(self._entry(work, outcome))
+            return True
+        self._asked = None
+        self._lanes.let_go(read, arrived_at)
+        read.nbytes = asked.nbytes
+        self._tell(_fenced(read, outcome[0], 1, (asked.bind_s, asked.post_s), arrived_at=arrived_at, now=self._now()))
+        return True
 
     def _admit_posted(self, read: RankRead, prepared_lists: Sequence[CheckedList], posts: int) -> Work:
         """Enter a read into the lanes after ``posts`` of its posts have ended. Return what was posted after them."""
@@ -354,6 +416,7 @@ class ReadCore:
     def begin_close(self) -> None:
         """Drop everything that is not posted. Steps may continue until nothing is in flight."""
         self._resetting_since = None
+        self._enter_asked()
         for peer in tuple(self._peers):
             self._leave(peer, CLOSING)
         self._publish()
@@ -608,7 +671,7 @@ class ReadCore:
             self._lanes.checked(work, outcome)
             return
         if peer.gauge is not None:
-            self._measure(work, peer, peer.gauge)
+            self._measure(peer, peer.gauge, work.nbytes, work.posted_at, work.prepared_list)
         if work.chunk.buffer != NO_BUFFER and work.wanted:
             started = self._now()
             self._scatter(work)
@@ -618,13 +681,12 @@ class ReadCore:
         else:
             self._lanes.arrived(work)
 
-    def _measure(self, carried: TakenChunk, peer: _Peer, gauge: Gauge) -> None:
+    def _measure(self, peer: _Peer, gauge: Gauge, nbytes: int, posted_at: float, checked: CheckedList) -> None:
         """Count a chunk that has arrived, and report the peer's rate once enough were counted."""
-        prepared_list = carried.prepared_list.prepared_list
-        memories = prepared_list.source_memory, prepared_list.target_memory
-        if gauge.add(carried.nbytes, carried.posted_at, self._now(), memories):
+        memories = checked.prepared_list.source_memory, checked.prepared_list.target_memory
+        if gauge.add(nbytes, posted_at, self._now(), memories):
             peer.gauge = None
-            self._tell(RateLearned(carried.lane.peer, gauge.nbytes, gauge.busy_s, *memories))
+            self._tell(RateLearned(peer.address.peer, gauge.nbytes, gauge.busy_s, *memories))
 
     def _scatter(self, carried: TakenChunk) -> None:
         """Copy a chunk that has arrived from its buffer to the target."""
@@ -646,6 +708,7 @@ class ReadCore:
     def _fail_all(self, command: ReadCommand | None, error: Exception) -> None:
         """Fail all reads and peers after a defect of kvflow, so that no caller waits forever."""
         _logger.error("kvflow.reads: unexpected error; all reads fail", exc_info=error)
+        self._enter_asked()
         reason = Cause(FailureCode.TRANSPORT_ERROR, repr(error))
         if isinstance(command, PeerAddress) and command.peer not in self._peers:
             self._tell(PeerFailed(command.peer, reason.code, reason.detail))
@@ -671,6 +734,24 @@ class ReadCore:
                 self._sink(event)
             except Exception:
                 _logger.exception("kvflow.reads: the sink raised; %s is lost", quoted(repr(event), 256))
+
+
+def _fenced(
+    read: RankRead, observed: int, chunks: int, spent_s: tuple[float, float], *, arrived_at: float, now: float
+) -> ReadEnded:
+    """Return the answer to a read whose fence has seen an epoch; ``spent_s``: on binding and on posting."""
+    return ReadEnded(
+        read_id=read.read_id,
+        verdict=judge(read.lease.epoch, observed),
+        observed=observed,
+        nbytes=read.nbytes,
+        chunks=chunks,
+        started_at=read.started_at,
+        arrived_at=arrived_at,
+        bind_s=spent_s[0],
+        post_s=spent_s[1],
+        fence_s=now - arrived_at,
+    )
 
 
 def _unusable(prepared_list: Cause | None, list_id: int, peer: PeerId) -> BackendError:

@@ -222,6 +222,17 @@ class Lanes:
         else:
             self._queue(opened)
 
+    def hold(self, read: RankRead, now: float) -> None:
+        """Count what was posted of a read that the caller keeps, and that is the only open one."""
+        lane = self._lanes[read.peer]
+        read.phase, read.since, read.outstanding = "wire", now, lane.outstanding
+        lane.note_posted(now)
+
+    def let_go(self, read: RankRead, now: float) -> None:
+        """Record that all of it has arrived."""
+        read.phase, read.since = "fence", now
+        self._lanes[read.peer].note_completed(now)
+
     def cancel(self, read_ids: Iterable[int]) -> None:
         """Drop the chunks of these reads that are not posted or not scattered. Reads with nothing to drop continue."""
         for read_id in read_ids:
