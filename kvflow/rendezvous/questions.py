@@ -22,7 +22,7 @@ IDS_MAX = ANSWER_BYTES_MAX // 10  # block ids of one answer. Each takes at most 
 Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
 ASK_LATER = "Ask again in a moment. A question that needs at_least so many digests waits with those from there on only."
 WaitMs = Annotated[int, Meta(ge=0, le=86_400_000)]
-Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+ChangeNumber = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Ends = Annotated[bytes, Meta(max_length=END_BYTES * PIECE_MAX)]
 
 
@@ -101,8 +101,8 @@ class AskKept(Struct, frozen=True, tag_field="type", tag="ask_kept"):
         wait_ms: how long the answer may wait for the next change.
     """
 
-    since: Number = 0
-    begun: Number = 0
+    since: ChangeNumber = 0
+    begun: ChangeNumber = 0
     wait_ms: WaitMs = 0
 
 
@@ -117,8 +117,8 @@ class AnswerKept(Struct, frozen=True, tag_field="type", tag="kept"):
         is_all: whether everything is told now. Otherwise ask again; or there are more leases than the worker tells.
     """
 
-    until: Number = 0
-    begun: Number = 0
+    until: ChangeNumber = 0
+    begun: ChangeNumber = 0
     new: Ends = b""
     gone: Ends = b""
     is_all: bool = False

@@ -9,9 +9,9 @@ used longest ago; links that carry one transfer at a time; decode engines that k
 each engine's finder, with the measured times of its work. The same seed gives the same figures.
 
 The product decides whom to ask, for how long and in which order, and which answer to take: each prefill engine has a
-``Finder`` of its own, with ``Chains``, ``Index``, ``ContentQuestion`` and ``Asker.claim``, on a loop on virtual time,
-and each source tells its ends by ``KeptEnds``. ``Reader`` is what the finder calls: links, sources and their answers
-are the model's. Three further ways to find are for comparison:
+``Finder`` of its own, with ``Chains``, ``ToldIndex``, ``ContentQuestion`` and ``Asker.claim``, on a loop on virtual
+time, and each source tells its ends by ``KeptEnds``. ``Reader`` is what the finder calls: links, sources and their
+answers are the model's. Three further ways to find are for comparison:
 ``none`` asks nobody, ``old`` is how 0ccf874 asked all, and ``free`` knows at once who holds most.
 
 Not modelled: dead engines, lost answers, busy interpreters, encryption, steps that mix prompts, memory that fetched

@@ -73,7 +73,7 @@ def test_a_ticket_that_another_worker_has_verified_is_verified_again():
 
 
 @pytest.mark.parametrize("schema", [MANIFEST_SCHEMA - 1, MANIFEST_SCHEMA + 1])
-async def test_a_manifest_of_another_release_is_a_mismatch_before_anything_is_decoded(schema):
+async def test_a_manifest_of_another_release_is_a_mismatch(schema):
     security = ClusterSecurity.from_secret(SECRET)
     async with (
         publishing(Publication.of(b"of another release", schema=schema), security=security) as endpoint,
@@ -84,7 +84,7 @@ async def test_a_manifest_of_another_release_is_a_mismatch_before_anything_is_de
         assert (caught.value.what, caught.value.theirs) == ("manifest schema", str(schema))
 
 
-def test_a_lease_that_another_reader_gave_back_on_another_rank_ends_no_pull():
+def test_a_lease_that_was_given_back_on_another_rank_ends_no_pull():
     with virtual(ranks=2, reader=(1, 2), fence_s=LONG_S) as world:
         first, second = world.producers
         other = world.open("decode-1")

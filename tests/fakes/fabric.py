@@ -31,7 +31,7 @@ from kvflow.reads.bounds import OutOfBounds, check_bound, check_inside, merge
 from kvflow.reads.contract import Carrier, PeerAddress, Serving
 from kvflow.reads.serving import LeasedBlocks
 from kvflow.reads.staging import memory_at
-from kvflow.reads.tcp.connection import Told
+from kvflow.reads.tcp.connection import ToldEpochs
 from tests.fakes.memory import SimulatedCache
 from tests.fakes.network import Wires
 from tests.fakes.process import Process
@@ -201,7 +201,7 @@ class SimulatedBackend(Backend):
         self._peers: dict[PeerId, Agent] = {}
         self._prepared_lists: dict[tuple[PeerId, int], CheckedList] = {}
         self._served: dict[tuple[PeerId, int], Served] = {}
-        self._told = Told()
+        self._told = ToldEpochs()
 
     def add(self, address: PeerAddress) -> Carrier:
         """See ``Backend.add``. Whether the peer answers shows when it is read from."""

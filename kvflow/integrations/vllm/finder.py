@@ -35,7 +35,7 @@ from kvflow.integrations.vllm.engine import LOAD_WAIT
 from kvflow.integrations.vllm.logs import logger
 from kvflow.integrations.vllm.messages import Found, Tally
 from kvflow.integrations.vllm.settings import Settings
-from kvflow.integrations.vllm.told import STRIDE_TOKENS, Index
+from kvflow.integrations.vllm.told import STRIDE_TOKENS, ToldIndex
 
 SEARCHES_MAX = 1024  # requests that are asked for at a time: further ones are computed
 
@@ -139,7 +139,7 @@ class Finder:
         self._crowded: set[str] = set()  # names with too many addresses, of which the log has said so
         self._turns: asyncio.LifoQueue[asyncio.Future[None]] = asyncio.LifoQueue()  # who waits to compute digests
         self._has_answer = threading.Event()
-        self._told: Index[_Source] = Index()
+        self._told: ToldIndex[_Source] = ToldIndex()
         self._sources: dict[str, _Source | None] = {}  # by address and key; None if it could not be reached
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = asyncio.Event()

@@ -14,7 +14,7 @@ ENDS_MAX = 1 << 19  # of all sources: 100 MiB
 SourceT = TypeVar("SourceT", bound=Hashable)
 
 
-class Index(Generic[SourceT]):
+class ToldIndex(Generic[SourceT]):
     """The ends that sources have told. Thread: the finder's."""
 
     def __init__(self) -> None:

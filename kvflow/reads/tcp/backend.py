@@ -43,7 +43,7 @@ from kvflow.reads.contract import Carrier, PeerAddress, Serving
 from kvflow.reads.device import landing
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.certificates import draw_identity
-from kvflow.reads.tcp.connection import MakeRequest, Question, SourceConnection, Told
+from kvflow.reads.tcp.connection import MakeRequest, Question, SourceConnection, ToldEpochs
 from kvflow.reads.tcp.exporter import TcpExporter
 from kvflow.reads.tcp.opening import Opening, introduction
 from kvflow.reads.tcp.runs import SourceList
@@ -112,7 +112,7 @@ class TcpBackend(Backend):
         self._connections: dict[int, tuple[SourceConnection, _DialedPeer]] = {}
         self._interest: dict[int, int] = {}
         self._opening: set[SourceConnection] = set()
-        self._told = Told()
+        self._told = ToldEpochs()
         self._epoll = select.epoll()
         self._exporter = TcpExporter(settings, epochs, serving, self._identity)
         self.data_endpoint = self._exporter.endpoint

@@ -32,7 +32,7 @@ READS_MAX = 1 << 17
 """How many reads' slot values are kept until their fence. Only those of reads that end without a fence stay longer."""
 
 
-class Told:
+class ToldEpochs:
     """Values of epoch slots that came with the chunks of reads, so that a fence needs no request."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from kvflow import Told
 from kvflow.errors import CapacityExceeded
 from kvflow.integrations.vllm import finder as finder_module
 from kvflow.integrations.vllm import told
-from kvflow.integrations.vllm.told import Index
+from kvflow.integrations.vllm.told import ToldIndex
 from kvflow.leases import told as leases_told
 from kvflow.worker.askers import PrefixReader
 
@@ -90,7 +90,7 @@ def test_a_source_that_told_what_it_does_not_hold_is_asked_last(finders):  # noq
 
 
 @pytest.mark.parametrize("lost", ["link", "told too much"])
-def test_a_source_whose_index_is_lost_is_unknown_until_it_has_told_all_again(finders, monkeypatch, lost):  # noqa: F811
+def test_a_source_is_unknown_until_it_has_told_all_again(finders, monkeypatch, lost):  # noqa: F811
     monkeypatch.setattr(finder_module, "LOOK_S", 0.05)
     monkeypatch.setattr(finder_module, "FAILED_S", 0.0)
     first = source(160)
@@ -127,7 +127,7 @@ def ends(*numbers):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_index_has_what_was_told_and_nothing_else(seed):
-    draw, index, expected = random.Random(seed), Index(), {"a": set(), "b": set(), "c": set()}
+    draw, index, expected = random.Random(seed), ToldIndex(), {"a": set(), "b": set(), "c": set()}
     for name in expected:
         index.take(name, Told((), (), is_anew=True, is_all=True))
     for _ in range(500):
@@ -145,7 +145,7 @@ def test_the_index_has_what_was_told_and_nothing_else(seed):
 
 
 def test_who_holds_most_is_found_first():
-    index = Index()
+    index = ToldIndex()
     index.take("a", Told(ends(1, 2), (), is_anew=True, is_all=True))
     index.take("b", Told(ends(1, 2, 5), (), is_anew=True, is_all=True))
     digests = [end(number) + b"the rest" for number in (1, 2, 3, 4, 5, 6)]
@@ -155,7 +155,7 @@ def test_who_holds_most_is_found_first():
 def test_a_source_that_tells_too_much_is_unknown_and_costs_no_other(monkeypatch):
     monkeypatch.setattr(told, "SOURCE_ENDS_MAX", 3)
     monkeypatch.setattr(told, "ENDS_MAX", 4)
-    index = Index()
+    index = ToldIndex()
     index.take("a", Told(ends(1), (), is_anew=True, is_all=True))
     with pytest.raises(CapacityExceeded):
         index.take("b", Told(ends(1, 2, 3, 4), (), is_anew=True, is_all=True))
@@ -168,7 +168,7 @@ def test_a_source_that_tells_too_much_is_unknown_and_costs_no_other(monkeypatch)
 
 
 def test_a_source_is_unknown_until_it_has_told_all():
-    index = Index()
+    index = ToldIndex()
     index.take("a", Told(ends(1), (), is_anew=True, is_all=False))
     assert not index.knows("a")
     index.take("a", Told(ends(2), (), is_anew=False, is_all=True))

@@ -92,7 +92,7 @@ def test_ends_that_several_leases_have_stay_until_the_last_has_gone():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_who_is_told_in_pieces_knows_what_is_kept_whatever_changes_meanwhile(monkeypatch, seed):
+def test_who_is_told_in_pieces_knows_what_is_kept(monkeypatch, seed):
     monkeypatch.setattr(told, "PIECE_MAX", 7)
     monkeypatch.setattr(told, "GONE_MAX", 5)
     draw, ends, leases = random.Random(seed), KeptEnds(), []
@@ -131,7 +131,7 @@ def test_who_asks_of_another_incarnation_is_told_all_again():
     assert follower.restarts == 1
 
 
-def test_a_worker_that_keeps_more_than_it_tells_says_so_until_there_is_room(monkeypatch):
+def test_a_worker_that_keeps_more_than_it_tells_says_so(monkeypatch):
     monkeypatch.setattr(told, "ENDS_MAX", 3)
     ends = KeptEnds()
     follower, first, second = Follower(ends), Kept(1, 2), Kept(3, 4)

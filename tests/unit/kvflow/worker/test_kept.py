@@ -483,7 +483,7 @@ async def test_a_question_for_what_is_kept_is_answered_when_its_time_is_over(pro
     assert (answer.new, answer.gone, answer.is_all) == (b"", b"", True)
 
 
-async def test_a_worker_that_must_not_tell_answers_as_one_that_does_not_know_the_question():
+async def test_a_worker_that_must_not_tell_tells_nothing():
     async with (
         open_worker(config(tell=False), cache_of(10)) as producer,
         open_reader(config(engine_id="decode-0")) as reader,

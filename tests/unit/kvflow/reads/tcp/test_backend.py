@@ -21,7 +21,7 @@ from kvflow.reads.bounds import OutOfBounds
 from kvflow.reads.contract import PeerAddress
 from kvflow.reads.tcp import backend, opening, wire
 from kvflow.reads.tcp import connection as module
-from kvflow.reads.tcp.connection import Told
+from kvflow.reads.tcp.connection import ToldEpochs
 from kvflow.worker.connections import connection_error
 from tests.unit.kvflow.reads.tcp.peers import (
     EPOCH,
@@ -397,7 +397,7 @@ def test_a_lease_that_is_not_held_gives_no_byte_and_is_told(consumer, producer):
     ],
 )
 def test_a_fence_says_the_worst_that_any_chunk_has_told(pair, seen, verdict):
-    told = Told()
+    told = ToldEpochs()
     share = pair.ask(1, 2)[1].shares[0]
     for value in seen:
         told.note(share, value)
@@ -408,7 +408,7 @@ def test_a_fence_says_the_worst_that_any_chunk_has_told(pair, seen, verdict):
 
 def test_what_reads_have_told_is_remembered_for_a_while(monkeypatch, pair):
     monkeypatch.setattr(module, "READS_MAX", 1)
-    told = Told()
+    told = ToldEpochs()
     first, second = (pair.ask(1)[1].shares[0] for _ in range(2))
     told.note(first, HELD)
     told.note(second, HELD)
