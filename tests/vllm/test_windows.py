@@ -42,7 +42,7 @@ def engines(request, pairs):
     pairs.stop()
     source, log = f"tcp://127.0.0.1:{free_port()}", OUT / "logs" / f"windows-{next(NUMBERS)}.jsonl"
     log.unlink(missing_ok=True)
-    keeps = replace(KEEPER, extra={**KEEPER.extra, "bind": source})
+    keeps = replace(KEEPER, extra={**KEEPER.extra, "bind": source, "tell": False})  # prompts are shorter than a stride
     asks = replace(
         KEEPER, block_size=request.param, prefix_caching=False, served="", llm={},
         extra={"sources": [source], "fetch_tokens_min": SIZE, "log_file": str(log)},
