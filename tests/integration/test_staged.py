@@ -80,9 +80,9 @@ async def test_blocks_recycled_during_a_staged_read_are_never_delivered(world):
 async def test_a_lease_that_ends_when_a_staged_read_is_handed_over_is_stale(world, monkeypatch):
     heard, post = [], ThreadedTransport.post
 
-    def recycle_and_post(transport, reads):
+    def recycle_and_post(transport, reads, within_s):
         producer.recycle_now("r")
-        return post(transport, reads)
+        return post(transport, reads, within_s)
 
     monkeypatch.setattr(ThreadedTransport, "post", recycle_and_post)
     half = Shape(**TOKEN_MAJOR, tp_rank=1, tp_size=2)

@@ -43,9 +43,9 @@ async def test_recycled_when_its_reads_are_handed_over(world, monkeypatch):
     """No producer is asked by then, so that only the fence can find it."""
     heard, post = [], ThreadedTransport.post
 
-    def recycle_and_post(transport, reads):
+    def recycle_and_post(transport, reads, within_s):
         producer.recycle_now("r")
-        return post(transport, reads)
+        return post(transport, reads, within_s)
 
     async with world.producing(BIG) as producer, world.consuming(BIG, hooks=[heard.append]) as consumer:
         with monkeypatch.context() as patch:

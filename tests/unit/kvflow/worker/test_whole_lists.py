@@ -160,8 +160,8 @@ def test_the_worker_of_a_thread_refuses_too_few_blocks(short):
 
 async def test_a_consumer_may_list_fewer_and_reads_no_absent_block():
     async with opened(sources=[cache_of()], target=cache_of()) as world:
-        ticket = world.producer.offer("r", ((-1, 2, 3), (-1, 5), (6,)), TOKENS)
-        world.consumer.start_pull(ticket, ((3,), (5,), (6,)))
+        first, ticket = (world.producer.offer(name, ((-1, 2, 3), (-1, 5), (6,)), TOKENS) for name in "rs")
+        world.consumer.start_pull(first, ((3,), (5,), (6,)))
         await world.records()
         async with asyncio.timeout(PATIENCE_S):
             await world.consumer.pull(ticket, ((2, 3), (5,), ()))
