@@ -169,7 +169,8 @@ def release_counted_twice(patch):
         answers, ended = [], []
         for slot, epoch in leases:
             lease, another = self.held(slot, epoch), reader
-            released = lease.released_by.get((reader.engine_id, reader.num_ranks), ()) if lease else ()
+            reading = (lease.readers or {}).get((reader.engine_id, reader.num_ranks)) if lease else None
+            released = reading.released if reading else ()
             if reader.rank in released:
                 other = next(rank for rank in range(reader.num_ranks) if rank not in released)
                 another = msgspec.structs.replace(reader, rank=other)
