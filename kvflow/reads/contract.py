@@ -57,8 +57,8 @@ SHARED_BYTES_MIN = 2 << 20  # least bytes of a chunk that several threads copy; 
 CHUNK_DESCRIPTORS_MAX = 256  # most merged descriptors of one chunk: at 2 to 9 us each, about 1 ms, too
 SPAN_MAX = 512  # most epoch slots that one check reads: 4 KiB
 TURN_S_MAX = 500e-6
-"""Longest time that all inline posts of one turn of the event loop are expected to take: they begin in its first half,
-and none is expected to take more than half of it."""
+"""Longest time that the inline posts of pulls that start in one turn of the event loop are expected to take: they begin
+in its first half, and no post is expected to take more than half of it. The rest is posted at once in the next turn."""
 RESET_DRAIN_S = 2.0  # how long a reader reset waits for healthy peers: two chunks of 8 MiB take 2 s at 70 Mbit/s
 
 PRIORITY_MAX = 1 << 31
