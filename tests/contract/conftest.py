@@ -110,6 +110,16 @@ class Recorder:
             latest = {key_of(event): event for event in self.events}
         return [latest[key] for key in keys]
 
+    def failed(self, peer):
+        """Return the event that says that a peer failed, once there is one: it may have been added before."""
+        with self._changed:
+            failures = self._changed.wait_for(lambda: self._failures(peer), PATIENCE_S)
+        assert failures, f"waited for {peer} to fail, got {self.events}"
+        return failures[-1]
+
+    def _failures(self, peer):
+        return [event for event in self.events if isinstance(event, PeerFailed) and event.peer == peer]
+
     def order(self):
         return [key_of(event) for event in self.events]
 
