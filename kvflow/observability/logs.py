@@ -16,6 +16,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -474,7 +475,8 @@ def configure_logging(path: Path | None = None, *, level: int = logging.INFO) ->
     for name in ("kvflow", "handshake"):
         logger = logging.getLogger(name)
         for replaced in logger.handlers:
-            replaced.flush()
+            with suppress(ValueError):  # a stream that its owner has closed
+                replaced.flush()
         logger.handlers[:] = [handler]
         logger.setLevel(level)
         logger.propagate = False

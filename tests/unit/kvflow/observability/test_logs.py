@@ -1,5 +1,6 @@
 """One record per event, named after it, at its level; a transfer's record answers where the time went."""
 
+import io
 import json
 import logging
 import re
@@ -50,21 +51,6 @@ DEBUG, INFO, WARNING = "debug", "info", "warning"
 def log(caplog):
     caplog.set_level(logging.DEBUG, "kvflow")
     return EventLog(**IDENTITY)
-
-
-@pytest.fixture
-def loggers():
-    """Put the two loggers back as they were."""
-    names = ("kvflow", "handshake")
-    before = {name: (list(logging.getLogger(name).handlers), logging.getLogger(name).level) for name in names}
-    yield
-    for name, (handlers, level) in before.items():
-        logger = logging.getLogger(name)
-        for handler in set(logger.handlers) - set(handlers):
-            handler.close()
-        logger.handlers[:] = handlers
-        logger.setLevel(level)
-        logger.propagate = True
 
 
 def test_every_event_has_a_level_and_an_example():
@@ -196,7 +182,7 @@ def test_what_the_level_drops_is_not_even_made(log, caplog):
     assert [record.msg["event"] for record in caplog.records] == ["transfer.failed"]
 
 
-def test_programs_get_json_lines(tmp_path, loggers):
+def test_programs_get_json_lines(tmp_path):
     path = tmp_path / "kvflow.jsonl"
     configure_logging(path)
     log = EventLog(**IDENTITY)
@@ -213,7 +199,17 @@ def test_programs_get_json_lines(tmp_path, loggers):
     assert "timestamp" in completed
 
 
-def test_records_of_one_moment_are_one_write(tmp_path, loggers, monkeypatch):
+def test_a_handler_whose_stream_is_closed_is_replaced(tmp_path):
+    stream = io.StringIO()
+    logging.getLogger("kvflow").handlers[:] = [logging.StreamHandler(stream)]
+    stream.close()
+    path = tmp_path / "kvflow.jsonl"
+    configure_logging(path)
+    logging.getLogger("kvflow").warning("plain words")
+    assert "plain words" in path.read_text()
+
+
+def test_records_of_one_moment_are_one_write(tmp_path, monkeypatch):
     configure_logging(tmp_path / "kvflow.jsonl")
     (handler,) = logging.getLogger("kvflow").handlers
     written, heard = [], []
@@ -226,14 +222,14 @@ def test_records_of_one_moment_are_one_write(tmp_path, loggers, monkeypatch):
     assert heard == events
 
 
-def test_records_of_a_program_go_nowhere_else(tmp_path, loggers, caplog):
+def test_records_of_a_program_go_nowhere_else(tmp_path, caplog):
     configure_logging(tmp_path / "kvflow.jsonl", level=logging.DEBUG)
     EventLog(**IDENTITY)(EVENTS["transfer.started"])
     assert caplog.records == []
     assert "transfer.started" in (tmp_path / "kvflow.jsonl").read_text()
 
 
-def test_plain_text_has_a_level_and_a_time_in_json_lines(tmp_path, loggers):
+def test_plain_text_has_a_level_and_a_time_in_json_lines(tmp_path):
     configure_logging(tmp_path / "kvflow.jsonl")
     logging.getLogger("kvflow.reads").warning("registered %d MiB", 4)
     record = json.loads((tmp_path / "kvflow.jsonl").read_text())
@@ -253,7 +249,7 @@ ORDER = [
 
 
 @pytest.mark.parametrize("filtered", [False, True])
-def test_fields_have_one_order_however_they_are_written(tmp_path, loggers, filtered):
+def test_fields_have_one_order_however_they_are_written(tmp_path, filtered):
     path = tmp_path / "kvflow.jsonl"
     configure_logging(path)
     if filtered:  # then the record goes the long way, through logging
@@ -272,7 +268,7 @@ def test_formatters_of_structlog_get_the_fields(log, caplog):
     assert list(json.loads(formatter.format(caplog.records[0]))) == ORDER
 
 
-def test_names_that_are_no_unicode_are_written_all_the_same(tmp_path, loggers):
+def test_names_that_are_no_unicode_are_written_all_the_same(tmp_path):
     path = tmp_path / "kvflow.jsonl"
     configure_logging(path)
     EventLog(**IDENTITY)(LeaseEnded("\ud800", "released", 1.0))
@@ -281,7 +277,7 @@ def test_names_that_are_no_unicode_are_written_all_the_same(tmp_path, loggers):
     assert [line["request_id"] for line in lines] == ["\ud800", "Grüße\n"]
 
 
-def test_a_file_that_cannot_be_written_stops_nothing(loggers, capsys, monkeypatch):
+def test_a_file_that_cannot_be_written_stops_nothing(capsys, monkeypatch):
     monkeypatch.setattr(logging, "raiseExceptions", True)  # importing NIXL, as other tests do, clears it
     configure_logging(Path("/dev/full"))
     EventLog(**IDENTITY)(EVENTS["transfer.completed"])
@@ -375,7 +371,7 @@ def test_a_line_starts_with_the_request_what_failed_and_the_remedy(log, caplog):
 
 
 @pytest.mark.parametrize("silenced", ["kvflow.transfer", "kvflow"])
-def test_one_kind_of_events_can_be_silenced(tmp_path, loggers, silenced):
+def test_one_kind_of_events_can_be_silenced(tmp_path, silenced):
     configure_logging(tmp_path / "kvflow.jsonl")
     before = logging.getLogger(silenced).level
     logging.getLogger(silenced).setLevel(logging.CRITICAL)
@@ -388,7 +384,7 @@ def test_one_kind_of_events_can_be_silenced(tmp_path, loggers, silenced):
     assert [json.loads(line)["event"] for line in lines] == (["peer.dropped"] if silenced != "kvflow" else [])
 
 
-def test_a_handler_of_one_kind_of_events_gets_them(tmp_path, loggers):
+def test_a_handler_of_one_kind_of_events_gets_them(tmp_path):
     configure_logging(tmp_path / "all.jsonl")
     handler, heard = logging.Handler(), []
     handler.emit = heard.append
@@ -401,7 +397,6 @@ def test_a_handler_of_one_kind_of_events_gets_them(tmp_path, loggers):
     assert len((tmp_path / "all.jsonl").read_text().splitlines()) == 1
 
 
-@pytest.mark.usefixtures("loggers")
 def test_a_log_goes_on_after_another_library_has_closed_every_handler(tmp_path):
     """``logging.config.dictConfig`` does so, and NIXL's package calls it when it is imported."""
     path = tmp_path / "kvflow.jsonl"
