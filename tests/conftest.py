@@ -167,11 +167,20 @@ def repository() -> Path:
     return Path(__file__).parents[1]
 
 
-@pytest.fixture
-def few_words() -> Iterator[None]:
-    """Keep kvflow's log quiet, for tests in which thousands of things go wrong as they should."""
-    log = logging.getLogger("kvflow")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
+@pytest.fixture(autouse=True)
+def loggers_put_back() -> Iterator[None]:
+    """Put kvflow's loggers back as they were, after whatever a test or a command that it ran has configured."""
+    loggers = [logging.getLogger(name) for name in ("kvflow", "handshake")]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
     yield
-    log.setLevel(before)
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        for handler in set(logger.handlers) - set(handlers):
+            handler.close()
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+@pytest.fixture
+def few_words(loggers_put_back: None) -> None:
+    """Keep kvflow's log quiet, for tests in which thousands of things go wrong as they should."""
+    logging.getLogger("kvflow").setLevel(logging.CRITICAL)

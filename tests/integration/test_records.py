@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import threading
 
 import msgspec
@@ -56,15 +55,9 @@ def heard():
 @pytest.fixture
 def log(tmp_path):
     """A file that kvflow's records go to."""
-    loggers = [logging.getLogger(name) for name in ("kvflow", "handshake")]
-    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
-    configure_logging(tmp_path / "decode.jsonl")
-    yield tmp_path / "decode.jsonl"
-    loggers[0].handlers[0].close()
-    for logger, (handlers, level, propagates) in zip(loggers, before, strict=True):
-        logger.handlers[:] = handlers
-        logger.setLevel(level)
-        logger.propagate = propagates
+    path = tmp_path / "decode.jsonl"
+    configure_logging(path)
+    return path
 
 
 async def failed(heard, consumer, params, blocks=BLOCKS, **how):

@@ -18,15 +18,8 @@ PATIENCE_S = 30.0
 
 @pytest.fixture
 def kvflow_logger():
-    """The logger of kvflow. It is put back as it was, and so is that of the handshake, which has the same handler."""
-    loggers = [logging.getLogger(name) for name in ("kvflow", "handshake")]
-    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
-    yield loggers[0]
-    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        for handler in set(logger.handlers) - set(handlers):
-            handler.close()
-        logger.handlers[:], logger.propagate = handlers, propagate
-        logger.setLevel(level)
+    """The logger of kvflow."""
+    return logging.getLogger("kvflow")
 
 
 @pytest.fixture

@@ -24,16 +24,11 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 @pytest.fixture
 def path(tmp_path, monkeypatch):
     """A file of JSON lines, in which only a flush writes what is kept."""
-    loggers, leases = [logging.getLogger(name) for name in ("kvflow", "handshake")], logging.getLogger("kvflow.lease")
-    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
     monkeypatch.setattr(open_pulls, "KEPT_S", 3600.0)
+    leases = logging.getLogger("kvflow.lease")
     leases.setLevel(logging.CRITICAL)
     yield tmp_path / "log.jsonl"
     leases.setLevel(logging.NOTSET)
-    loggers[0].handlers[0].close()
-    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        logger.handlers[:], logger.propagate = handlers, propagate
-        logger.setLevel(level)
 
 
 @asynccontextmanager

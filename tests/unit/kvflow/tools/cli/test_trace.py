@@ -69,7 +69,6 @@ def pull_until_traced(producer, consumer, path):
         (logging.INFO, logging.DEBUG, [False, None, True]),  # soon
     ],
 )
-@pytest.mark.usefixtures("log")  # puts the loggers back
 def test_embedded_workers_trace_reads_as_the_howto_says(tmp_path, capsys, level, of_logger, traced):
     path = tmp_path / "embedded.jsonl"
     kvflow.configure_logging(path, level=level)
