@@ -397,7 +397,8 @@ class PullReader(Reader):
         none = await self._share_of_core()
         works = await self._tickets("offer_late", pairs, late_s)
         handles = [self._worker.start_pull(*work) for work in works]
-        await asyncio.sleep(1)  # each has been read early once, and waits
+        while await self._share_of_core(0.25) > 0.5:  # until each has been read early once, and waits
+            pass
         share = await self._share_of_core()
         if any(handle.done() for handle in handles):
             raise ValueError("pulls were admitted while the time was taken")
@@ -408,10 +409,10 @@ class PullReader(Reader):
         return {"none": none, "waiting": share}
 
     @staticmethod
-    async def _share_of_core() -> float:
-        used = time.process_time()
-        await asyncio.sleep(WINDOW_S)
-        return (time.process_time() - used) / WINDOW_S
+    async def _share_of_core(window_s: float = WINDOW_S) -> float:
+        used, since = time.process_time(), time.perf_counter()
+        await asyncio.sleep(window_s)
+        return (time.process_time() - used) / (time.perf_counter() - since)
 
     async def of_peers(self, seed: int, count: int) -> dict[int, float]:
         """Pull a block each from one peer, and from all, in turns; return the process time of a pull, by peers."""
