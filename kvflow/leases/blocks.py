@@ -39,6 +39,7 @@ class BlockAccount:
         self._lock = lock or nullcontext()
         self._classes = [_Uses(num_blocks) for _ in range(max(self.aliases) + 1)]
         self._uses = [self._classes[alias] for alias in self.aliases]
+        self._only = self._uses[0] if len(self._uses) == 1 else None
 
     def lend(self, ids: Sequence[Ids]) -> None:
         """Count one more reader of each block; raise ``BlockIdsInvalid`` if one is receiving, or still quarantined."""
@@ -62,6 +63,11 @@ class BlockAccount:
             BlockIdsInvalid: a block is receiving for another pull, still quarantined, or lent.
         """
         with self._lock:
+            if self._only is not None and type(ids[0]) is tuple:  # usually
+                if any(map(self._only.number_of, ids[0])):
+                    self._refuse_targets(ids)
+                self._only.put_few(ids[0], RECEIVING)
+                return
             for uses, blocks in zip(self._uses, ids, strict=True):
                 few = isinstance(blocks, tuple)
                 if any(map(uses.number_of, blocks)) if few else np.count_nonzero(uses.array[blocks]):
@@ -72,6 +78,11 @@ class BlockAccount:
     def end_receipt(self, ids: Sequence[Ids]) -> None:
         """Record that no pull writes into these blocks now."""
         with self._lock:
+            if self._only is not None and type(ids[0]) is tuple:  # usually
+                present = len(ids[0]) - ids[0].count(ABSENT)
+                assert sum(map(self._only.number_of, ids[0])) == RECEIVING * present, "a block was given back twice"
+                self._only.put_few(ids[0], 0)
+                return
             for uses, blocks in zip(self._uses, ids, strict=True):
                 # No entry is less than RECEIVING, so the sum shows whether all entries are RECEIVING. Absent blocks are
                 # 0.
@@ -155,12 +166,16 @@ class _Uses:
             assert self.least(blocks) >= 0, "a loan ended twice"
 
     def put(self, blocks: Ids, number: int) -> None:
-        numbers = self.numbers
         if isinstance(blocks, tuple):
-            for block in blocks:
-                numbers[block] = number
+            self.put_few(blocks, number)
         else:
             self.array[blocks] = number
+            self.numbers[ABSENT] = 0
+
+    def put_few(self, blocks: tuple[int, ...], number: int) -> None:
+        numbers = self.numbers
+        for block in blocks:
+            numbers[block] = number
         numbers[ABSENT] = 0
 
 
@@ -271,6 +286,10 @@ def check_block_ids(
     Raises:
         BlockIdsInvalid: names the group and the wrong id.
     """
+    if len(aliases) == 1 and type(block_ids) in _LISTS and len(block_ids) == 1:
+        few = _as_few(block_ids[0], num_blocks, decoded=decoded)
+        if few is not None and not (unique and len(set(few)) < len(few)):
+            return (few,)
     try:
         num_lists = len(block_ids)
     except TypeError as error:
@@ -282,18 +301,22 @@ def check_block_ids(
         raise BlockIdsInvalid(f"block_ids has {lists} for {groups}")
     checked: list[Ids] = []
     for group, ids in enumerate(block_ids):
-        if type(ids) in _LISTS and 0 < len(ids) <= FEW_IDS:
-            few = tuple(ids)  # not a copy of a tuple
-            integers = decoded or (set(map(type, few)) == _INTEGERS and min(few) >= ABSENT)
-            if integers and max(few) < num_blocks:
-                checked.append(few)
-                continue
-        checked.append(_as_ids(ids, group, num_blocks))
+        few = _as_few(ids, num_blocks, decoded=decoded)
+        checked.append(_as_ids(ids, group, num_blocks) if few is None else few)
     for members in _to_compare(tuple(aliases), unique):
         first = checked[members[0]]
         if len(members) > 1 or not isinstance(first, tuple) or len(set(first)) < len(first):
             _check_class(checked, members, num_blocks, unique=unique)
     return tuple(checked)
+
+
+def _as_few(ids: Sequence[int], num_blocks: int, *, decoded: bool) -> tuple[int, ...] | None:
+    """Return up to ``FEW_IDS`` ids of a group; None if there are more or none, or one may be wrong."""
+    if type(ids) not in _LISTS or not 0 < len(ids) <= FEW_IDS:
+        return None
+    few = tuple(ids)  # not a copy of a tuple
+    right = decoded or (set(map(type, few)) == _INTEGERS and min(few) >= ABSENT)
+    return few if right and max(few) < num_blocks else None
 
 
 def complete_digests(
