@@ -4,6 +4,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Mapping
+from itertools import combinations
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -275,6 +276,7 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
         _check_nixl_params(self.tuning.nixl_backend_params)
         self._check_encryption()
         self._check_http()
+        self._check_ports()
         _ = self.security
 
     def _check_encryption(self) -> None:
@@ -295,6 +297,27 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
                 f"http is {self.http!r}, which other hosts may reach, and the server has no authentication",
                 remedy="Give a loopback address such as 127.0.0.1:9400. Behind a firewall, set http_public to true.",
             )
+
+    def _check_ports(self) -> None:
+        """Refuse two servers at one port, and an address for peers that has the port of the other server."""
+        servers = {"bind": self.bind, "tcp_bind": self.tcp.bind} | ({} if self.http is None else {"http": self.http})
+        for (name, one), (other, another) in combinations(servers.items(), 2):
+            hosts = {host_and_port(each)[0] for each in (one, another)}
+            if _port(one) == _port(another) != 0 and (len(hosts) == 1 or any(map(_is_wildcard, (one, another)))):
+                raise ConfigInvalid(
+                    f"{name} is {one!r} and {other} is {another!r}: two servers cannot listen at one port",
+                    remedy="Give each a port of its own.",
+                )
+        bound, data = _port(self.bind), _port(self.tcp.bind)
+        told = (("advertise", self.advertise, bound, data), ("tcp_advertise", self.tuning.tcp_advertise, data, bound))
+        ports = [None if endpoint is None else _port(endpoint) for _, endpoint, _, _ in told]
+        for (name, endpoint, own, others), port, beside in zip(told, ports, reversed(ports), strict=True):
+            # Behind an address translation, the address beside it has a port of its own.
+            if others and port == others != own and beside in (None, own, others):
+                raise ConfigInvalid(
+                    f"{name} is {endpoint!r}, but port {port} is that of the other server",
+                    remedy="Give advertise the port of bind, and tcp_advertise that of tcp_bind.",
+                )
 
     @property
     def security(self) -> SecuritySettings:
@@ -467,6 +490,10 @@ def _check_families(prefix: str, bound: str, advertised: str | None) -> None:
             f"{prefix}bind is {bound!r} and {prefix}advertise is {advertised!r}: one is IPv4, the other IPv6",
             remedy=f"Set {prefix}bind to tcp://[::] with its port, which listens at the addresses of both families.",
         )
+
+
+def _port(endpoint: str) -> int:
+    return host_and_port(endpoint)[1]
 
 
 def _family(endpoint: str) -> str:

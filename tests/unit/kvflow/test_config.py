@@ -1,6 +1,7 @@
 """Every setting is checked by name before anything starts, and the secret is never shown."""
 
 import pickle
+from contextlib import nullcontext
 
 import pytest
 
@@ -16,6 +17,8 @@ from kvflow.errors import ConfigInvalid
 from tests.helpers.settings import flat_config
 
 SECRET = "a secret of the tests, long enough"
+
+PORTS = {"bind": "tcp://0.0.0.0:5600", "advertise": "tcp://10.0.0.7:5600", "tcp_bind": "tcp://0.0.0.0:5700"}
 PRIVATE = "0123456789abcdef" * 4
 
 
@@ -271,3 +274,30 @@ def test_a_setting_of_a_wrong_type_does_not_show_the_secret():
 
 def test_a_configuration_reaches_the_processes_of_an_engine():
     assert pickle.loads(pickle.dumps(config())) == config()
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({"bind": "tcp://127.0.0.1:5600", "tcp_bind": "tcp://127.0.0.1:5600"}, "bind is .* and tcp_bind is .*one port"),
+        ({"bind": "tcp://127.0.0.1:5600", "tcp_bind": "tcp://0.0.0.0:5600"}, "two servers cannot listen at one port"),
+        ({"bind": "tcp://127.0.0.1:9400", "http": "127.0.0.1:9400"}, "bind is .* and http is .*one port"),
+        ({"bind": "tcp://127.0.0.1:5600", "tcp_bind": "tcp://127.0.0.2:5600"}, ""),
+        ({"bind": "tcp://127.0.0.1:0", "tcp_bind": "tcp://127.0.0.1:0"}, ""),
+        # What peers are told is the port of the other server.
+        ({**PORTS, "advertise": "tcp://10.0.0.7:5700"}, "advertise is .*, but port 5700 is that of the other server"),
+        ({**PORTS, "tcp_advertise": "tcp://10.0.0.7:5600"}, "tcp_advertise is .*, but port 5600 is that of the other"),
+        (
+            {**PORTS, "advertise": "tcp://10.0.0.7:5700", "tcp_advertise": "tcp://10.0.0.7:5600"},
+            "advertise is .* other",
+        ),
+        ({**PORTS, "advertise": "tcp://10.0.0.7:5600", "tcp_advertise": "tcp://10.0.0.7:5600"}, "tcp_advertise is .*"),
+        # Addresses are translated.
+        ({**PORTS, "advertise": "tcp://10.0.0.7:5700", "tcp_advertise": "tcp://10.0.0.7:5701"}, ""),
+        ({**PORTS, "advertise": "tcp://10.0.0.7:7000", "tcp_advertise": "tcp://10.0.0.7:7001"}, ""),
+    ],
+)
+def test_each_server_has_its_own_port_and_peers_are_told_it(settings, wrong):
+    read = WorkerConfig.read({"engine_id": "a", "cluster_secret": SECRET, **settings})
+    with pytest.raises(ConfigInvalid, match=wrong) if wrong else nullcontext():
+        read.check()
