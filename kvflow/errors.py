@@ -480,7 +480,12 @@ def _described(found: object) -> str:
 def suggest(name: object, known: Iterable[str]) -> str:
     """Return a remedy for a name that is unknown: the one that is closest, and all that are known."""
     names = sorted(known)
+    meant = closest(name, names)
+    return f"{f'Did you mean {meant}? ' if meant else ''}Known are {', '.join(names)}."
+
+
+def closest(name: object, known: Iterable[str]) -> str:
+    """Return the known name that is probably meant by one that is unknown; empty if none is close."""
+    names = sorted(known)
     longer = sorted((each for each in names if str(name).startswith(each)), key=len)[-1:]  # lease_seconds: lease_s
-    close = longer or difflib.get_close_matches(str(name), names, n=1)
-    meant = f"Did you mean {close[0]}? " if close else ""
-    return f"{meant}Known are {', '.join(names)}."
+    return next(iter(longer or difflib.get_close_matches(str(name), names, n=1)), "")

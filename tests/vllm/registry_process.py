@@ -3,6 +3,7 @@
 A process of its own, because plugins and modules are loaded once in a process. It prints one JSON object.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -61,6 +62,7 @@ def main() -> None:
     answer["imported by the plugin"] = "kvflow.integrations.vllm.connector" in sys.modules
     load_plugins(None)
     load_plugins("kvflow")
+    answer["keys"] = sorted(field.name for field in dataclasses.fields(KVTransferConfig))
     answer["by name"] = found("KVFlowConnector")
     answer["by module path"] = found("KVFlowConnector", "kvflow.integrations.vllm")
     answer["alias"] = found("NixlConnector", "kvflow.integrations.vllm")

@@ -7,6 +7,8 @@ import subprocess
 
 import pytest
 
+from kvflow.tools.cli.config import OF_TRANSFER
+
 from .clients import BLOCK_BYTES, BLOCK_TOKENS, RELEASED, tokens_of
 from .engines import ENVIRONMENT, PYTHON, ROOT, START_S, free_port
 from .howto import DECODE_PORT
@@ -32,6 +34,10 @@ def said():
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_check_of_settings_knows_the_keys_of_vllms_configuration(said):
+    assert set(said["keys"]) == OF_TRANSFER
 
 
 def test_the_plugin_registers_the_connector_and_imports_it_on_demand(said):

@@ -3,7 +3,7 @@
 import os
 import re
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Annotated, Any, Literal
 
@@ -12,7 +12,7 @@ from msgspec import Meta, Struct, structs
 
 from kvflow import WorkerConfig
 from kvflow.addresses import PORT_MAX, AddressMalformed, host_and_port
-from kvflow.errors import ConfigInvalid, suggest
+from kvflow.errors import ConfigInvalid, closest
 from kvflow.validation import describe_refusal
 
 SourceAddress = Annotated[
@@ -199,14 +199,15 @@ def check_keys(extra: Mapping[str, Any]) -> None:
     if unknown:
         raise ConfigInvalid(
             f"kv_connector_extra_config has an unknown setting: {', '.join(unknown)}",
-            remedy=" ".join(replaced(unknown) or [suggest(unknown[0], KEYS)]),
+            remedy=" ".join(f"{key}: {instead_of(key)}" for key in unknown),
         )
 
 
-def replaced(keys: Iterable[str]) -> list[str]:
-    """Return, for each key of another connector, what to do instead."""
-    found = [(key, BESIDE if key.startswith("lmcache") else REPLACED.get(key, "")) for key in keys]
-    return [f"{key}: {remedy}" for key, remedy in found if remedy]
+def instead_of(key: str) -> str:
+    """Return what to do instead of an unknown key: it is of another connector, or perhaps misspelt."""
+    meant = closest(key, KEYS)
+    guess = f"Did you mean {meant}?" if meant else "Remove it: it is none of those in docs/reference/config.md."
+    return BESIDE if key.startswith("lmcache") else REPLACED.get(key, guess)
 
 
 def model_name(model: str) -> str:

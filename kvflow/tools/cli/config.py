@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Struct, structs
 
 from kvflow.config import SECRETS, SETTINGS, VARIABLES, WorkerConfig
-from kvflow.errors import ConfigInvalid, KvflowError
+from kvflow.errors import ConfigInvalid, KvflowError, closest
+from kvflow.integrations.vllm import ALIAS, NAME
 from kvflow.integrations.vllm import settings as vllm
 from kvflow.tools.cli.arguments import CommandFailed, Subparsers, add_command, print_facts, print_json, read_file
 from kvflow.tools.doctor.facts import own_address
@@ -27,6 +28,23 @@ BY_ENGINE = "decided by the engine"
 OF_VLLM = {*vllm.FROM_ENGINE, "model", "model_revision", "model_dtype"}
 
 OWN_DEFAULTS = structs.asdict(vllm.OwnSettings())
+
+OF_TRANSFER = frozenset(
+    {
+        *("kv_connector", "kv_connector_module_path", "kv_connector_extra_config", "kv_role", "engine_id"),
+        *("kv_load_failure_policy", "kv_buffer_device", "kv_port", "enable_permute_local_kv"),
+    }
+)
+"""Keys of vLLM's ``--kv-transfer-config``, which refuses others."""
+
+MODULE = vllm.__name__.rpartition(".")[0]
+
+ONE_OF = {
+    "kv_connector": (NAME, ALIAS),
+    "kv_role": ("kv_producer", "kv_consumer", "kv_both"),
+    "kv_load_failure_policy": ("fail", "recompute"),
+}
+REQUIRED = {"kv_connector", "kv_role"}
 
 PREFIX = "KVFLOW_"
 OBSOLETE = {"KVFLOW_CALIBRATION": "Remove it: reads are staged without a file. staging_bytes 0 reads directly."}
@@ -65,13 +83,19 @@ class ConfigFigures(Struct, frozen=True, kw_only=True):
 
 
 class Given(Struct, frozen=True):
-    """Settings as a user gives them, and where."""
+    """Settings as a user gives them, and where.
+
+    ``transfer`` is vLLM's ``--kv-transfer-config`` with them, empty if it is not given; None if they are not of vLLM.
+    """
 
     values: Mapping[str, Any]
     source: str = ""
-    is_vllm: bool = False
-    kv_role: str = "kv_both"
-    load_failure_policy: str = ""  # unknown
+    transfer: Mapping[str, Any] | None = None
+
+    @property
+    def is_vllm(self) -> bool:
+        """Whether they are settings of the connector."""
+        return self.transfer is not None
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -102,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
     """Show the settings; 1 if something is wrong with them, 2 if the file cannot be read."""
     try:
         if options.from_nixl is not None:
-            return _convert(_vllm_object(options.from_nixl, "--from-nixl")[0])
+            return _convert(*_vllm_object(options.from_nixl, "--from-nixl")[:2])
         given = _given(options)
     except ConfigInvalid as error:
         raise CommandFailed(str(error)) from error
@@ -133,39 +157,47 @@ def _given(options: argparse.Namespace) -> Given:
         return Given(values, str(options.file))
     if options.vllm is None:
         return Given({})
-    found, source = _vllm_object(options.vllm, "--vllm")
-    extra = found["kv_connector_extra_config"]
-    policy = str(found.get("kv_load_failure_policy", "fail" if "kv_connector" in found else ""))
-    role = str(found.get("kv_role", "kv_both"))
-    return Given(extra, source, is_vllm=True, kv_role=role, load_failure_policy=policy)
+    transfer, extra, source = _vllm_object(options.vllm, "--vllm")
+    return Given(extra, source, transfer)
 
 
-def _vllm_object(given: str, flag: str) -> tuple[dict[str, Any], str]:
-    """Read vLLM's ``--kv-transfer-config``, or its ``kv_connector_extra_config`` alone; return it, and where it was."""
+def _vllm_object(given: str, flag: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Read vLLM's ``--kv-transfer-config``, or its ``kv_connector_extra_config`` alone.
+
+    Returns:
+        The former, empty if only the latter is given; the latter; and where they are from.
+    """
     is_text = given.lstrip().startswith("{")
     source = flag if is_text else given
     found = _object(given.encode() if is_text else read_file(Path(given), FILE_BYTES_MAX), source)
-    if "kv_connector_extra_config" not in found and "kv_connector" not in found:
-        return {"kv_connector_extra_config": found}, source
+    if not found.keys() & (OF_TRANSFER - vllm.FROM_ENGINE):
+        return {}, found, source
     extra = found.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
         raise ConfigInvalid(f"{source}: kv_connector_extra_config must be an object, not {type(extra).__name__}")
-    return found | {"kv_connector_extra_config": extra}, source
+    return found, extra, source
 
 
-def _convert(found: dict[str, Any]) -> int:
-    """Print the configuration of kvflow that replaces one of NixlConnector; on standard error, what is left out."""
-    if (connector := found.get("kv_connector", "NixlConnector")) != "NixlConnector":
-        raise ConfigInvalid(f"kv_connector is {connector!r}, not NixlConnector", remedy="Give a part with that one.")
-    given = {vllm.RENAMED.get(name, name): value for name, value in found["kv_connector_extra_config"].items()}
+def _convert(found: dict[str, Any], theirs: dict[str, Any]) -> int:
+    """Print the configuration of kvflow that replaces one of NixlConnector; on standard error, what is wrong with it.
+
+    Returns:
+        1 if something is dropped or wrong.
+    """
+    if (connector := found.get("kv_connector", ALIAS)) != ALIAS:
+        raise ConfigInvalid(f"kv_connector is {connector!r}, not {ALIAS}", remedy="Give a part with that one.")
+    given = {vllm.RENAMED.get(name, name): value for name, value in theirs.items()}
     extra = {name: value for name, value in given.items() if name in vllm.KEYS}
     if os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST"):
         port = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
         extra = {"bind": f"tcp://0.0.0.0:{port}", "advertise": f"tcp://{vllm.HOST}:{port}"} | extra
-    print_json(found | {"kv_connector": "KVFlowConnector", "kv_connector_extra_config": extra})
-    for name in sorted(given.keys() - extra.keys()):
-        print(*(vllm.replaced([name]) or [f"{name}: kvflow does not know it."]), file=sys.stderr)
-    return 0
+    converted = {**found, "kv_connector": NAME, "kv_connector_extra_config": extra}
+    print_json(converted)
+    wrong = [f"{name} is dropped. {vllm.instead_of(name)}" for name in sorted(given.keys() - extra.keys())]
+    wrong += [f"{fault.message}. {fault.remedy}" for fault in (_transfer_faults(converted) if found else ())]
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return int(bool(wrong))
 
 
 def _object(text: bytes, source: str) -> dict[str, Any]:
@@ -180,7 +212,8 @@ def _object(text: bytes, source: str) -> dict[str, Any]:
 
 def _faults(given: Given) -> Iterator[SettingProblem]:
     """Yield what is wrong with each setting alone: all of it, and not only the first."""
-    if given.is_vllm:
+    if given.transfer is not None:
+        yield from _transfer_faults(given.transfer) if given.transfer else ()
         try:
             vllm.check_keys(given.values)
         except ConfigInvalid as error:
@@ -197,10 +230,30 @@ def _faults(given: Given) -> Iterator[SettingProblem]:
             yield _finding(error)
 
 
+def _transfer_faults(transfer: Mapping[str, Any]) -> Iterator[SettingProblem]:
+    """Yield what vLLM would refuse of its ``--kv-transfer-config``, and a connector that is not kvflow's."""
+    if unknown := sorted(transfer.keys() - OF_TRANSFER):
+        inside = [name for name in unknown if name in vllm.KEYS]
+        remedy = f"Move {_listed(inside)} into kv_connector_extra_config." if inside else f"Remove {_listed(unknown)}."
+        yield _fault(f"vLLM knows no {_listed(unknown)} in --kv-transfer-config", remedy)
+    for name, known in ONE_OF.items():
+        value = transfer.get(name)
+        if value is None and name in REQUIRED:
+            yield _fault(f"{name} is missing", f"Set it to {_listed(known, 'or')}.")
+        elif value is not None and value not in known:
+            meant = closest(value, known)
+            remedy = f"Did you mean {meant}?" if meant else f"Set it to {_listed(known, 'or')}."
+            yield _fault(f"{name} is {value!r}, not {_listed(known, 'or')}", remedy)
+    if transfer.get("kv_connector") == ALIAS and transfer.get("kv_connector_module_path") != MODULE:
+        remedy = f"Set it to {NAME}, or set kv_connector_module_path to {MODULE}."
+        yield _fault(f"kv_connector is {ALIAS}, which is vLLM's own", remedy)
+
+
 def _resolved(given: Given) -> WorkerConfig:
-    if given.is_vllm:
-        policy = given.load_failure_policy
-        facts = vllm.EngineFacts(engine_id=PLACEHOLDER, kv_role=given.kv_role, load_failure_policy=policy)
+    if given.transfer is not None:
+        policy = str(given.transfer.get("kv_load_failure_policy", "fail" if given.transfer else ""))
+        role = str(given.transfer.get("kv_role", "kv_both"))
+        facts = vllm.EngineFacts(engine_id=PLACEHOLDER, kv_role=role, load_failure_policy=policy)
         config = vllm.read_settings(given.values, facts, own_address).worker
     else:
         config = WorkerConfig.read({"engine_id": PLACEHOLDER, **given.values} if not given.source else given.values)
@@ -226,6 +279,15 @@ def _misspelled() -> Iterator[SettingProblem]:
             yield _warning(f"the variable {name} is set, which kvflow no longer reads", OBSOLETE[name])
         elif not is_right and (meant := get_close_matches(name, known, n=1, cutoff=0.8)):
             yield _warning(f"the variable {name} is set, which kvflow does not read", f"Did you mean {meant[0]}?")
+
+
+def _listed(names: Iterable[str], word: str = "and") -> str:
+    *others, last = sorted(names)
+    return f"{', '.join(others)} {word} {last}" if others else last
+
+
+def _fault(message: str, remedy: str) -> SettingProblem:
+    return _finding(ConfigInvalid(message, remedy=remedy))
 
 
 def _finding(error: KvflowError) -> SettingProblem:

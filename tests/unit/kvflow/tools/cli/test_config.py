@@ -63,7 +63,7 @@ def test_the_environment_alone_is_enough(shown):
 
 def test_the_settings_of_vllm_are_those_of_the_connector(shown):
     given = {
-        "kv_connector": "KvflowConnector",
+        "kv_connector": "KVFlowConnector",
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {
             "bind": "tcp://0.0.0.0:7000",
@@ -81,6 +81,52 @@ def test_the_settings_of_vllm_are_those_of_the_connector(shown):
         assert status == 1
     (told,) = messages(figures)  # the role is not known of the settings alone
     assert told.startswith("offer is always, but kv_role is kv_both")
+
+
+WHOLE = {"kv_connector": "KVFlowConnector", "kv_role": "kv_producer"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "remedy"),
+    [
+        ({"kv_role": None}, "kv_role is missing", "Set it to kv_both, kv_consumer or kv_producer."),
+        ({"kv_role": "kv_prefill"}, "kv_role is 'kv_prefill', not kv_both", ""),
+        ({"kv_role": ["kv_both"]}, "kv_role is ['kv_both'], not kv_both", ""),
+        ({"kv_connector": None}, "kv_connector is missing", ""),
+        (
+            {"kv_connector": "KvflowConnector"},
+            "kv_connector is 'KvflowConnector', not",
+            "Did you mean KVFlowConnector?",
+        ),
+        ({"kv_connector": "MultiConnector"}, "kv_connector is 'MultiConnector', not", ""),
+        ({"kv_connector": "NixlConnector"}, "kv_connector is NixlConnector, which is vLLM's own", "Set it to KVFlow"),
+        ({"kv_load_failure_policy": "ignore"}, "kv_load_failure_policy is 'ignore', not fail or recompute", ""),
+        ({"bind": "tcp://127.0.0.1:1"}, "vLLM knows no bind in --kv-transfer-config", "Move bind into kv_connector_"),
+        ({"kv_rolle": 1, "x": 2}, "vLLM knows no kv_rolle and x in --kv-transfer-config", "Remove kv_rolle and x."),
+    ],
+)
+def test_what_vllm_would_refuse_around_the_settings_is_named(shown, change, message, remedy):
+    given = {name: value for name, value in (WHOLE | change).items() if value is not None}
+    status, _, figures = shown("--vllm", given)
+    assert status == 1
+    (found,) = figures["findings"]
+    assert (found["message"].startswith(message), found["code"]) == (True, "config_invalid")
+    assert found["remedy"].startswith(remedy)
+    assert found["remedy"]
+
+
+def test_the_name_for_routers_that_know_no_other_is_right_with_its_module(shown):
+    given = WHOLE | {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvflow.integrations.vllm"}
+    assert shown("--vllm", given)[0] == 0
+
+
+def test_each_unknown_key_has_its_own_suggestion(shown):
+    _, _, figures = shown("--vllm", WHOLE | {"kv_connector_extra_config": {"leese_s": 1, "ziel": 2, "num_threads": 3}})
+    (found,) = figures["findings"]
+    assert found["message"].endswith("an unknown setting: leese_s, num_threads, ziel")
+    assert "leese_s: Did you mean lease_s?" in found["remedy"]
+    assert "num_threads: Remove it: kvflow posts reads" in found["remedy"]
+    assert "ziel: Remove it: it is none of" in found["remedy"]
 
 
 def test_sources_are_checked_with_the_policy_beside_them(shown):
@@ -193,11 +239,11 @@ def test_a_configuration_of_nixl_connector_is_converted(capsys, monkeypatch):
     monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_HOST", raising=False)
     extra = {"kv_lease_duration": 60, "enable_cross_layers_blocks": True, "num_threads": 8, "backends": ["UCX"], "x": 1}
     given = {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
-    assert main(["config", "--from-nixl", json.dumps(given)]) == 0
+    assert main(["config", "--from-nixl", json.dumps(given)]) == 1
     printed, told = capsys.readouterr()
     kept = {"lease_s": 60, "enable_cross_layers_blocks": True}
     assert json.loads(printed) == given | {"kv_connector": "KVFlowConnector", "kv_connector_extra_config": kept}
-    assert [line.partition(":")[0] for line in told.splitlines()] == ["backends", "num_threads", "x"]
+    assert [line.partition(" is dropped. ")[0] for line in told.splitlines()] == ["backends", "num_threads", "x"]
     assert main(["config", "--vllm", printed]) == 0
 
 
@@ -210,6 +256,15 @@ def test_the_variables_of_nixl_connector_become_addresses(capsys, monkeypatch, p
     assert main(["config", "--from-nixl", "{}"]) == 0
     converted = json.loads(capsys.readouterr().out)["kv_connector_extra_config"]
     assert converted == {"bind": f"tcp://0.0.0.0:{expected}", "advertise": f"tcp://{{host}}:{expected}"}
+
+
+def test_a_configuration_is_converted_whole_or_the_status_says_so(capsys):
+    given = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+    for extra, status in (({}, 0), ({"kv_lease_duration": 9}, 0), ({"backend": ["UCX"]}, 1)):
+        assert main(["config", "--from-nixl", json.dumps(given | {"kv_connector_extra_config": extra})]) == status
+    assert capsys.readouterr().err.startswith("backend is dropped. ")
+    assert main(["config", "--from-nixl", json.dumps(given | {"kv_role": "kv_prefill"})]) == 1
+    assert "kv_role is 'kv_prefill', not kv_both, kv_consumer or kv_producer" in capsys.readouterr().err
 
 
 def test_a_configuration_of_another_connector_is_not_converted(capsys):
