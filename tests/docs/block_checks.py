@@ -150,7 +150,6 @@ CHECKS: dict[str, list[Check] | CheckedBy] = {
         Step(before="import kvflow", after=prepared.CONFIG_CHECKED),
         CheckedBy("tests/docs/test_monitor_page.py", "parses it"),
         Step(before=prepared.CACHE_MADE, after="REGISTRY.unregister(metrics)"),
-        CheckedBy("tests/docs/test_monitor_page.py", "parses it"),
         Step(before=prepared.WORKER_OPENED, after="assert ticket.grants[0].trace"),
         Step(),
     ],

@@ -1,18 +1,181 @@
 """The guide to monitoring asks for metrics that exist."""
 
 import re
+import shutil
+import subprocess
+from typing import get_args
 
+import pytest
 import yaml
 
+from kvflow.errors import FailureCode
+from kvflow.events import Outcome
 from kvflow.observability.metrics import METRICS
-from kvflow.report import PHASES
 
+from .alerts import ALERTS, GENERATED, RULES, rules, table
 from .pages import ROOT, fenced
 
 PAGE = "docs/howto/monitor.md"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 YAML = [yaml.safe_load(block.text) for block in fenced(PAGE) if block.language == "yaml"]
+VLLM_STATS = (ROOT / "kvflow/integrations/vllm/stats.py").read_text()
+VLLM_NAMES = re.findall(r'^    "?\w+"?: \(\s*"(\w+)"', VLLM_STATS, re.MULTILINE)
+VLLM_SERIES = {
+    f"vllm:kvflow_{name}{suffix}" for name in VLLM_NAMES for suffixes in SUFFIXES.values() for suffix in suffixes
+}
 SERIES = {name + suffix for name, described in METRICS.items() for suffix in SUFFIXES[described.kind]}
+
+
+def firing(kind, alert, labels, *series, minutes=120):
+    """Return promtool's test of an alert that fires with these labels alone; ``sick`` and ``well`` are both scraped."""
+    (rule,) = [each for each in yaml.safe_load(rules(kind))["groups"][0]["rules"] if each.get("alert") == alert]
+    return {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series],
+        "alert_rule_test": [
+            {
+                "eval_time": f"{minutes}m",
+                "alertname": alert,
+                "exp_alerts": [{"exp_labels": labels, "exp_annotations": rule["annotations"]}],
+            }
+        ],
+    }
+
+
+RISES, RESTS = "0+9x120", "9x120"
+STOPPED = "0+1x60 60x60"
+SLOWER = "0+1000x1400 1400010+10x60"
+SICK = {"instance": "sick"}
+FIRING = {
+    "worker": [
+        firing(
+            "worker",
+            "KvflowDown",
+            SICK | {"job": "kvflow"},
+            ('up{job="kvflow", instance="sick"}', "0x120"),
+            ('up{job="kvflow", instance="well"}', "1x120"),
+        ),
+        firing(
+            "worker",
+            "KvflowTransfersFail",
+            SICK | {"code": "peer_lost"},
+            ('kvflow_failed_pulls_total{instance="sick", code="peer_lost", peer="p"}', RISES),
+            ('kvflow_failed_pulls_total{instance="well", code="transfer_cancelled", peer="p"}', RISES),
+            ('kvflow_failed_pulls_total{instance="well", code="peer_lost", peer="p"}', RESTS),
+        ),
+        firing(
+            "worker",
+            "KvflowPromptsNotRead",
+            SICK,
+            ('kvflow_ended_leases_total{instance="sick", outcome="unread"}', RISES),
+            ('kvflow_ended_leases_total{instance="well", outcome="released"}', RISES),
+        ),
+        firing(
+            "worker",
+            "KvflowNothingTransferred",
+            SICK,
+            ('kvflow_pull_bytes_count{instance="sick", peer="p"}', STOPPED),
+            ('kvflow_pull_bytes_count{instance="well", peer="p"}', RISES),
+            ('kvflow_pull_bytes_count{instance="rests", peer="p"}', STOPPED),
+            ('kvflow_pulls_in_flight{instance="sick"}', "3x120"),
+            ('kvflow_pulls_in_flight{instance="well"}', "3x120"),
+            ('kvflow_pulls_in_flight{instance="rests"}', "0x120"),
+        ),
+        firing(
+            "worker",
+            "KvflowBlocksInQuarantine",
+            SICK,
+            ('kvflow_quarantined_blocks{instance="sick"}', RESTS),
+            ('kvflow_quarantined_blocks{instance="well"}', "9x110 0x10"),
+        ),
+        firing(
+            "worker",
+            "KvflowPullsTakeLong",
+            {"peer": "sick"},
+            *[
+                (f'kvflow_pull_seconds_bucket{{instance="i", peer="{peer}", le="{le}"}}', values)
+                for peer, first in (("sick", "0x120"), ("well", RISES))
+                for le, values in (("5", first), ("10", RISES), ("+Inf", RISES))
+            ],
+        ),
+        firing(
+            "worker",
+            "KvflowReadsSlowly",
+            {"peer": "sick"},
+            ('kvflow_pull_bytes_sum{peer="sick"}', SLOWER),
+            ('kvflow_pull_bytes_sum{peer="well"}', "0+1000x1460"),
+            *[(f'kvflow_pull_seconds_sum{{peer="{peer}"}}', "0+1x1460") for peer in ("sick", "well")],
+            minutes=1455,
+        ),
+    ],
+    "vllm": [
+        firing(
+            "vllm",
+            "KvflowDown",
+            SICK | {"job": "vllm"},
+            ('up{job="vllm", instance="sick"}', "0x120"),
+            ('up{job="vllm", instance="well"}', "1x120"),
+        ),
+        firing(
+            "vllm",
+            "KvflowTransfersFail",
+            SICK | {"code": "peer_lost"},
+            ('vllm:kvflow_failed_transfers_total{instance="sick", code="peer_lost", engine="0"}', RISES),
+            ('vllm:kvflow_failed_transfers_total{instance="well", code="transfer_cancelled", engine="0"}', RISES),
+        ),
+        firing(
+            "vllm",
+            "KvflowPromptsNotRead",
+            SICK,
+            ('vllm:kvflow_leases_ended_total{instance="sick", outcome="expired"}', RISES),
+            ('vllm:kvflow_leases_ended_total{instance="well", outcome="released"}', RISES),
+        ),
+        firing(
+            "vllm",
+            "KvflowNothingTransferred",
+            SICK,
+            ('vllm:kvflow_transfer_bytes_count{instance="sick"}', STOPPED),
+            ('vllm:kvflow_transfer_bytes_count{instance="well"}', RISES),
+            ('vllm:num_requests_running{instance="sick"}', "3x120"),
+            ('vllm:num_requests_running{instance="well"}', "3x120"),
+        ),
+        firing(
+            "vllm",
+            "KvflowSourceLate",
+            SICK,
+            ('vllm:kvflow_prefixes_total{instance="sick", outcome="late"}', "0+5x120"),
+            ('vllm:kvflow_prefixes_total{instance="sick", outcome="held"}', "0+5x120"),
+            ('vllm:kvflow_prefixes_total{instance="well", outcome="late"}', "0+1x120"),
+            ('vllm:kvflow_prefixes_total{instance="well", outcome="held"}', "0+9x120"),
+        ),
+        firing(
+            "vllm",
+            "KvflowDefect",
+            SICK | {"method": "build_connector_meta"},
+            ('vllm:kvflow_defects_total{instance="sick", method="build_connector_meta"}', RISES),
+            ('vllm:kvflow_defects_total{instance="well", method="build_connector_meta"}', RESTS),
+        ),
+        firing(
+            "vllm",
+            "KvflowPullsTakeLong",
+            SICK,
+            *[
+                (f'vllm:kvflow_transfer_seconds_bucket{{instance="{instance}", le="{le}"}}', values)
+                for instance, first in (("sick", "0x120"), ("well", RISES))
+                for le, values in (("5", first), ("10", RISES), ("+Inf", RISES))
+            ],
+        ),
+        firing(
+            "vllm",
+            "KvflowReadsSlowly",
+            SICK,
+            ('vllm:kvflow_transfer_bytes_sum{instance="sick"}', SLOWER),
+            ('vllm:kvflow_transfer_bytes_sum{instance="well"}', "0+1000x1460"),
+            *[(f'vllm:kvflow_transfer_seconds_sum{{instance="{each}"}}', "0+1x1460") for each in ("sick", "well")],
+            minutes=1455,
+        ),
+    ],
+}
 
 
 def test_every_query_asks_for_a_metric_that_exists():
@@ -29,16 +192,46 @@ def test_the_configuration_of_prometheus_is_read():
     assert job["static_configs"] == [{"targets": ["127.0.0.1:9400"]}]
 
 
-def test_alerts_ask_for_series_labels_and_phases_that_exist():
-    (group,) = next(read for read in YAML if "groups" in read)["groups"]
-    recorded = {rule["record"] for rule in group["rules"] if "record" in rule}
-    assert [rule.get("alert", "") for rule in group["rules"]] == ["KvflowPullsTakeLong", "", "KvflowPeerReadSlowly"]
-    for rule in group["rules"]:
-        query = rule["expr"]
-        names = set(re.findall(r"\bkvflow[_:]\w+", query))
-        assert names
-        assert names <= SERIES | recorded
-        assert query.count("(") == query.count(")")
-        for labels, name in re.findall(r"\bby \(([^)]*)\) \(rate\((kvflow_\w+)", query):
-            assert set(labels.split(", ")) - {"le"} <= set(METRICS[re.sub(r"_(bucket|sum)$", "", name)].labels)
-        assert {phase for given in re.findall(r'phase=~"([^"]*)"', query) for phase in given.split("|")} <= {*PHASES}
+def test_the_rules_and_their_table_are_those_of_the_source():
+    for kind in ("worker", "vllm"):
+        assert (RULES / f"{kind}.yaml").read_text() == rules(kind), "run make docs"
+    assert GENERATED.search((ROOT / PAGE).read_text())[0] == table(), "run make docs"
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule.name)
+def test_alerts_ask_for_series_and_labels_that_exist(rule):
+    recorded = {each.name for each in ALERTS if not each.says}
+    names = set(re.findall(r"(?<!vllm:)\bkvflow[_:]\w+", rule.worker))
+    assert names <= SERIES | recorded
+    names |= set(re.findall(r"\bvllm:kvflow_\w+|\bkvflow:\w+", rule.vllm))
+    assert names <= SERIES | VLLM_SERIES | recorded
+    assert names or "up{" in rule.worker
+    for query in (rule.worker, rule.vllm):
+        for labels, name in re.findall(r"\bby \(([^)]*)\) \((?:\w+\()?(kvflow_\w+)", query):
+            known = {"instance", "le", *METRICS[re.sub(r"_(total|bucket|sum|count)$", "", name)].labels}
+            assert set(labels.split(", ")) <= known
+    for code in re.findall(r'code!="(\w+)"', rule.worker + rule.vllm):
+        assert code in {*FailureCode}
+    for outcomes in re.findall(r'outcome=~"([^"]+)"', rule.worker + rule.vllm):
+        assert set(outcomes.split("|")) <= set(get_args(Outcome))
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt install prometheus")
+def test_promtool_accepts_the_rules():
+    files = [str(RULES / f"{kind}.yaml") for kind in ("worker", "vllm")]
+    checked = subprocess.run(["promtool", "check", "rules", *files], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    assert checked.stdout.count("SUCCESS") == 2
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt install prometheus")
+def test_alerts_fire_for_what_they_are_for_and_not_without_it(tmp_path):
+    """Each alert of workers and of vLLM, on series that the test makes up: one that is wrong, and one that is well."""
+    for kind in ("worker", "vllm"):
+        given = {"rule_files": [str(RULES / f"{kind}.yaml")], "evaluation_interval": "1m", "tests": FIRING[kind]}
+        path = tmp_path / f"{kind}.yaml"
+        path.write_text(yaml.safe_dump(given))
+        checked = subprocess.run(["promtool", "test", "rules", path], capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+    alerts = {test["alert_rule_test"][0]["alertname"] for kind in FIRING for test in FIRING[kind]}
+    assert alerts == {rule.name for rule in ALERTS if rule.says}
