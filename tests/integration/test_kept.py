@@ -31,7 +31,7 @@ FEW = 3
 ENOUGH = 30_000
 """Fetches after which a run without the fence must have shown them."""
 
-pytestmark = [pytest.mark.nixl, pytest.mark.processes, pytest.mark.timeout(1800), pytest.mark.usefixtures("few_words")]
+pytestmark = [pytest.mark.nixl, pytest.mark.processes, pytest.mark.timeout(7200), pytest.mark.usefixtures("few_words")]
 
 
 async def fetch_all(transport, enough, environment=PRODUCTION):

@@ -39,7 +39,7 @@ PROGRAMS = {
 EXPORTED = ("KVFLOW_CLUSTER_SECRET", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE")
 """Variables that the page exports."""
 
-PATIENCE = {"lease_s": 300, "handshake_s": ANSWER_S, "fence_s": ANSWER_S, "wire_s": ANSWER_S}
+PATIENCE = {"lease_s": 300, "connect_s": 10, "handshake_s": ANSWER_S, "fence_s": ANSWER_S, "wire_s": ANSWER_S}
 """Settings that the page leaves as they are: on a busy machine a step of a tiny model takes seconds."""
 
 
