@@ -37,6 +37,9 @@ OF_TRANSFER = frozenset(
 )
 """Keys of vLLM's ``--kv-transfer-config``, which refuses others."""
 
+OF_OLDER = frozenset({"kv_buffer_size", "kv_ip", "kv_parallel_size", "kv_rank"})
+"""Keys that vLLM knew until 0.31, and that mean nothing to kvflow."""
+
 MODULE = vllm.__name__.rpartition(".")[0]
 
 ONE_OF = {
@@ -232,7 +235,11 @@ def _faults(given: Given) -> Iterator[SettingProblem]:
 
 def _transfer_faults(transfer: Mapping[str, Any]) -> Iterator[SettingProblem]:
     """Yield what vLLM would refuse of its ``--kv-transfer-config``, and a connector that is not kvflow's."""
-    if unknown := sorted(transfer.keys() - OF_TRANSFER):
+    if older := sorted(transfer.keys() & OF_OLDER):
+        yield _warning(
+            f"vLLM 0.32 refuses {_listed(older)}, which releases before it take", "Remove it: kvflow has no use for it."
+        )
+    if unknown := sorted(transfer.keys() - OF_TRANSFER - OF_OLDER):
         inside = [name for name in unknown if name in vllm.KEYS]
         remedy = f"Move {_listed(inside)} into kv_connector_extra_config." if inside else f"Remove {_listed(unknown)}."
         yield _fault(f"vLLM knows no {_listed(unknown)} in --kv-transfer-config", remedy)

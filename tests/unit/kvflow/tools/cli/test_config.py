@@ -102,6 +102,11 @@ WHOLE = {"kv_connector": "KVFlowConnector", "kv_role": "kv_producer"}
         ({"kv_connector": "NixlConnector"}, "kv_connector is NixlConnector, which is vLLM's own", "Set it to KVFlow"),
         ({"kv_load_failure_policy": "ignore"}, "kv_load_failure_policy is 'ignore', not fail or recompute", ""),
         ({"bind": "tcp://127.0.0.1:1"}, "vLLM knows no bind in --kv-transfer-config", "Move bind into kv_connector_"),
+        (
+            {"kv_rank": 0, "kv_ip": "::1"},
+            "vLLM 0.32 refuses kv_ip and kv_rank, which releases before it take",
+            "Remove",
+        ),
         ({"kv_rolle": 1, "x": 2}, "vLLM knows no kv_rolle and x in --kv-transfer-config", "Remove kv_rolle and x."),
     ],
 )
