@@ -40,15 +40,10 @@ class Rule:
     wait: str = "5m"
 
 
-def transferred(series: str, window: str) -> str:
-    """Return the query for what an instance has transferred in a window."""
-    return f"sum by (instance) (increase({series}[{window}]))"
-
-
-def idle(series: str, asked: str) -> str:
-    """Return the query for an instance that is asked for something, and has transferred today, but not lately."""
-    lately, today = transferred(series, "15m"), transferred(series, "1d")
-    return f"({lately} == 0) and ({today} > 0) and ({asked} > 0)"
+def idle(total: str, series: str, asked: str) -> str:
+    """Return the query for a total that is asked for something, and has transferred today, but not lately."""
+    lately, today = (f"{total} (increase({series}[{window}]))" for window in ("15m", "1d"))
+    return f"({lately} == 0) and ({today} > 0) and ({total} ({asked}) > 0)"
 
 
 ALERTS = (
@@ -76,10 +71,11 @@ ALERTS = (
     ),
     Rule(
         "KvflowNothingTransferred",
-        "An engine that has transferred today is busy, and has transferred nothing for 15 minutes.",
+        "Bytes were transferred today, but none for 15 minutes, though prompts were offered "
+        "(vLLM: though this engine was busy).",
         "[Requests succeed, and nothing is transferred](debug.md#requests-succeed-and-nothing-is-transferred).",
-        worker=idle("kvflow_pull_bytes_count", "sum by (instance) (kvflow_pulls_in_flight)"),
-        vllm=idle("vllm:kvflow_transfer_bytes_count", "sum by (instance) (vllm:num_requests_running)"),
+        worker=idle("sum", "kvflow_pull_bytes_count", "increase(kvflow_ended_leases_total[15m])"),
+        vllm=idle("sum by (instance)", "vllm:kvflow_transfer_bytes_count", "vllm:num_requests_running"),
         wait="10m",
     ),
     Rule(

@@ -27,7 +27,10 @@ SERIES = {name + suffix for name, described in METRICS.items() for suffix in SUF
 
 
 def firing(kind, alert, labels, *series, minutes=120):
-    """Return promtool's test of an alert that fires with these labels alone; ``sick`` and ``well`` are both scraped."""
+    """Return promtool's test of an alert that fires with these labels alone, or does not fire: None.
+
+    ``sick`` and ``well`` are both scraped.
+    """
     (rule,) = [each for each in yaml.safe_load(rules(kind))["groups"][0]["rules"] if each.get("alert") == alert]
     return {
         "interval": "1m",
@@ -36,7 +39,9 @@ def firing(kind, alert, labels, *series, minutes=120):
             {
                 "eval_time": f"{minutes}m",
                 "alertname": alert,
-                "exp_alerts": [{"exp_labels": labels, "exp_annotations": rule["annotations"]}],
+                "exp_alerts": []
+                if labels is None
+                else [{"exp_labels": labels, "exp_annotations": rule["annotations"]}],
             }
         ],
     }
@@ -73,13 +78,18 @@ FIRING = {
         firing(
             "worker",
             "KvflowNothingTransferred",
-            SICK,
-            ('kvflow_pull_bytes_count{instance="sick", peer="p"}', STOPPED),
-            ('kvflow_pull_bytes_count{instance="well", peer="p"}', RISES),
-            ('kvflow_pull_bytes_count{instance="rests", peer="p"}', STOPPED),
-            ('kvflow_pulls_in_flight{instance="sick"}', "3x120"),
-            ('kvflow_pulls_in_flight{instance="well"}', "3x120"),
-            ('kvflow_pulls_in_flight{instance="rests"}', "0x120"),
+            {},  # of all workers together: those that read have no pull, and those that are read from have leases
+            ('kvflow_pull_bytes_count{instance="decode-0", peer="p"}', STOPPED),
+            ('kvflow_pull_bytes_count{instance="decode-1", peer="p"}', STOPPED),
+            ('kvflow_ended_leases_total{instance="prefill-0", outcome="expired"}', RISES),
+        ),
+        firing(
+            "worker",
+            "KvflowNothingTransferred",
+            None,
+            ('kvflow_pull_bytes_count{instance="decode-0", peer="p"}', STOPPED),
+            ('kvflow_pull_bytes_count{instance="decode-1", peer="p"}', RISES),
+            ('kvflow_ended_leases_total{instance="prefill-0", outcome="released"}', RISES),
         ),
         firing(
             "worker",
