@@ -21,6 +21,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, TextIO
 
@@ -34,49 +35,59 @@ admitted, has fewer, and the fence has one."""
 class Gate:
     """Holds one post of NIXL's, so that a read is in the middle for as long as a test likes.
 
-    Thread: any; whichever thread posts is the one that is held.
+    Nobody waits in it: until the gate opens, a read that is held is one that takes long. Thread: any.
     """
 
     def __init__(self) -> None:
         self._at = ""
         self._tell: Callable[[], None] | None = None
         self._data_seen = False
+        self._is_open = False
         self._descriptors: dict[Any, int] = {}
-        self._open: queue.SimpleQueue[None] = queue.SimpleQueue()  # a signal may interrupt its own handler in ``put``
+        self._held: dict[Any, Callable[[], Any]] = {}
 
     def watch(self) -> None:
         """See every read from now on; NIXL may not be loaded yet."""
         from nixl_cu12 import _bindings
 
         agent = _bindings.nixlAgent
-        make, post = agent.makeXferReq, agent.postXferReq
+        make, post, poll = agent.makeXferReq, agent.postXferReq, agent.getXferStatus
 
         def made(self_: Any, operation: Any, local: Any, indices: Any, *rest: Any, **named: Any) -> Any:
             handle = make(self_, operation, local, indices, *rest, **named)
             self._descriptors[handle] = len(indices)
+            self._held.pop(handle, None)  # of a read that was given up
             return handle
 
         def posted(self_: Any, handle: Any, *rest: Any, **named: Any) -> Any:
-            self._pass(self._descriptors.get(handle, 0))
-            return post(self_, handle, *rest, **named)
+            if (tell := self._holder(self._descriptors.get(handle, 0))) is None:
+                return post(self_, handle, *rest, **named)
+            self._held[handle] = partial(post, self_, handle, *rest, **named)
+            tell()
+            return _bindings.NIXL_IN_PROG
 
-        agent.makeXferReq, agent.postXferReq = made, posted
-        signal.signal(signal.SIGUSR1, lambda *_: self._open.put(None))
+        def polled(self_: Any, handle: Any) -> Any:
+            if handle not in self._held:
+                return poll(self_, handle)
+            return self._held.pop(handle)() if self._is_open else _bindings.NIXL_IN_PROG
+
+        agent.makeXferReq, agent.postXferReq, agent.getXferStatus = made, posted, polled
+        signal.signal(signal.SIGUSR1, lambda *_: setattr(self, "_is_open", True))
 
     def hold(self, at: str, tell: Callable[[], None]) -> None:
         """Hold the next post of this kind, and call ``tell`` when there it is."""
-        self._open = queue.SimpleQueue()
+        self._is_open = False
         self._at, self._data_seen, self._tell = at, False, tell
 
-    def _pass(self, descriptors: int) -> None:
+    def _holder(self, descriptors: int) -> Callable[[], None] | None:
+        """Return what to call if this post is the one to hold."""
         is_data = descriptors >= DATA_DESCRIPTORS_MIN
         awaited = is_data if self._at == "data" else self._data_seen and not is_data
         self._data_seen |= is_data
-        if self._tell is None or not awaited:
-            return
+        if not awaited:
+            return None
         tell, self._tell = self._tell, None
-        tell()
-        self._open.get()
+        return tell
 
 
 class Served(engine_process.Served):
