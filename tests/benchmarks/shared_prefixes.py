@@ -8,6 +8,7 @@ computed whole. ``steps`` times every step of one engine, in pairs of rounds tha
 what its requests leave. Its cache is so small that it reuses all of it::
 
     .venv-vllm/bin/python -m tests.benchmarks.shared_prefixes turns --rounds 15
+    .venv-vllm/bin/python -m tests.benchmarks.shared_prefixes turns --model llama-long --prefix 32000 --whole-rounds 1
     .venv-vllm/bin/python -m tests.benchmarks.shared_prefixes steps --rounds 40
 """
 
@@ -25,7 +26,7 @@ from typing import Any
 
 from kvflow.tools.bench import quantile
 from tests.vllm import engine_process
-from tests.vllm.chats import TOKENS_MAX, Chats, Kind
+from tests.vllm.chats import Chats, Kind
 from tests.vllm.clients import client_of
 from tests.vllm.engines import ANSWER_S, OUT, Engine, Nursery, Options, free_port
 from tests.vllm.howto import PREFILL_PORT
@@ -47,6 +48,9 @@ CONFIGS["two-layers"] = (
     },
 )
 """Two of the 32 layers of a model of eight billion weights."""
+LONG_CONTEXT = 1 << 17
+CONFIGS["llama-long"] = (CONFIGS["llama-chat"][0], CONFIGS["llama-chat"][1] | {"max_position_embeddings": LONG_CONTEXT})
+"""Computes a prompt of 32,000 tokens within minutes."""
 
 PREFIX, NEW = 2240, 150  # tokens of turn six of the chat of tests/vllm/test_prefixes.py: held, and new
 BLOCK = 32
@@ -56,8 +60,6 @@ FETCHED, CACHED, ALONE, WHOLE = (
     "its new tokens alone",
     "turn six, computed whole",
 )
-
-WHOLE_ROUNDS = 3  # in which it is computed whole, too: that takes the longest
 
 REQUESTS = 16  # of a round of steps
 KEEPER = Options(
@@ -71,11 +73,23 @@ KEEPER = Options(
 
 
 class Turns(Chats):
-    """One prefill engine that asks, one decode engine that keeps, and a proxy."""
+    """One prefill engine that asks, one decode engine that keeps, and a proxy.
+
+    Args:
+        kind: of the engines.
+        model: its folder.
+        folder: for logs and records.
+        prefix: tokens that are kept of the chat.
+        whole_rounds: first rounds in which the turn is computed whole, too: that takes the longest.
+    """
+
+    def __init__(self, kind: Kind, model: Path, folder: Path, prefix: Sequence[int], whole_rounds: int) -> None:
+        super().__init__(kind, model, folder)
+        self.prefix, self.whole_rounds = prefix, whole_rounds
 
     def start(self) -> Sequence[Server]:
         """See ``Together.start``."""
-        self.keeping_flags = flags = f" --block-size {BLOCK} --max-model-len {TOKENS_MAX}"
+        self.keeping_flags = flags = f" --block-size {BLOCK} --max-model-len {len(self.prefix) + 2 * NEW}"
         self.start_keeping()
         self.prefill = self.start_asking("prefill", self.ports[PREFILL_PORT], flags)
         port, proxy = free_port(), f"kvflow proxy --prefill {self.prefill.url} --decode {self.decode.url}"
@@ -105,14 +119,15 @@ class Turns(Chats):
         with urllib.request.urlopen(f"{self.prefill.url}/reset_prefix_cache", data=b"", timeout=ANSWER_S):
             pass
 
-    def turn_six(self, prefix: Sequence[int], number: int) -> dict[str, float]:
+    def turn_six(self, number: int) -> dict[str, float]:
         """Return the seconds to the first token, by what is measured."""
         self.forget()
         took = {}
         names = ((FETCHED, CACHED, ALONE), (ALONE, FETCHED, CACHED))[number % 2]
-        for name in (*names, WHOLE) if number <= WHOLE_ROUNDS else names:
+        for name in (*names, WHOLE) if 0 < number <= self.whole_rounds else names:
             new = prompt_of(NEW, f"{name} {number}")
-            prompt = {ALONE: new, WHOLE: [*prompt_of(PREFIX, f"whole {number}"), *new]}.get(name, [*prefix, *new])
+            other = prompt_of(len(self.prefix), f"whole {number}") if name == WHOLE else self.prefix
+            prompt = new if name == ALONE else [*other, *new]
             took[name] = self.first_token_s(self.proxy, prompt)
         return took
 
@@ -163,12 +178,16 @@ class Served(engine_process.Served):
 def measure_turns(chosen: argparse.Namespace) -> None:
     """Print times to first tokens, and their ratios."""
     kind, model = Kind(chosen.model, BLOCK, BLOCK), make(chosen.model, OUT / "models")
-    with tempfile.TemporaryDirectory() as folder, Turns(kind, model, Path(folder)) as turns:
-        prefix = prompt_of(PREFIX, "so far")
-        turns.first_token_s(turns.decode, [*prefix, *prompt_of(BLOCK, "kept")])
-        rounds = [turns.turn_six(prefix, number) for number in range(chosen.rounds + 1)][1:]  # the first one warms up
+    prefix = prompt_of(chosen.prefix, "so far")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Turns(kind, model, Path(folder), prefix, chosen.whole_rounds) as turns,
+    ):
+        computed_s = turns.first_token_s(turns.decode, [*prefix, *prompt_of(BLOCK, "kept")])
+        print(f"the decode engine has computed {len(prefix)} tokens in {computed_s:.1f} s", flush=True)
+        rounds = [turns.turn_six(number) for number in range(chosen.rounds + 1)][1:]  # the first one warms up
         records = [each for each in turns.records("prefill") if each["event"] == "prefix.fetched"]
-        assert [each["tokens"] for each in records] == [PREFIX] * (chosen.rounds + 1)
+        assert [each["tokens"] for each in records] == [len(prefix)] * (chosen.rounds + 1)
     for name in (FETCHED, CACHED, ALONE, WHOLE):
         show(f"{name}, ms", [1e3 * each[name] for each in rounds if name in each])
     for name, other in ((FETCHED, ALONE), (CACHED, ALONE), (FETCHED, CACHED), (WHOLE, FETCHED)):
@@ -230,7 +249,11 @@ def show(name: str, values: Sequence[float]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.shared_prefixes", description=__doc__)
     parser.add_argument("what", choices=("turns", "steps"))
-    parser.add_argument("--model", choices=("two-layers", "llama-chat"), default="two-layers", help="of turns")
+    parser.add_argument(
+        "--model", choices=("two-layers", "llama-chat", "llama-long"), default="two-layers", help="of turns"
+    )
+    parser.add_argument("--prefix", type=int, default=PREFIX, help=f"tokens of the chat so far, in blocks of {BLOCK}")
+    parser.add_argument("--whole-rounds", type=int, default=3, help="in which the turn is computed whole, too")
     parser.add_argument("--answers", type=int, default=60, help="mean tokens of an answer, of steps")
     parser.add_argument("--rounds", type=int, default=15)
     chosen = parser.parse_args()
