@@ -53,6 +53,8 @@ WhyNot = Callable[[Identity], str]
 BACKOFF_S_MIN = 0.02  # a listener that is being replaced needs about as long
 BACKOFF_S_MAX = 0.25  # several attempts fit into ``Limits.connect_s``
 
+TURN_S_MAX = 0.1  # that a client which dials waits at once: what a turn takes beyond it, the event loop has stood still
+
 CUTS_MAX = 2
 """Connections in a row that end within ZeroMQ's handshake without a reason. One may be a process that died; two mean
 that the server cannot decrypt."""
@@ -168,11 +170,19 @@ class _Attempt:
                 self.driver.lost("the server hung up or died")
 
     async def wait_outcome(self, connect_until_s: float) -> PeerReady | LinkEvent | Ending | None:
-        """Wait for the outcome; None if the TCP connection was neither accepted nor refused in time."""
-        budget_s = max(0.0, connect_until_s - self._now())
+        """Wait for the outcome; None if the TCP connection was neither accepted nor refused in time.
+
+        An event loop that stands still, such as while an engine compiles, sees no answer: that time does not count.
+        """
+        left_s = max(0.0, connect_until_s - self._now())
         awaited = (self._accepted, self.outcome)
-        done, _ = await asyncio.wait(awaited, timeout=budget_s, return_when=asyncio.FIRST_COMPLETED)
-        return await self.outcome if done else None
+        while True:
+            since_s, turn_s = self._now(), min(left_s, TURN_S_MAX)
+            done, _ = await asyncio.wait(awaited, timeout=turn_s, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return await self.outcome
+            if (left_s := left_s - min(turn_s, self._now() - since_s)) <= 0.0:
+                return None
 
     async def ask(self, *, report: bool) -> PingAnswered:
         answered = self._answered = asyncio.get_running_loop().create_future()

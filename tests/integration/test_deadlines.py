@@ -1,12 +1,17 @@
 """Each phase of a pull has a budget of its own, and the error says which one was used up."""
 
+import asyncio
 import socket
+import time
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 
 import kvflow
+from handshake.sockets import DialedChannel
 from kvflow import errors
+from tests.unit.handshake.helpers import PATIENT, connected, serving
 
 from .consuming import works
 from .producing import SECRET
@@ -73,3 +78,17 @@ async def test_an_admission_that_does_not_come(near_world):
         assert (caught.value.phase, caught.value.quarantined) == ("fence", False)
         consumer.at_rest()
         await works(producer, consumer, at_last=True)
+
+
+async def test_time_in_which_the_event_loop_stands_still_is_not_the_servers(monkeypatch):
+    dial = DialedChannel.dial
+
+    def stall_and_dial(channel):  # as if all threads of the process had stood still
+        time.sleep(0.5)
+        dial(channel)
+
+    monkeypatch.setattr(
+        DialedChannel, "dial", lambda channel: asyncio.get_running_loop().call_soon(stall_and_dial, channel)
+    )
+    async with serving() as server, connected(server.endpoint, limits=msgspec.structs.replace(PATIENT, connect_s=0.2)):
+        pass
