@@ -15,7 +15,7 @@ from .test_monitor_page import SERIES
 
 DOCKER = ROOT / "docker"
 GRAFANA = DOCKER / "grafana"
-DASHBOARD = json.loads((GRAFANA / "dashboards" / "kvflow.json").read_text())
+DASHBOARD = json.loads((GRAFANA / "dashboards" / "worker.json").read_text())
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
 QUERIES = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
 OF_TARGETS = {"instance", "job", "le"}
