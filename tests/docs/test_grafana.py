@@ -1,4 +1,4 @@
-"""The dashboard, the configuration of Prometheus and the Compose file fit each other and the metrics of a worker."""
+"""The dashboards, the configuration of Prometheus and the Compose file fit each other and the metrics."""
 
 import json
 import re
@@ -10,36 +10,51 @@ from kvflow.config import WorkerConfig
 from kvflow.observability.metrics import METRICS
 from kvflow.tools.demo.__main__ import build_parser
 
+from .dashboards import DASHBOARDS, dashboard
 from .pages import ROOT
-from .test_monitor_page import SERIES
+from .test_monitor_page import PAGE, SERIES, VLLM_METRICS, VLLM_SERIES, described
 
 DOCKER = ROOT / "docker"
 GRAFANA = DOCKER / "grafana"
-DASHBOARD = json.loads((GRAFANA / "dashboards" / "worker.json").read_text())
+KINDS = {kind: json.loads((DASHBOARDS / f"{kind}.json").read_text()) for kind in ("worker", "vllm")}
+PANELS = [
+    pytest.param(kind, panel, id=f"{kind}: {panel['title']}") for kind in KINDS for panel in KINDS[kind]["panels"]
+]
+METRIC = r"(?:vllm:)?\bkvflow_\w+"
+KNOWN_SERIES = {"worker": SERIES, "vllm": VLLM_SERIES}
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
-QUERIES = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
 OF_TARGETS = {"instance", "job", "le"}
 """Labels that Prometheus adds to every series, and that of a bucket."""
 
 
-def described(series):
-    """Return the metric that a series belongs to."""
-    return METRICS[series if series in METRICS else re.sub(r"_(total|bucket|sum|count)$", "", series)]
+def queries(kind):
+    """Return all queries of a dashboard."""
+    return [target["expr"] for panel in KINDS[kind]["panels"] for target in panel["targets"]]
 
 
-@pytest.mark.parametrize(("title", "query"), QUERIES)
-def test_every_query_asks_for_series_and_labels_that_exist(title, query):
-    names = set(re.findall(r"\bkvflow_\w+", query))
-    assert names, title
-    assert names <= SERIES
-    for labels, name in re.findall(r"\bby \(([^)]*)\) \((?:rate\()?(kvflow_\w+)", query):
-        assert set(labels.replace(" ", "").split(",")) <= {*OF_TARGETS, *described(name).labels}
-    assert query.count("(") == query.count(")")
-    assert query.count("{") == query.count("}")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_dashboard_is_that_of_the_source_and_the_page_names_it(kind):
+    assert (DASHBOARDS / f"{kind}.json").read_text() == dashboard(kind), "run make docs"
+    assert f"(`{kind}.json`" in (ROOT / PAGE).read_text()
+    (variable,) = [each for each in KINDS[kind]["templating"]["list"] if each["name"] == "instance"]
+    assert re.findall(METRIC, variable["query"]["query"])[0] in KNOWN_SERIES[kind]
 
 
-@pytest.mark.parametrize("panel", DASHBOARD["panels"], ids=lambda panel: panel["title"])
-def test_every_panel_has_what_grafana_needs(panel):
+@pytest.mark.parametrize(("kind", "panel"), PANELS)
+def test_every_query_asks_for_series_and_labels_that_exist(kind, panel):
+    for query in (target["expr"] for target in panel["targets"]):
+        names = re.findall(METRIC, query)
+        assert names
+        assert set(names) <= KNOWN_SERIES[kind]
+        assert query.count('{instance=~"$instance"}') == len(names)
+        for labels, name in re.findall(rf"\bby \(([^)]*)\) \((?:rate\()?({METRIC})", query):
+            assert set(labels.replace(" ", "").split(",")) <= {*OF_TARGETS, *described(name).labels}
+        assert query.count("(") == query.count(")")
+        assert query.count("{") == query.count("}")
+
+
+@pytest.mark.parametrize(("kind", "panel"), PANELS)
+def test_every_panel_has_what_grafana_needs(kind, panel):
     assert panel["description"].endswith(".")
     assert panel["fieldConfig"]["defaults"]["unit"]
     assert [target["refId"] for target in panel["targets"]] == sorted({target["refId"] for target in panel["targets"]})
@@ -53,22 +68,28 @@ def test_every_panel_has_what_grafana_needs(panel):
     assert legends <= grouped
 
 
-def test_panels_do_not_overlap():
+@pytest.mark.parametrize("kind", KINDS)
+def test_panels_do_not_overlap(kind):
     taken = set()
-    for panel in DASHBOARD["panels"]:
+    for panel in KINDS[kind]["panels"]:
         at = panel["gridPos"]
         cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
         assert max(x for x, _ in cells) < 24
         assert not cells & taken
         taken |= cells
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    assert len({panel["id"] for panel in KINDS[kind]["panels"]}) == len(KINDS[kind]["panels"])
 
 
 def test_every_metric_of_a_transfer_is_shown():
-    shown = {name for _, query in QUERIES for name in re.findall(r"\bkvflow_\w+", query)}
+    shown = {name for query in queries("worker") for name in re.findall(METRIC, query)}
     hidden = {name for name in METRICS if not any(series.startswith(name) for series in shown)}
     of_transfers = {name for name in hidden if name.startswith(("kvflow_pull_", "kvflow_read_", "kvflow_failed_"))}
     assert of_transfers == {"kvflow_read_bytes"}
+
+
+def test_every_metric_of_vllm_is_shown():
+    shown = {described(name) for query in queries("vllm") for name in re.findall(METRIC, query)}
+    assert shown == {*VLLM_METRICS.values()}
 
 
 def test_grafana_finds_its_data_source_and_dashboard():
@@ -76,10 +97,10 @@ def test_grafana_finds_its_data_source_and_dashboard():
     (provider,) = yaml.safe_load((GRAFANA / "provisioning/dashboards/kvflow.yaml").read_text())["providers"]
     service = COMPOSE["services"]["grafana"]
     mounted = dict(volume.split(":")[:2] for volume in service["volumes"])
-    assert provider["options"]["path"] == mounted["./grafana/dashboards"]
+    assert mounted["./grafana/dashboards/worker.json"] == provider["options"]["path"] + "/worker.json"
     assert mounted["./grafana/provisioning"] == "/etc/grafana/provisioning"
     assert source["url"] == "http://prometheus:9090"
-    (variable,) = [each for each in DASHBOARD["templating"]["list"] if each["type"] == "datasource"]
+    (variable,) = [each for each in KINDS["worker"]["templating"]["list"] if each["type"] == "datasource"]
     assert variable["current"]["value"] == source["uid"]
 
 

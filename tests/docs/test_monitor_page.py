@@ -1,5 +1,6 @@
 """The guide to monitoring asks for metrics that exist."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ import yaml
 
 from kvflow.errors import FailureCode
 from kvflow.events import Outcome
-from kvflow.observability.metrics import METRICS
+from kvflow.observability.metrics import METRICS, Described
 
 from .alerts import ALERTS, GENERATED, RULES, rules, table
 from .pages import ROOT, fenced
@@ -18,15 +19,38 @@ from .pages import ROOT, fenced
 PAGE = "docs/howto/monitor.md"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 YAML = [yaml.safe_load(block.text) for block in fenced(PAGE) if block.language == "yaml"]
-VLLM_STATS = (ROOT / "kvflow/integrations/vllm/stats.py").read_text()
-VLLM_NAMES = re.findall(r'^    "?\w+"?: \(\s*"(\w+)"', VLLM_STATS, re.MULTILINE)
-VLLM_SERIES = {
-    f"vllm:kvflow_{name}{suffix}" for name in VLLM_NAMES for suffixes in SUFFIXES.values() for suffix in suffixes
-}
-SERIES = {name + suffix for name, described in METRICS.items() for suffix in SUFFIXES[described.kind]}
 
 
-def firing(kind, alert, labels, *series, minutes=120):
+def vllm_metrics():
+    """Return the metrics that stats.py names, as ``METRICS``, without importing vLLM."""
+    tree = ast.parse((ROOT / "kvflow/integrations/vllm/stats.py").read_text())
+    assigned = {ast.unparse(each.targets[0]): each.value for each in tree.body if isinstance(each, ast.Assign)}
+    found = {}
+    for rows, kind in (("HISTOGRAMS", "histogram"), ("COUNTERS", "counter")):
+        for row in assigned[rows].values:
+            name, text, last = row.elts
+            labels = ("engine", "model_name", *([last.value] if kind == "counter" else []))
+            found[f"vllm:kvflow_{name.value}"] = Described(kind, text.value, labels)
+    return found
+
+
+def series(metrics):
+    """Return the names of all series of metrics."""
+    return {name + suffix for name, described in metrics.items() for suffix in SUFFIXES[described.kind]}
+
+
+VLLM_METRICS = vllm_metrics()
+VLLM_SERIES = series(VLLM_METRICS)
+SERIES = series(METRICS)
+
+
+def described(name):
+    """Return the metric that a series belongs to."""
+    metrics = METRICS | VLLM_METRICS
+    return metrics[name if name in metrics else re.sub(r"_(total|bucket|sum|count)$", "", name)]
+
+
+def firing(kind, alert, labels, *scraped, minutes=120):
     """Return promtool's test of an alert that fires with these labels alone, or does not fire: None.
 
     ``sick`` and ``well`` are both scraped.
@@ -34,7 +58,7 @@ def firing(kind, alert, labels, *series, minutes=120):
     (rule,) = [each for each in yaml.safe_load(rules(kind))["groups"][0]["rules"] if each.get("alert") == alert]
     return {
         "interval": "1m",
-        "input_series": [{"series": name, "values": values} for name, values in series],
+        "input_series": [{"series": name, "values": values} for name, values in scraped],
         "alert_rule_test": [
             {
                 "eval_time": f"{minutes}m",
@@ -217,9 +241,8 @@ def test_alerts_ask_for_series_and_labels_that_exist(rule):
     assert names <= SERIES | VLLM_SERIES | recorded
     assert names or "up{" in rule.worker
     for query in (rule.worker, rule.vllm):
-        for labels, name in re.findall(r"\bby \(([^)]*)\) \((?:\w+\()?(kvflow_\w+)", query):
-            known = {"instance", "le", *METRICS[re.sub(r"_(total|bucket|sum|count)$", "", name)].labels}
-            assert set(labels.split(", ")) <= known
+        for labels, name in re.findall(r"\bby \(([^)]*)\) \((?:\w+\()?((?:vllm:)?kvflow_\w+)", query):
+            assert set(labels.split(", ")) <= {"instance", "le", *described(name).labels}
     for code in re.findall(r'code!="(\w+)"', rule.worker + rule.vllm):
         assert code in {*FailureCode}
     for outcomes in re.findall(r'outcome=~"([^"]+)"', rule.worker + rule.vllm):
