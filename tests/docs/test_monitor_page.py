@@ -221,9 +221,20 @@ def test_every_query_asks_for_a_metric_that_exists():
         assert names <= SERIES, query
 
 
-def test_the_configuration_of_prometheus_is_read():
-    (job,) = next(read for read in YAML if "scrape_configs" in read)["scrape_configs"]
-    assert job["static_configs"] == [{"targets": ["127.0.0.1:9400"]}]
+def test_the_configurations_of_prometheus_are_read():
+    worker, vllm = (job for read in YAML for job in read.get("scrape_configs", []))
+    assert worker["static_configs"] == [{"targets": ["127.0.0.1:9400"]}]
+    assert vllm["job_name"] == "vllm"
+
+
+def test_the_job_of_vllm_gives_names_their_colon_back():
+    """``prometheus_client`` takes it away for Prometheus 2: https://github.com/prometheus/client_python/issues/1177."""
+    (_, job) = (job for read in YAML for job in read.get("scrape_configs", []))
+    (rename,) = job["metric_relabel_configs"]
+    for name in VLLM_SERIES:
+        again = re.fullmatch(rename["regex"], name.replace(":", "_")).expand(rename["replacement"].replace("$", "\\"))
+        assert again == name
+        assert not re.fullmatch(rename["regex"], name)
 
 
 def test_the_rules_and_their_table_are_those_of_the_source():
