@@ -155,12 +155,14 @@ async def pulls_the_same_blocks_at_once():
         kvflow.open_worker(config(), cache()) as source,
         kvflow.open_worker(config(engine_id="c"), cache()) as target,
     ):
-        one, other = (source.offer(name, block_ids=[[3, 4]], num_tokens=32) for name in ("one", "other"))
-        first = target.start_pull(one, block_ids=[[1, 2]])
+        one = source.offer_progressive("one", block_ids=[[3, 4]], num_tokens=32)  # whose pull lasts until its seal
+        other = source.offer("other", block_ids=[[3, 4]], num_tokens=32)
+        first = target.start_pull(one.ticket, block_ids=[[1, 2]])
         second = target.start_pull(other, block_ids=[[1, 2]])
         try:
             await second
         finally:
+            one.seal()
             await first
 
 
