@@ -65,7 +65,10 @@ ADDRESSES_AT_ONCE = 4  # of those: one that is silent keeps no other waiting, an
 
 SHOWN_MAX = 4  # addresses that an error names
 
-TIMEOUT_REMEDY = "Check that the address is that of the peer itself, and that the peer is not overloaded."
+LOST_REMEDY = (
+    "Check that the port is that of the peer's bind, and not that of its data or of HTTP, and that the peer runs and "
+    "is not overloaded."
+)
 
 NOTHING_TO_PUBLISH = Publication.of(b"")
 
@@ -503,5 +506,5 @@ def _explain_failed(failed: ConnectionFailed, endpoint: str) -> HandshakeError:
     if failed.code == CloseCode.PROTOCOL_VIOLATION:
         return RemoteProtocolError(f"{endpoint} broke the protocol: {failed.reason}", violation="unexpected")
     if failed.code == CloseCode.HANDSHAKE_TIMEOUT:
-        return TimedOut(f"{endpoint}: {failed.reason}", phase="handshake", remedy=TIMEOUT_REMEDY)
-    return ConnectionLost(f"{endpoint} was lost within the handshake: {failed.reason}")
+        return TimedOut(f"{endpoint}: {failed.reason}", phase="handshake", remedy=LOST_REMEDY)
+    return ConnectionLost(f"{endpoint} was lost within the handshake: {failed.reason}", remedy=LOST_REMEDY)

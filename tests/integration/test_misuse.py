@@ -540,8 +540,8 @@ TABLE = (
         pulls_from_a_port_that_never_answers,
         "the handshake was fresh after 5.0 s ... a hung peer is found only by its deadline",
         "tcp://127.0.0.1:*: no handshake within 0.5 s: it accepted the connection, but nothing that speaks this "
-        "protocol answers [deadline_exceeded] Check that the address is that of the peer itself, and that the peer "
-        "is not overloaded.",
+        "protocol answers [deadline_exceeded] Check that the port is that of the peer's bind, and not that of its data "
+        "or of HTTP, and that the peer runs and is not overloaded.",
         errors.DeadlineExceeded,
     ),
     Row(
