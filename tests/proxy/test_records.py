@@ -71,15 +71,34 @@ async def test_the_record_names_the_servers_that_failed_and_why(log):  # noqa: F
     attempts = record["failed_attempts"]
     assert [each["role"] for each in attempts] == ["prefill"] * 4 + ["decode"]
     assert [each["server"] for each in attempts[1:4]] == [server.url for server in rig.prefill[1:]]
-    for attempt, error in zip(
-        attempts, ("Connector", "HTTP 503", "Disconnected", "no ticket", "Connector"), strict=True
-    ):
+    for attempt, error in zip(attempts, ("refused", "HTTP 503", "Disconnected", "no ticket", "refused"), strict=True):
         assert error in attempt["error"]
     assert (record["prefilled"], record["prefill_server"]) == (False, "")
     assert record["decode_server"] == rig.decode[1].url
     request, lines = shown(log)
     assert request.outcome == "answered"
     assert f"prefill server {rig.prefill[1].url} failed: HTTP 503" in lines
+
+
+async def speak_no_http(request):
+    request.transport.write(b"\0\1 kvflow\r\n")
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("behavior", "said"),
+    [
+        (None, "it refused the connection: nothing listens there"),
+        (hang, "it gave no answer in time"),
+        (speak_no_http, "it does not speak HTTP: is this the port of its API? Bad status line: "),
+    ],
+)
+async def test_one_sentence_says_what_is_wrong_with_a_server(behavior, said, log):  # noqa: F811
+    async with open_rig(prefill=[behavior], prefill_timeout_s=60.0 if behavior is speak_no_http else 0.5) as rig:
+        assert (await rig.send())[0] == 200
+        [attempt] = (await only(log))["failed_attempts"]
+    assert attempt["error"].startswith(said)
+    assert "RequestInfo" not in attempt["error"]
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "answer"])

@@ -171,6 +171,19 @@ async def test_what_a_decode_server_refuses_is_passed_on(status):
         assert not rig.decode[1].bodies
 
 
+@pytest.mark.parametrize(("role", "status"), [("prefill", 429), ("decode", 429), ("decode", 503)])
+async def test_a_client_learns_when_to_ask_again(role, status):
+    async def busy(request):
+        return web.json_response({"error": {}}, status=status, headers={"Retry-After": "7"})
+
+    async with (
+        open_rig(**{role: [busy]}) as rig,
+        aiohttp.ClientSession() as session,
+        session.post(f"{rig.url}/v1/completions", json=ASKED) as answer,
+    ):
+        assert (answer.status, answer.headers["Retry-After"]) == (status, "7")
+
+
 @pytest.mark.parametrize("status", [500, 503])
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_client_learns_which_decode_server_failed_and_what_it_said(status, streamed):

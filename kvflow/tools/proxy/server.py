@@ -44,6 +44,7 @@ from kvflow.tools.proxy.completions import (
     prefill_body,
     read_completion,
     read_params,
+    shown_error,
     without_params,
 )
 from kvflow.tools.proxy.conversations import Conversations, digests_of, hint_of
@@ -84,6 +85,7 @@ class _PrefillRefusal(Struct, frozen=True):
 
     status: int
     body: bytes
+    headers: dict[str, str]
 
 
 class _PrefillFailed(Exception):
@@ -104,6 +106,7 @@ class _ClientLost(Exception):
 
 Prefilled = Raw | _PrefillRefusal | web.StreamResponse | None  # how a prompt was computed, or the answer to it
 
+RETRY_AFTER: Final = "Retry-After"
 UPSTREAM_ERRORS: Final = (aiohttp.ClientError, TimeoutError, _AnswerTooLong, _DecodeFailed)
 NOT_CONNECTED: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
@@ -218,7 +221,8 @@ class Proxy:
         if isinstance(prefilled, web.StreamResponse):
             return prefilled
         if isinstance(prefilled, _PrefillRefusal):
-            return await self._give(request, web.StreamResponse(status=prefilled.status), prefilled.body, record)
+            refusal = web.StreamResponse(status=prefilled.status, headers=prefilled.headers)
+            return await self._give(request, refusal, prefilled.body, record)
         record.prefill_s, record.phase = record.elapsed_s, "decode"
         response = await self._decode_at_one(request, decode_body(completion, prefilled), headers, record)
         assert response is not None
@@ -258,7 +262,7 @@ class Proxy:
             async with self._post(server + path, data=body, headers=headers, timeout=self._prefill_timeout) as answer:
                 content = await self._read(answer)
         except UPSTREAM_ERRORS as error:
-            self._warn(log, "prefill.failed", server, record.attempt_failed("prefill", error))
+            self._warn(log, "prefill.failed", server, record.attempt_failed("prefill", _why(error)))
             raise _PrefillFailed from error
         if answer.status < 300:
             params = read_params(content)
@@ -269,7 +273,7 @@ class Proxy:
             return params
         shown = record.attempt_failed("prefill", f"HTTP {answer.status}")
         if 400 <= answer.status < 500:
-            return _PrefillRefusal(answer.status, content)
+            return _PrefillRefusal(answer.status, content, _retry_after(answer))
         self._warn(log, "prefill.failed", server, shown)
         raise _PrefillFailed
 
@@ -289,12 +293,12 @@ class Proxy:
                 ) as answer:
                     return await self._pass_on(request, answer, record, early=early)
             except NOT_CONNECTED as error:  # so it has not used the ticket
-                self._warn(log, "decode.unreachable", server, record.attempt_failed("decode", error))
+                self._warn(log, "decode.unreachable", server, record.attempt_failed("decode", _why(error)))
             except UPSTREAM_ERRORS as error:
                 if early:
-                    self._warn(log, "decode.failed", server, record.attempt_failed("decode", error))
+                    self._warn(log, "decode.failed", server, record.attempt_failed("decode", _why(error)))
                     return None
-                self._warn(log, "decode.failed", server, record.fail(EndCause.DECODE_FAILED, error))
+                self._warn(log, "decode.failed", server, record.fail(EndCause.DECODE_FAILED, _why(error)))
                 return _failure(502, f"the decode server {server} failed", code=EndCause.DECODE_FAILED)
         if early:
             return None
@@ -316,7 +320,8 @@ class Proxy:
         """
         redirected = 300 <= answer.status < 400  # which is not followed
         status = 502 if redirected else answer.status
-        response = web.StreamResponse(status=status, headers={REQUEST_ID: record.request_id})
+        headers = {REQUEST_ID: record.request_id, **_retry_after(answer)}
+        response = web.StreamResponse(status=status, headers=headers)
         if status >= 500:
             said = error_message(await self._read(answer))
             if early:
@@ -348,7 +353,7 @@ class Proxy:
                 await self._write(response.write_eof())
             except UPSTREAM_ERRORS as error:
                 # A regular end would mean that the answer is complete.
-                record.fail(EndCause.STREAM_BROKEN, error)
+                record.fail(EndCause.STREAM_BROKEN, _why(error))
                 _abort(request)
         return response
 
@@ -398,7 +403,7 @@ class Proxy:
                     async with self._get(server + request.path, headers=headers, timeout=timeout) as answer:
                         content = await self._read(answer)
                 except UPSTREAM_ERRORS as error:
-                    self._warn(_log, "decode.failed", server, repr(error))
+                    self._warn(_log, "decode.failed", server, shown_error(_why(error)))
                 else:
                     unwritten = RequestRecord(request_id=headers[REQUEST_ID])
                     return await self._give(request, web.StreamResponse(status=answer.status), content, unwritten)
@@ -424,6 +429,26 @@ class Proxy:
                 return answer.status < 300
         except UPSTREAM_ERRORS:
             return False
+
+
+def _why(error: Exception) -> object:
+    """Return what to say of a server that failed."""
+    match error:
+        case TimeoutError():
+            return "it gave no answer in time"
+        case aiohttp.ClientConnectorError(os_error=ConnectionRefusedError()):
+            return "it refused the connection: nothing listens there"
+        case aiohttp.ClientConnectorError(os_error=cause):
+            return f"it cannot be reached: {cause}"
+        case aiohttp.ClientResponseError(message=message):
+            return f"it does not speak HTTP: is this the port of its API? {' '.join(message.split())}"
+        case _:
+            return error
+
+
+def _retry_after(answer: aiohttp.ClientResponse) -> dict[str, str]:
+    """Return the header of an answer that says when to try again, if it has one."""
+    return {RETRY_AFTER: answer.headers[RETRY_AFTER]} if RETRY_AFTER in answer.headers else {}
 
 
 @asynccontextmanager
