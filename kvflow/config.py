@@ -1,9 +1,11 @@
 """Settings of a worker, with the reason for each default. Only this module reads settings."""
 
 import ipaddress
+import logging
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from itertools import combinations
 from typing import Annotated, Any, Literal, Self
 
@@ -412,6 +414,17 @@ def require_secret(name: str, secret: str | None) -> None:
         raise ConfigInvalid(
             f"the {name} has {len(secret)} characters, fewer than {SECRET_LENGTH_MIN}", remedy=SECRET_REMEDY
         )
+    if secret != secret.strip():
+        _warn_of_ends(name)
+
+
+@cache
+def _warn_of_ends(name: str) -> None:
+    logging.getLogger("kvflow.config").warning(
+        "the %s has white space at an end, such as the line end of a file. It counts: a worker whose secret lacks it "
+        "is refused. Remove it from all of them",
+        name,
+    )
 
 
 def engine_settings(params: Mapping[str, str]) -> dict[str, str]:

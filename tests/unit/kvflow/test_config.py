@@ -12,6 +12,7 @@ from kvflow.config import (
     SECRET_VARIABLE,
     TcpSettings,
     WorkerConfig,
+    _warn_of_ends,
 )
 from kvflow.errors import ConfigInvalid
 from tests.helpers.settings import flat_config
@@ -230,6 +231,14 @@ def test_a_secret_that_is_none_is_refused_with_the_name_of_the_variable(monkeypa
     with pytest.raises(ConfigInvalid, match="fewer than 16" if secret else "the cluster secret is not set") as caught:
         config(cluster_secret=secret).check()
     assert SECRET_VARIABLE in caught.value.remedy
+
+
+def test_white_space_at_an_end_of_a_secret_is_named_once(caplog):
+    _warn_of_ends.cache_clear()
+    for secret in (f"{SECRET}\n", f" {SECRET}", SECRET):
+        assert config(cluster_secret=secret).security.secret == secret
+    [record] = caplog.records
+    assert record.getMessage().startswith("the cluster secret has white space at an end")
 
 
 def test_the_shortest_secret_will_do(monkeypatch):
