@@ -8,6 +8,7 @@ the ticket in the form that routers know. kvflow does not act on them, because r
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from msgspec import Struct
@@ -61,6 +62,12 @@ def is_tagged(params: object) -> bool:
         load, offer = SWITCHES
         return params.get(load) is not None or params.get(offer) is not None
     return params is not None
+
+
+def is_streamed(request: object) -> bool:
+    """Return whether vLLM gives the answer to a request token by token."""
+    kind = getattr(getattr(request, "sampling_params", None), "output_kind", None)
+    return getattr(kind, "name", "") == "DELTA"
 
 
 def traceparent_of(headers: object) -> str:
@@ -199,6 +206,9 @@ def _rewritten(params: dict[Any, Any], ticket: Ticket) -> tuple[str, ...]:
 UNTAGGED_MAX = 20  # first requests without parameters after which an engine logs that none of them had any
 UNTAGGED_ROW = 100  # the same, in a row, of an engine that has seen parameters: its router may have been restarted
 
+FOREIGN_MAX = 8  # keys of one request that are named
+FOREIGN_CHARACTERS_MAX = 40  # of each: a client may choose them
+
 UNTAGGED_CODE = "untagged_requests"  # the metric ``vllm:kvflow_untagged_requests`` counts the same requests
 
 CAUSE = (
@@ -219,13 +229,17 @@ class Untagged:
         self._absent = 0  # in a row
         self._told = False
         self._told_further = False
+        self._told_streamed = False
         self._tagged = False
+        self._foreign = ""  # keys of the last request without ours, such as the roles of another protocol
 
     def note(self, params: object) -> None:
         """Count a request by its ``kv_transfer_params``, as the client sent them."""
         if not is_tagged(params):
             self._tally.count("untagged", "absent")
             self._absent += 1
+            if isinstance(params, dict):
+                self._foreign = ", ".join([repr(key)[:FOREIGN_CHARACTERS_MAX] for key in islice(params, FOREIGN_MAX)])
             self._tell_absent()
             return
         if not wants_transfer(params):
@@ -244,6 +258,17 @@ class Untagged:
                 "engine computes the others. Send one prompt in each request. This message is not repeated."
             )
 
+    def note_streamed(self, request_id: str) -> None:
+        """Say of the first request for a ticket that is streamed why its client may get none."""
+        if not self._told_streamed:
+            self._told_streamed = True
+            logger.info(
+                "kvflow: request %s asks for a ticket, and its answer is streamed. vLLM's own server streams no "
+                "kv_transfer_params: the ticket is lost, and the blocks stay until the lease ends. If the request came "
+                'through it, have the router send "stream": false to prefill engines. This message is not repeated.',
+                request_id,
+            )
+
     def _tell_absent(self) -> None:
         row = UNTAGGED_ROW if self._tagged else UNTAGGED_MAX
         if self._told or self._absent < row or self._settings.offer == "always":  # which need not be asked
@@ -253,7 +278,9 @@ class Untagged:
         wanted = {"asked for a ticket": produces, "brought a ticket": consumes}
         remedy = CAUSE if consumes or not produces else CAUSE + ALWAYS
         text = (
-            "kvflow: none of the last %d requests has %s (kv_transfer_params). This engine transfers nothing, and a "
+            "kvflow: none of the last %d requests has %s (kv_transfer_params%s). This engine transfers nothing, and a "
             "prompt that two engines get is computed twice. [%s] " + remedy
         )
-        logger.warning(text, row, " or ".join(words for words, is_meant in wanted.items() if is_meant), UNTAGGED_CODE)
+        asked = " or ".join(words for words, is_meant in wanted.items() if is_meant)
+        foreign = f"; the last ones had other keys: {self._foreign}" if self._foreign else ""
+        logger.warning(text, row, asked, foreign, UNTAGGED_CODE)

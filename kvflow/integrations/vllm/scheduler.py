@@ -29,6 +29,7 @@ from kvflow.integrations.vllm.params import (
     Untagged,
     Wanted,
     hinted_sources,
+    is_streamed,
     is_tagged,
     read_params,
     ticket_chars_max,
@@ -213,6 +214,8 @@ class SchedulerSide:
             request.max_tokens = 1  # whatever the API calls it: the blocks of further tokens fit no prompt
             self._leave_to_decode(request)
             trace = traceparent_of(getattr(request, "trace_headers", None))
+            if isinstance(wanted, OfferWanted) and is_streamed(request):
+                self.untagged.note_streamed(request_id)
             self.offering.announce(
                 request_id,
                 partial(self._contents.digests, request, block_sizes=self._block_sizes, chains=chains),

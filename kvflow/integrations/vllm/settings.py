@@ -5,6 +5,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -184,6 +185,11 @@ def read_own(extra: Mapping[str, Any]) -> OwnSettings:
     if "log_level" in given and chosen.log_file is None:
         remedy = "Set log_file, too, or set the levels of Python's loggers below kvflow."
         raise ConfigInvalid("log_level has no effect without log_file", remedy=remedy)
+    if chosen.log_file is not None:
+        path = Path(chosen.log_file)
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            remedy = "Name a file, in a folder that exists and in which the user of this process may write."
+            raise ConfigInvalid(f"log_file {path} cannot be written", remedy=remedy)
     return chosen
 
 

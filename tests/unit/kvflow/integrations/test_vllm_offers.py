@@ -1,6 +1,7 @@
 """Which requests of a prefill engine are offered: one of several samples, the first of several prompts, or all."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -304,6 +305,23 @@ def test_an_engine_that_sees_parameters_now_and_then_says_nothing(params, caplog
     assert not [text for _, text in messages(caplog) if "none of the last" in text]
     declines = isinstance(params, dict) and not any(params.values())
     assert counted(engine, "untagged") == {"absent": 217} | ({"decline": 2} if declines else {})
+
+
+def test_keys_of_another_protocol_are_named(caplog):
+    engine = side(FullAttentionSpec())
+    ask(engine, 100, {"do_remote_offloading": True, "x" * 100: 1, **dict.fromkeys(range(100))})
+    [(_, text)] = messages(caplog)
+    assert f"; the last ones had other keys: 'do_remote_offloading', '{'x' * 39}, 0, 1, 2, 3, 4, 5)" in text
+
+
+@pytest.mark.parametrize(
+    ("params", "kind", "told"), [(OFFER, "DELTA", 1), (OFFER, "FINAL_ONLY", 0), (OFFER, None, 0), (None, "DELTA", 0)]
+)
+def test_a_streamed_answer_that_has_no_ticket_is_named_once(params, kind, told, caplog):
+    engine = side(FullAttentionSpec())
+    with caplog.at_level("INFO", logger=LOGGER):
+        ask(engine, 3, params, sampling_params=kind and SimpleNamespace(output_kind=SimpleNamespace(name=kind)))
+    assert len([text for _, text in messages(caplog) if '"stream": false' in text]) == told
 
 
 def test_a_router_that_stops_to_ask_is_named_each_time(caplog):

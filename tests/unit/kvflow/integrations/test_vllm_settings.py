@@ -143,6 +143,13 @@ def test_the_level_of_the_log_file_is_a_setting():
     assert read_settings({**given, "log_level": "debug"}, facts()).log_level == "debug"
 
 
+def test_a_log_file_that_cannot_be_written_is_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "missing" / "decode.jsonl"):
+        with pytest.raises(ConfigInvalid, match=f"log_file {re.escape(str(path))} cannot be written"):
+            read_settings({"cluster_secret": SECRET, "log_file": str(path)}, facts())
+    assert not list(tmp_path.iterdir())  # a check creates no file
+
+
 WRONG = {
     "log_file": ("text", ["", 7, ["a"]]),
     "log_level": ("one of 'debug', 'info', 'warning'", ["DEBUG", "", 10, None, ["debug"]]),
