@@ -37,7 +37,7 @@ from kvflow.integrations.vllm.engine import (
     runs_apart,
     writes_late,
 )
-from kvflow.integrations.vllm.logs import logger
+from kvflow.integrations.vllm.logs import logger, share_handlers
 from kvflow.integrations.vllm.messages import Command, pack, unpack
 from kvflow.integrations.vllm.runtime import RankRuntime
 from kvflow.integrations.vllm.scheduler import SchedulerSide
@@ -137,6 +137,7 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         elif self._settings.log_file:
             level = logging.getLevelNamesMapping()[self._settings.log_level.upper()]
             configure_logging(Path(self._settings.log_file), level=level)
+        share_handlers()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

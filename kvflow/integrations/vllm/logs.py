@@ -35,6 +35,14 @@ def _short(value: object) -> object:
 logger.addFilter(_clean)
 
 
+def share_handlers() -> None:
+    """Have vLLM's handlers write the warnings of kvflow's own loggers, if nobody else does: with time and process."""
+    for name in ("kvflow", "handshake"):
+        own = logging.getLogger(name)
+        if not own.hasHandlers():  # Python's last resort would write the text alone
+            own.handlers[:] = logging.getLogger("vllm").handlers
+
+
 def warn(text: str, *args: object, error: Exception) -> None:
     """Warn of a request that has failed; at INFO if another has failed likewise a moment ago."""
     level, repeats = _repeats.level_of(text, getattr(error, "code", type(error)), getattr(error, "peer", ""))
