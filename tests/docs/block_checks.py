@@ -109,7 +109,7 @@ MEASURED = Output(measured=True)
 SECRET = (("KVFLOW_CLUSTER_SECRET", prepared.FAILING_SECRET),)
 
 CHECKS: dict[str, list[Check] | CheckedBy] = {
-    "README.md": [Drawing(), Parsed("test_wheel.py runs it"), CheckedBy("tests/docs/test_examples.py", "runs it")],
+    "README.md": [Parsed("test_wheel.py runs it"), Drawing(), CheckedBy("tests/docs/test_examples.py", "runs it")],
     "CONTRIBUTING.md": [Parsed("runs the tests")],
     "docs/tutorial/first-transfer.md": [Program(), Output()],
     "docs/howto/adopt-tensors.md": [Step(), Output(), Program(), Output(), Step(), Step(), Output()],
