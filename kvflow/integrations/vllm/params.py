@@ -231,7 +231,7 @@ class Untagged:
         self._told_further = False
         self._told_streamed = False
         self._tagged = False
-        self._foreign = ""  # keys of the last request without ours, such as the roles of another protocol
+        self._foreign = ""  # keys of one of these requests, such as the roles of another protocol
 
     def note(self, params: object) -> None:
         """Count a request by its ``kv_transfer_params``, as the client sent them."""
@@ -239,14 +239,16 @@ class Untagged:
             self._tally.count("untagged", "absent")
             self._absent += 1
             if isinstance(params, dict):
-                self._foreign = ", ".join([repr(key)[:FOREIGN_CHARACTERS_MAX] for key in islice(params, FOREIGN_MAX)])
+                self._foreign = ", ".join(
+                    [repr(str(key)[:FOREIGN_CHARACTERS_MAX]) for key in islice(params, FOREIGN_MAX)]
+                )
             self._tell_absent()
             return
         if not wants_transfer(params):
             self._tally.count("untagged", "decline")
         if self._told:
             logger.info("kvflow: a request with kv_transfer_params has arrived, after %d without", self._absent)
-        self._tagged, self._told, self._absent = True, False, 0
+        self._tagged, self._told, self._absent, self._foreign = True, False, 0, ""
 
     def note_further_prompt(self) -> None:
         """Count a second or later prompt of a call: its ticket is that of the first prompt."""
@@ -282,5 +284,5 @@ class Untagged:
             "prompt that two engines get is computed twice. [%s] " + remedy
         )
         asked = " or ".join(words for words, is_meant in wanted.items() if is_meant)
-        foreign = f"; the last ones had other keys: {self._foreign}" if self._foreign else ""
+        foreign = f"; one of them had other keys: {self._foreign}" if self._foreign else ""
         logger.warning(text, row, asked, foreign, UNTAGGED_CODE)

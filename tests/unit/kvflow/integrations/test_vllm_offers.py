@@ -309,9 +309,12 @@ def test_an_engine_that_sees_parameters_now_and_then_says_nothing(params, caplog
 
 def test_keys_of_another_protocol_are_named(caplog):
     engine = side(FullAttentionSpec())
-    ask(engine, 100, {"do_remote_offloading": True, "x" * 100: 1, **dict.fromkeys(range(100))})
+    ask(engine, 1, {"do_remote_offloading": True, "x" * 1000: 1, **dict.fromkeys(range(100))})
+    ask(engine, 1, OFFER)  # what came before is forgotten
+    ask(engine, 50, {"role": "prefill", "x" * 1000: 1, **dict.fromkeys(range(100))})
+    ask(engine, 50)
     [(_, text)] = messages(caplog)
-    assert f"; the last ones had other keys: 'do_remote_offloading', '{'x' * 39}, 0, 1, 2, 3, 4, 5)" in text
+    assert f"; one of them had other keys: 'role', '{'x' * 40}', '0', '1', '2', '3', '4', '5')" in text
 
 
 @pytest.mark.parametrize(
