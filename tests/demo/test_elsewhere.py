@@ -24,13 +24,16 @@ class Silent:
     """Progress that is not shown."""
 
     def __init__(self):
-        self.stages = []
+        self.stages, self.shown = [], []
 
     def begin(self, stage):
         self.stages.append(stage)
 
     def advance(self):
         pass
+
+    def show(self, result):
+        self.shown.append(result)
 
 
 @pytest.mark.nixl
@@ -51,6 +54,7 @@ async def test_engines_that_run_already_serve_the_demo_and_go_on(tmp_path):
             for address in engines.values():
                 await client.wait_until_healthy(address, 5.0)
     assert result.passed
+    assert progress.shown == [result]
     assert len(result.reports) == 2
     assert progress.stages == ["monolithic", f"{engines['prefill']} to {engines['decode']}"]
 

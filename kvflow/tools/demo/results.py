@@ -127,6 +127,10 @@ class StageProgress:
         """Count one prompt."""
         self._progress.advance(self._stages[-1])
 
+    def show(self, result: "ScenarioResult") -> None:
+        """Print the table of a scenario above the bars."""
+        print_result(self._progress.console, result)
+
 
 @contextmanager
 def show_progress(console: Console, num_prompts: int) -> Iterator[StageProgress]:

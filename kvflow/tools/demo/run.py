@@ -34,7 +34,6 @@ from kvflow.tools.demo.results import (
     Scenario,
     ScenarioResult,
     StageProgress,
-    print_result,
     print_verdict,
     show_progress,
 )
@@ -306,6 +305,7 @@ class DemoRun:
             nbytes=result.nbytes,
             descriptors=result.descriptors,
         )
+        self._progress.show(result)
         return result
 
 
@@ -340,8 +340,6 @@ def run_and_show(
         figures = {"passed": passed, "logs": str(logs), "scenarios": [result.figures for result in results]}
         print(msgspec.json.format(msgspec.json.encode(figures), indent=2).decode())  # noqa: T201 - as a command does
         return 0 if passed else 1
-    for result in results:
-        print_result(console, result)
     print_verdict(console, results)
     if engines is None:  # engines elsewhere keep their own logs
         folder = shlex.quote(str(logs))
