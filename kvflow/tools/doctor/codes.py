@@ -116,7 +116,7 @@ _FAILED = {
     ),
     "data_port_unreachable": (
         "the TCP plane of the worker cannot be reached",
-        "Open its port too. Set tcp_bind to a fixed port and tcp_advertise to an address that readers reach.",
+        "Open its port in firewalls. Set tcp_bind to a fixed port and tcp_advertise to an address that readers reach.",
     ),
     "no_probe": (
         "the worker has stopped to offer probe blocks",
