@@ -1,4 +1,4 @@
-"""What tests on a GPU prove, and which stand-ins prove it on a CPU. docs/howto/gpus.md has the same parts."""
+"""What tests on a GPU prove, and which stand-ins prove it on a CPU."""
 
 from typing import NamedTuple
 
