@@ -84,7 +84,7 @@ class Issuer:
         self._free = list(range(self.slots - 1, -1, -1))
         self._slots: dict[str, int] = {}  # -1 if it is free again
         self._kept: dict[str, None] = {}  # those that leave their slots to others, the oldest first
-        self._epoch = max(int(address.epoch_base) for address in ranks) + 1 + head_start
+        self._epoch = max(address.epoch_base for address in ranks) + 1 + head_start
 
     def offer(
         self,
@@ -183,7 +183,7 @@ class Issuer:
             request_id=request_id,
             ranks=self.ranks,
             slot=self._free[-1] if oldest is None else self._slots[oldest],
-            epoch=str(self._epoch),
+            epoch=self._epoch,
             block_ids=lists,
             num_tokens=tokens,
             lease_ms=self._lease_ms,

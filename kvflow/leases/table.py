@@ -196,7 +196,7 @@ class LeaseTable:
             CapacityExceeded: the slot is taken.
         """
         self._require_issuer(grant)
-        request_id, slot, epoch, lease_ms = grant.request_id, grant.slot, int(grant.epoch), grant.lease_ms
+        request_id, slot, epoch, lease_ms = grant.request_id, grant.slot, grant.epoch, grant.lease_ms
         if request_id in self._by_request:
             raise BlockIdsInvalid(f"request {request_id!r} is on offer already", remedy="Revoke it first.")
         self._require_slot(slot, epoch)
@@ -418,7 +418,7 @@ class LeaseTable:
         Raises ``ConfigInvalid`` as ``admit``.
         """
         self._require_issuer(grant)
-        slot, epoch = grant.slot, grant.epoch_value
+        slot, epoch = grant.slot, grant.epoch
         holder = self._by_slot.get(slot)
         if (holder is not None and holder.ends_by_readers) or not self.may_come(slot, epoch):
             return []

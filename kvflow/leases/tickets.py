@@ -53,7 +53,7 @@ Kind = Literal["offer", "kept", "open"]
 ShortName = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
 AnyEndpoint = Annotated[str, Meta(min_length=1, max_length=512, pattern="^[a-z]+://")]
-EpochText = Annotated[str, Meta(pattern="^[0-9]{1,19}\\Z")]
+EpochNumber = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 BlockId = Annotated[int, Meta(ge=ABSENT, lt=NUM_BLOCKS_MAX)]
 BlockIds = Annotated[tuple[BlockId, ...], Meta(max_length=RUN_MAX)]
 Runs = Annotated[tuple[Annotated[int, Meta(ge=-RUN_MAX, lt=NUM_BLOCKS_MAX)], ...], Meta(max_length=RUN_MAX)]
@@ -103,7 +103,7 @@ class RankAddress(Struct, frozen=True, cache_hash=True, gc=False, array_like=Tru
     rank: Annotated[int, Meta(ge=0, le=1 << 16)]
     incarnation: Incarnation
     endpoint: AnyEndpoint
-    epoch_base: EpochText = "0"
+    epoch_base: EpochNumber = 0
     slots: Annotated[int, Meta(ge=1, le=1 << 24)] = 1
     public_key: RankKey | None = None
 
@@ -157,7 +157,7 @@ class LeaseName(Struct, frozen=True, gc=False):
     """
 
     slot: Annotated[int, Meta(ge=0, le=1 << 24)]
-    epoch: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    epoch: EpochNumber
     mac: Annotated[bytes, Meta(max_length=MAC_BYTES)] = b""
 
 
@@ -170,7 +170,7 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
         request_id: the producer's name of the request.
         ranks: every rank that holds a share of the blocks.
         slot: index into each rank's epoch table.
-        epoch: the value of the slot while the promise lasts, in decimal.
+        epoch: the value of the slot while the promise lasts.
         block_ids: one list per group, in the producer's order of groups; if it is open, those that are told so far.
         num_tokens: tokens of the request, one number per group.
         lease_ms: how long the promise lasts after admission unless renewed. It is a hint; the fence decides.
@@ -186,7 +186,7 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     request_id: ShortName
     ranks: Ranks
     slot: Annotated[int, Meta(ge=0, le=1 << 24)]
-    epoch: EpochText
+    epoch: EpochNumber
     block_ids: Annotated[tuple[BlockIds, ...], Meta(min_length=1, max_length=256)]
     num_tokens: Annotated[tuple[NumTokens, ...], Meta(min_length=1, max_length=256)]
     lease_ms: Milliseconds
@@ -199,11 +199,6 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
         """Return the engine, the request and the amount."""
         held = f"{counted(len(self.ranks), 'rank')}, {_amount(self)}, slot {self.slot}, {self.lease_s:g} s"
         return f"<Grant {quoted(self.request_id)} of {quoted(self.engine_id)}: {held}>"
-
-    @property
-    def epoch_value(self) -> int:
-        """The epoch as a number."""
-        return int(self.epoch)
 
     @property
     def ends_by_readers(self) -> bool:
@@ -450,7 +445,7 @@ class Ticket(Struct, frozen=True, kw_only=True, weakref=True):
 def lease_name(ticket: Ticket, index: int) -> LeaseName:
     """Return how reads and questions name the lease of a grant, by the index of the grant in its ticket."""
     grant = ticket.grants[index]
-    return LeaseName(grant.slot, int(grant.epoch), ticket.signed[index][:MAC_BYTES])
+    return LeaseName(grant.slot, grant.epoch, ticket.signed[index][:MAC_BYTES])
 
 
 def join_tickets(tickets: Sequence[Ticket]) -> Ticket:

@@ -210,7 +210,7 @@ class OpenPull(Struct, eq=False):
     def leases(self) -> list[HeldLease]:
         """The leases of every rank that the ticket names; empty until the peers are connected."""
         grants = () if self.ticket is None else self.ticket.grants
-        return [(peer, grants[at].slot, int(grants[at].epoch)) for peer, at in self.route.ranks]
+        return [(peer, grants[at].slot, grants[at].epoch) for peer, at in self.route.ranks]
 
     def member(self, name: str) -> Member | None:
         """Return the rank of this name; None if the ticket does not name it."""
@@ -404,7 +404,7 @@ class OpenPulls:
         member, end = pull.member(error.peer), LeaseEnd()
         link = None if member is None else self._pool.link(member.peer)
         if member is not None and link is not None:
-            end = await link.ask_end((member.grant.slot, member.grant.epoch_value), within_s=EXPLAIN_S)
+            end = await link.ask_end((member.grant.slot, member.grant.epoch), within_s=EXPLAIN_S)
         if error.ended_by and end == LeaseEnd():
             end = LeaseEnd(error.ended_by)  # the producer said so, and is gone
         return StaleLease(

@@ -210,4 +210,4 @@ class LeaseRenewer:
 
 
 def _key(member: Member) -> HeldLease:
-    return member.peer, member.grant.slot, member.grant.epoch_value
+    return member.peer, member.grant.slot, member.grant.epoch

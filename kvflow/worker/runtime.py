@@ -290,7 +290,7 @@ class _Parts:
             rank=self.config.rank,
             incarnation=self.incarnation,
             endpoint=self.config.advertise or endpoint,
-            epoch_base=str(self.epochs.base),
+            epoch_base=self.epochs.base,
             slots=len(self.epochs),
             public_key=local.public_key,
         )

@@ -121,7 +121,7 @@ class Worker:
     def rank_address(self) -> RankAddress:
         """What a ``TicketMint`` in another process needs from this worker. Read it again for every new mint."""
         self._require_process()
-        return msgspec.structs.replace(self._rank_address, epoch_base=str(self._leases.highest_epoch()))
+        return msgspec.structs.replace(self._rank_address, epoch_base=self._leases.highest_epoch())
 
     def offer(
         self,

@@ -15,13 +15,13 @@ from tests.unit.kvflow.reads.tcp.peers import EPOCH, block, credentials, frame, 
 
 FINGERPRINT = bytes(range(FINGERPRINT_BYTES))
 RANK = RankAddress(0, 32 * "0", "tcp://host:5555")
-KEYED = RankAddress(1, 32 * "1", "tcp://[fd00::1]:5556", epoch_base="4096", slots=64, public_key=64 * "a")
+KEYED = RankAddress(1, 32 * "1", "tcp://[fd00::1]:5556", epoch_base=4096, slots=64, public_key=64 * "a")
 OFFER = Grant(
     engine_id="engine",
     request_id="request",
     ranks=(RANK,),
     slot=3,
-    epoch="7",
+    epoch=7,
     block_ids=((1, 2),),
     num_tokens=(8,),
     lease_ms=30_000,

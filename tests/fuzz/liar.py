@@ -123,7 +123,7 @@ def ticket(endpoint, number, **changes):
         "request_id": f"lie {number}",
         "ranks": [msgspec.structs.asdict(address)],
         "slot": 0,
-        "epoch": "0",
+        "epoch": 0,
         "block_ids": BLOCKS,
         "num_tokens": (TOKENS, TOKENS),
         "lease_ms": 30_000,

@@ -294,7 +294,7 @@ _TICKET = {
     "request_id": "r",
     "ranks": [msgspec.structs.asdict(ADDRESS)],
     "slot": 1,
-    "epoch": "77",
+    "epoch": 77,
     "block_ids": [[0, 1], [2, 3]],
     "num_tokens": [8, 8],
     "lease_ms": 30_000,

@@ -26,7 +26,7 @@ class Source:
     def __init__(self, worker, cache):
         self._worker, self._cache = worker, cache
         # Grants of a mint are admitted when the test says so; nothing else takes slots of this worker.
-        address = msgspec.structs.replace(worker.rank_address, epoch_base=str(2**EPOCH_BITS))
+        address = msgspec.structs.replace(worker.rank_address, epoch_base=2**EPOCH_BITS)
         self._mint = TicketMint("source", [address], cluster_secret=SECRET)
         self._late = None
 

@@ -9,7 +9,7 @@ def member_of(who, issued_ms):
     incarnation, endpoint = who
     mint = Issuer(
         "prefill-0",
-        [RankAddress(0, incarnation * 32, endpoint, "0", 4)],
+        [RankAddress(0, incarnation * 32, endpoint, 0, 4)],
         sign=lambda payload: bytes(32),
         lease_s=30.0,
         wall_clock=None if issued_ms is None else lambda: issued_ms / 1000,

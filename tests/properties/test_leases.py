@@ -57,7 +57,7 @@ class Promise:
 
     @property
     def key(self):
-        return self.grant.slot, self.grant.epoch_value
+        return self.grant.slot, self.grant.epoch
 
     @property
     def released(self):
@@ -81,7 +81,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.epochs = EpochTable(SLOTS, BASE)
         self.leases = LeaseTable(self.epochs, num_blocks=8, unread_s=100.0)
-        address = RankAddress(0, "0" * 32, "tcp://127.0.0.1:1", str(BASE), SLOTS)
+        address = RankAddress(0, "0" * 32, "tcp://127.0.0.1:1", BASE, SLOTS)
         self.mint = Issuer("prefill", [address], sign=lambda payload: bytes(32), lease_s=LEASE_S, block_sizes=[1])
         self.held = {}
         self.past = []
@@ -103,7 +103,7 @@ class LeaseMachine(RuleBasedStateMachine):
         oldest = self.kept[0] if len(self.held) == SLOTS else None
         taken = {promise.grant.slot for name, promise in self.held.items() if name != oldest}
         assert grant.slot not in taken
-        assert judge(grant.epoch_value, self.epochs[grant.slot]) == "early"
+        assert judge(grant.epoch, self.epochs[grant.slot]) == "early"
         ended = self.leases.admit(grant, self.now, chained(content or offered), told)
         if oldest is not None:
             self.ended(ended.pop(0), "revoked", retired=True)
@@ -138,16 +138,16 @@ class LeaseMachine(RuleBasedStateMachine):
         oldest = self.kept[0] if len(self.held) == SLOTS else None
         _, grant = self.mint.offer(name, block_ids=[[1]], num_tokens=1)
         for reader in early:
-            assert self.leases.release([(grant.slot, grant.epoch_value)], reader, self.now) == (["unknown"], [])
+            assert self.leases.release([(grant.slot, grant.epoch)], reader, self.now) == (["unknown"], [])
         ended = self.leases.void(grant, self.now)
         assert [each.request_id for each in ended] == [oldest] * (oldest is not None)
         for each in ended:
             self.ended(each, "revoked", retired=True)
         with pytest.raises(BlockIdsInvalid):
             self.leases.admit(grant, self.now)
-        assert judge(grant.epoch_value, self.epochs[grant.slot]) == "stale"
-        assert self.leases.past(grant.slot, grant.epoch_value).ended_by == "revoked"
-        self.past.append((grant.slot, grant.epoch_value))
+        assert judge(grant.epoch, self.epochs[grant.slot]) == "stale"
+        assert self.leases.past(grant.slot, grant.epoch).ended_by == "revoked"
+        self.past.append((grant.slot, grant.epoch))
         self.mint.retire(name)
 
     @precondition(lambda self: self.unsealed)
@@ -211,7 +211,7 @@ class LeaseMachine(RuleBasedStateMachine):
             return
         _, grant = self.mint.offer(name, block_ids=[[1]], num_tokens=1)
         for reader in early:
-            assert self.leases.release([(grant.slot, grant.epoch_value)], reader, self.now) == (["unknown"], [])
+            assert self.leases.release([(grant.slot, grant.epoch)], reader, self.now) == (["unknown"], [])
         promise = self.held[name] = Promise(grant, self.now)
         promise.released_by = set(early)
         ended = self.leases.admit(grant, self.now)
@@ -290,7 +290,7 @@ class LeaseMachine(RuleBasedStateMachine):
         """By the time anyone hears of an end, a fence finds the lease stale. ``retired``: the mint has ended it."""
         promise = self.held.pop(event.request_id)
         assert (event.outcome, event.kind) == (outcome, promise.grant.kind)
-        assert judge(promise.grant.epoch_value, self.epochs[promise.grant.slot]) == "stale"
+        assert judge(promise.grant.epoch, self.epochs[promise.grant.slot]) == "stale"
         self.past.append(promise.key)
         assert self.mint.retire(event.request_id) != retired
         assert not self.mint.retire(event.request_id)
@@ -300,7 +300,7 @@ class LeaseMachine(RuleBasedStateMachine):
         assert len(self.leases) == len(self.held)
         for name, promise in self.held.items():
             assert name in self.leases
-            assert self.epochs[promise.grant.slot] == promise.grant.epoch_value
+            assert self.epochs[promise.grant.slot] == promise.grant.epoch
 
     @invariant()
     def epochs_only_grow(self):

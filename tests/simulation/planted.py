@@ -189,7 +189,7 @@ def lease_renewed_after_its_end(patch):
 
     def end_and_keep(self, leases, outcome, now):
         for lease in leases:
-            ended[id(self), lease.grant.slot, lease.grant.epoch_value] = lease
+            ended[id(self), lease.grant.slot, lease.grant.epoch] = lease
         return end(self, leases, outcome, now)
 
     def revive(self, leases, now, reader=None):

@@ -238,7 +238,7 @@ class Request:
             return 0.0
         grant = ticket.grants[0]
         promises = rank.engine.setting.fabric.wires.promises
-        return promises.get((rank.process.name, grant.slot, grant.epoch_value), 0.0)
+        return promises.get((rank.process.name, grant.slot, grant.epoch), 0.0)
 
     def _missed(self) -> str:
         """Say which reading has released a lease that has run out all the same; remember who still wanted it.
@@ -606,7 +606,7 @@ def _forged(params: dict[str, Any], world: World) -> dict[str, Any]:
             case 0:
                 grant["slot"] += 1
             case 1:
-                grant["epoch"] = str(int(grant["epoch"]) + 2)
+                grant["epoch"] += 2
             case _:
                 grant["lease_ms"] += 1000
 

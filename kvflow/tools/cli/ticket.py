@@ -173,7 +173,7 @@ def _figures(grant: Grant, now: float) -> GrantFigures:
         request_id=grant.request_id,
         ranks=msgspec.convert(grant.ranks, tuple[RankFigures, ...], from_attributes=True),
         slot=grant.slot,
-        epoch=grant.epoch,
+        epoch=str(grant.epoch),
         groups=tuple(
             LeasedGroup(
                 blocks=len(ids),

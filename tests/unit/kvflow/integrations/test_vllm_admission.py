@@ -199,7 +199,7 @@ def test_a_grant_that_comes_while_the_engine_sleeps_stays_refused(world, ways):
 def test_what_is_refused_with_the_step_is_not_held_later(world):
     """Its blocks are the engine's again by then."""
     world.runtime.rank.execute([msgspec.structs.replace(world.next, number=1)])  # it takes the only slot
-    grant = msgspec.structs.replace(world.grant, epoch=str(world.next.grant.epoch_value + 2))
+    grant = msgspec.structs.replace(world.grant, epoch=world.next.grant.epoch + 2)
     world.admit = msgspec.structs.replace(world.admit, grant=grant, number=2)
     world.command()
     world.collect()

@@ -199,7 +199,7 @@ def of_nixl_connector(block_ids, num_tokens):
 def of_kvflow(block_ids, num_tokens):
     """What kvflow answers for the same blocks."""
     theirs = of_nixl_connector(block_ids, num_tokens)
-    address = RankAddress(0, "5" * 32, f"tcp://{theirs['remote_host']}:5600", str(2**62), 4096, "a" * 64)
+    address = RankAddress(0, "5" * 32, f"tcp://{theirs['remote_host']}:5600", 2**62, 4096, "a" * 64)
     groups = len(block_ids)
     mint = TicketMint(
         theirs["remote_engine_id"], [address], cluster_secret=SECRET, block_sizes=(BLOCK,) * groups, trace_offers=True

@@ -20,7 +20,7 @@ def verify(payload, mac):
 
 
 def address(rank=0, *, incarnation="0" * 32, base=BASE, slots=SLOTS):
-    return RankAddress(rank, incarnation, f"tcp://127.0.0.1:{5000 + rank}", str(base), slots)
+    return RankAddress(rank, incarnation, f"tcp://127.0.0.1:{5000 + rank}", base, slots)
 
 
 def mint_of(*addresses, engine_id="prefill-0", lease_s=30.0, head_start=0, wall_clock=None, block_sizes=()):

@@ -29,12 +29,12 @@ def test_one_number_of_tokens_is_every_groups():
 
 def test_epochs_start_above_every_rank_and_leave_room_for_an_end():
     mint = mint_of(address(0, base=10), address(1, base=500))
-    epochs = [offer(mint, f"r{index}").epoch_value for index in range(3)]
+    epochs = [offer(mint, f"r{index}").epoch for index in range(3)]
     assert epochs == [501, 503, 505]
 
 
 def test_a_head_start_keeps_a_new_mint_from_the_epochs_of_the_old_one():
-    assert offer(mint_of(head_start=10**6)).epoch_value == BASE + 1 + 10**6
+    assert offer(mint_of(head_start=10**6)).epoch == BASE + 1 + 10**6
 
 
 def test_slots_are_those_that_every_rank_has():
@@ -50,7 +50,7 @@ def test_a_retired_slot_is_allotted_again_with_a_higher_epoch():
     first = offer(mint)
     assert mint.retire("r")
     second = offer(mint)
-    assert (second.slot, second.epoch_value) == (first.slot, first.epoch_value + 2)
+    assert (second.slot, second.epoch) == (first.slot, first.epoch + 2)
     assert not mint.retire("unknown")
 
 
@@ -112,7 +112,7 @@ def test_an_offer_that_no_ticket_can_carry_is_refused_and_costs_nothing(wrong):
         offer(mint, **wrong)
     grants = [offer(mint, f"request-{index}") for index in range(SLOTS)]
     assert {grant.slot for grant in grants} == set(range(SLOTS))
-    assert grants[0].epoch_value == BASE + 1
+    assert grants[0].epoch == BASE + 1
     assert not mint.retire("r")
 
 

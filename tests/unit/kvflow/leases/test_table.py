@@ -36,7 +36,7 @@ def released(leases, key, reader, now, **how):
 def test_admission_puts_the_epoch_into_the_slot(leases, epochs):
     grant = grant_of()
     leases.admit(grant, now=1.0)
-    assert epochs[grant.slot] == grant.epoch_value
+    assert epochs[grant.slot] == grant.epoch
     assert "r" in leases
     assert len(leases) == 1
     assert leases.next_deadline() == 31.0
@@ -49,13 +49,13 @@ def test_the_mac_of_a_lease_is_computed_once_whatever_is_presented(leases):
         signed.append(which)
         return (b"ours", b"of the second secret")
 
-    def has(mac, slot=grant.slot, epoch=grant.epoch_value):
+    def has(mac, slot=grant.slot, epoch=grant.epoch):
         return leases.has_mac(slot, epoch, mac, macs_of)
 
     assert not has(b"ours")
     leases.admit(grant, now=1.0)
     assert [has(mac) for mac in (b"wrong", b"ours", b"", b"of the second secret", b"wrong")] == [0, 1, 0, 1, 0]
-    assert not has(b"ours", epoch=grant.epoch_value + 1)
+    assert not has(b"ours", epoch=grant.epoch + 1)
     assert not has(b"ours", slot=grant.slot + 1)
     assert signed == [grant]
     leases.revoke("r", 2.0)
@@ -66,11 +66,11 @@ def test_the_mac_of_a_lease_is_computed_once_whatever_is_presented(leases):
 @pytest.mark.parametrize("end", ["release", "revoke", "expire"])
 def test_the_blocks_of_a_lease_are_known_while_it_is_held(leases, epochs, end):
     grant = grant_of()
-    lease = (grant.slot, grant.epoch_value)
+    lease = (grant.slot, grant.epoch)
     assert leases.blocks_of(*lease) is None
     leases.admit(grant, now=1.0)
     assert leases.blocks_of(*lease) is grant.block_ids
-    assert leases.blocks_of(grant.slot, grant.epoch_value + 1) is leases.blocks_of(grant.slot + 1, lease[1]) is None
+    assert leases.blocks_of(grant.slot, grant.epoch + 1) is leases.blocks_of(grant.slot + 1, lease[1]) is None
     match end:
         case "release":
             released(leases, lease, ALONE, 2.0)
@@ -85,19 +85,19 @@ def test_the_blocks_of_a_lease_are_known_while_it_is_held(leases, epochs, end):
 def test_the_last_rank_of_one_engine_releases(leases, epochs):
     grant = grant_of()
     leases.admit(grant, now=1.0)
-    key = (grant.slot, grant.epoch_value)
+    key = (grant.slot, grant.epoch)
     for reader in (Reader("a", 0, 2), Reader("a", 0, 2), Reader("b", 1, 2)):
         assert released(leases, key, reader, 2.0) == ("counted", None)
     answer, ended = released(leases, key, Reader("a", 1, 2), 5.0)
     assert (answer, ended) == ("ended", LeaseEnded("r", "released", 4.0))
-    assert epochs[grant.slot] == leases.highest_epoch == grant.epoch_value + 1
+    assert epochs[grant.slot] == leases.highest_epoch == grant.epoch + 1
     assert released(leases, key, ALONE, 6.0) == ("ended", None)
 
 
 def test_one_message_releases_many_leases_and_each_once(leases, epochs):
     mint = mint_of()
     grants = [grant_of(mint, name) for name in "abc"]
-    a, b, c = [(grant.slot, grant.epoch_value) for grant in grants]
+    a, b, c = [(grant.slot, grant.epoch) for grant in grants]
     for grant in grants[:2]:
         leases.admit(grant, now=1.0)
     answers, ended = leases.release([a, c, b, a, (b[0], BASE)], ALONE, 3.0, read=True)
@@ -114,7 +114,7 @@ def test_leases_of_several_durations_run_out_in_time(leases):
     for grant, now in ((long, 0.0), (short, 0.005), (last, 0.01)):
         leases.admit(grant, now)
     assert leases.next_deadline() == 0.015
-    assert leases.renew([(short.slot, short.epoch_value)], 0.012) == ["held"]
+    assert leases.renew([(short.slot, short.epoch)], 0.012) == ["held"]
     assert [end.request_id for end in leases.expire(0.02)] == ["c"]
     assert leases.next_deadline() == 0.022
     assert {end.request_id for end in leases.expire(0.05)} == {"a", "b"}
@@ -124,7 +124,7 @@ def test_leases_of_several_durations_run_out_in_time(leases):
 def test_engines_that_release_in_part_are_bounded(leases):
     grant = grant_of()
     leases.admit(grant, now=1.0)
-    key = (grant.slot, grant.epoch_value)
+    key = (grant.slot, grant.epoch)
     for number in range(READERS_MAX):
         assert released(leases, key, Reader(f"engine {number}", 0, 2), 2.0) == ("counted", None)
     assert released(leases, key, Reader("one more", 0, 2), 2.0) == ("unknown", None)
@@ -135,7 +135,7 @@ def test_engines_that_release_in_part_are_bounded(leases):
 def test_a_key_that_names_a_thousand_engines_harms_only_itself(leases):
     grant = grant_of()
     leases.admit(grant, now=1.0)
-    key = (grant.slot, grant.epoch_value)
+    key = (grant.slot, grant.epoch)
     honest = [Reader("decode-0", rank, 2, "its key") for rank in range(2)]
     assert released(leases, key, honest[0], 2.0) == ("counted", None)
     for number in range(READERS_MAX + 5):
@@ -151,12 +151,12 @@ def test_a_key_that_names_a_thousand_engines_harms_only_itself(leases):
 def test_a_renewed_lease_expires_later(leases):
     grant = grant_of()
     leases.admit(grant, now=0.0)
-    assert leases.renew([(grant.slot, grant.epoch_value)], 20.0) == ["held"]
+    assert leases.renew([(grant.slot, grant.epoch)], 20.0) == ["held"]
     assert leases.expire(49.0) == []
     assert leases.next_deadline() == 50.0
     assert leases.expire(50.0) == [LeaseEnded("r", "expired", 50.0)]
     assert leases.next_deadline() is None
-    assert leases.renew([(grant.slot, grant.epoch_value)], 51.0) == ["ended"]
+    assert leases.renew([(grant.slot, grant.epoch)], 51.0) == ["ended"]
 
 
 def test_revocation_ends_at_once_and_once(leases):
@@ -168,9 +168,9 @@ def test_revocation_ends_at_once_and_once(leases):
 
 def test_a_grant_that_is_void_is_never_admitted(leases, epochs):
     grant = grant_of()
-    key = (grant.slot, grant.epoch_value)
+    key = (grant.slot, grant.epoch)
     assert leases.void(grant, 2.0) == []
-    assert epochs[grant.slot] == grant.epoch_value + 1
+    assert epochs[grant.slot] == grant.epoch + 1
     assert (leases.past(*key), leases.renew([key], 3.0)) == (PastLease("revoked", 2.0), ["ended"])
     with pytest.raises(BlockIdsInvalid, match="is not newer"):
         leases.admit(grant, now=3.0)
@@ -184,22 +184,22 @@ def test_voiding_ends_no_other_lease_but_a_kept_one_of_the_slot(leases, epochs):
     first = grant_of(mint)
     assert leases.void(kept, 1.0) == []
     assert leases.void(first, 1.0) == [LeaseEnded("kept", "revoked", 1.0, kind="kept")]
-    assert (leases.find((b"1",)), leases.past(kept.slot, kept.epoch_value)) == (None, PastLease("revoked", 1.0))
+    assert (leases.find((b"1",)), leases.past(kept.slot, kept.epoch)) == (None, PastLease("revoked", 1.0))
     mint.retire("r")
     second = grant_of(mint)
     leases.admit(second, 2.0)
     assert leases.void(first, 3.0) == leases.void(second, 3.0) == []
-    assert epochs[second.slot] == second.epoch_value
+    assert epochs[second.slot] == second.epoch
 
 
 def test_voiding_a_later_grant_leaves_the_lease_that_has_its_slot(leases, epochs):
     holder = grant_of(request_id="holder")
     leases.admit(holder, 0.0)
     later = grant_of(mint_of(address(base=BASE + 100)))
-    assert (later.slot, later.epoch_value > holder.epoch_value) == (holder.slot, True)
+    assert (later.slot, later.epoch > holder.epoch) == (holder.slot, True)
     assert leases.void(later, 1.0) == []
-    assert epochs[holder.slot] == holder.epoch_value
-    assert leases.held(holder.slot, holder.epoch_value)
+    assert epochs[holder.slot] == holder.epoch
+    assert leases.held(holder.slot, holder.epoch)
 
 
 def test_a_reused_slot_is_not_ended_by_the_word_about_its_past(leases, epochs):
@@ -211,9 +211,9 @@ def test_a_reused_slot_is_not_ended_by_the_word_about_its_past(leases, epochs):
     new = grant_of(mint)
     assert new.slot == old.slot
     leases.admit(new, now=1.0)
-    assert released(leases, (old.slot, old.epoch_value), ALONE, 2.0) == ("ended", None)
+    assert released(leases, (old.slot, old.epoch), ALONE, 2.0) == ("ended", None)
     assert leases.expire(30.5) == []
-    assert epochs[new.slot] == new.epoch_value
+    assert epochs[new.slot] == new.epoch
 
 
 @pytest.mark.parametrize(("slot", "epoch"), [(0, BASE + 99), (99, BASE + 1), (0, BASE), (0, 0)])
@@ -225,19 +225,19 @@ def test_what_never_was_is_unknown(leases, slot, epoch):
 
 def test_a_release_may_come_before_its_lease(leases, epochs):
     grant = grant_of()
-    key = (grant.slot, grant.epoch_value)
+    key = (grant.slot, grant.epoch)
     assert released(leases, key, Reader("a", 1, 2), 0.0) == ("unknown", None)
     assert leases.admit(grant, now=1.0) == []
     assert released(leases, key, Reader("a", 0, 2), 3.0) == ("ended", LeaseEnded("r", "released", 2.0))
-    assert epochs[grant.slot] == grant.epoch_value + 1
+    assert epochs[grant.slot] == grant.epoch + 1
 
 
 def test_a_lease_that_every_rank_has_released_ends_when_it_is_admitted(leases, epochs):
     grant = grant_of()
     for reader in (Reader("a", 1, 2), Reader("a", 0, 2)):
-        assert released(leases, (grant.slot, grant.epoch_value), reader, 0.0) == ("unknown", None)
+        assert released(leases, (grant.slot, grant.epoch), reader, 0.0) == ("unknown", None)
     assert leases.admit(grant, now=1.0) == [LeaseEnded("r", "released", 0.0)]
-    assert (len(leases), epochs[grant.slot]) == (0, grant.epoch_value + 1)
+    assert (len(leases), epochs[grant.slot]) == (0, grant.epoch + 1)
     assert leases.expire(100.0) == []
 
 
@@ -245,18 +245,18 @@ def test_a_lease_that_every_rank_has_released_ends_when_it_is_admitted(leases, e
 def test_an_early_release_counts_for_its_own_lease_only(leases, ahead):
     mint = mint_of()
     first = grant_of(mint)
-    assert released(leases, (first.slot, first.epoch_value + ahead), ALONE, 0.0) == ("unknown", None)
+    assert released(leases, (first.slot, first.epoch + ahead), ALONE, 0.0) == ("unknown", None)
     assert leases.admit(first, now=1.0) == []
     leases.revoke("r", 2.0)
     mint.retire("r")
     again = grant_of(mint)
-    assert (again.slot, again.epoch_value) == (first.slot, first.epoch_value + 2)
+    assert (again.slot, again.epoch) == (first.slot, first.epoch + 2)
     assert leases.admit(again, now=3.0) == []
 
 
 def test_a_lease_held_before_its_ticket_was_out_has_no_early_release(leases):
     grant = replace(grant_of(), admitted=True)
-    released(leases, (grant.slot, grant.epoch_value), ALONE, 0.0)  # somebody guesses
+    released(leases, (grant.slot, grant.epoch), ALONE, 0.0)  # somebody guesses
     assert leases.admit(grant, now=1.0) == []
 
 
@@ -307,7 +307,7 @@ def test_all_can_be_revoked(leases):
 @pytest.mark.parametrize("how", ["expired", "revoked", "used", "released"])
 def test_how_a_lease_has_ended_is_remembered(leases, how):
     grant = grant_of()
-    key = (grant.slot, grant.epoch_value)
+    key = (grant.slot, grant.epoch)
     leases.admit(grant, now=1.0)
     assert leases.past(*key) is None
     match how:
@@ -326,7 +326,7 @@ def test_of_ended_leases_the_latest_are_remembered(leases, monkeypatch):
     mint, keys = mint_of(), []
     for name in ("a", "b", "c"):
         grant = grant_of(mint, name)
-        keys.append((grant.slot, grant.epoch_value))
+        keys.append((grant.slot, grant.epoch))
         leases.admit(grant, now=0.0)
         leases.revoke(name, 1.0)
     assert [leases.past(*key) is None for key in keys] == [True, False, False]
@@ -337,7 +337,7 @@ def test_leases_that_have_ended_are_not_kept_until_they_would_have_run_out(lease
     for number in range(1000):
         grant = grant_of(mint, f"r{number}")
         leases.admit(grant, now=0.0)
-        leases.renew([(grant.slot, grant.epoch_value)], 1.0)
+        leases.renew([(grant.slot, grant.epoch)], 1.0)
         leases.revoke(grant.request_id, 2.0)
         mint.retire(grant.request_id)
     assert leases.next_deadline() is None
@@ -348,7 +348,7 @@ def test_a_release_looks_at_its_own_engine_only(leases):
     """A member may claim to be a thousand engines, and release one lease again and again."""
     grant = grant_of()
     leases.admit(grant, now=0.0)
-    key = (grant.slot, grant.epoch_value)
+    key = (grant.slot, grant.epoch)
     for number in range(READERS_MAX):
         assert released(leases, key, Reader(f"e{number}", 0, 2), 1.0) == ("counted", None)
     by_engine = leases._by_slot[grant.slot].readers
@@ -369,7 +369,7 @@ def test_releases_that_come_early_are_bounded(leases, monkeypatch):
     grants = [grant_of(mint, f"r{number}") for number in range(SLOTS)]
     for grant in grants:
         for number in range(100):
-            assert released(leases, (grant.slot, grant.epoch_value), Reader(f"e{number}", 0, 2), 0.0)[0] == "unknown"
+            assert released(leases, (grant.slot, grant.epoch), Reader(f"e{number}", 0, 2), 0.0)[0] == "unknown"
             assert sum(map(len, leases._early.values())) <= 8
     for grant in grants:
         leases.admit(grant, now=1.0)
@@ -379,19 +379,19 @@ def test_releases_that_come_early_are_bounded(leases, monkeypatch):
 def test_one_key_cannot_have_early_releases_of_another_forgotten(leases, monkeypatch):
     monkeypatch.setattr("kvflow.leases.table.EARLY_MAX", 8)
     grant = grant_of()
-    key = (grant.slot, grant.epoch_value)
+    key = (grant.slot, grant.epoch)
     for number in range(100):
-        released(leases, (1, grant.epoch_value + number), Reader("flood", 0, 1, "key of one"), 0.0)
+        released(leases, (1, grant.epoch + number), Reader("flood", 0, 1, "key of one"), 0.0)
     released(leases, key, Reader("a", 0, 1, "key of another"), 1.0)
     for number in range(100):
-        released(leases, (2, grant.epoch_value + number), Reader(f"flood-{number}", 0, 1, "key of one"), 2.0)
+        released(leases, (2, grant.epoch + number), Reader(f"flood-{number}", 0, 1, "key of one"), 2.0)
     assert leases.admit(grant, now=3.0) == [LeaseEnded("r", "released", 0.0)]
 
 
 def test_a_repeated_early_release_takes_no_place(leases, monkeypatch):
     monkeypatch.setattr("kvflow.leases.table.EARLY_MAX", 2)
     grant = grant_of()
-    key = (grant.slot, grant.epoch_value)
+    key = (grant.slot, grant.epoch)
     for rank in (0, 1, 1, 1, 1):
         released(leases, key, Reader("a", rank, 2), 0.0)
     assert leases.admit(grant, now=1.0) == [LeaseEnded("r", "released", 0.0)]
@@ -403,14 +403,14 @@ def test_a_late_release_of_another_epoch_leaves_early_ones_counted(leases):
     given_up = grant_of(mint, "given up")
     mint.retire("given up")
     grant = grant_of(mint)
-    released(leases, (grant.slot, grant.epoch_value), ALONE, 0.0)
-    released(leases, (given_up.slot, given_up.epoch_value), Reader("late", 0, 1), 1.0)
+    released(leases, (grant.slot, grant.epoch), ALONE, 0.0)
+    released(leases, (given_up.slot, given_up.epoch), Reader("late", 0, 1), 1.0)
     assert leases.admit(grant, now=2.0) == [LeaseEnded("r", "released", 0.0)]
 
 
 def test_an_early_release_says_that_the_blocks_were_read(leases):
     grant = grant_of()
-    key = (grant.slot, grant.epoch_value)
+    key = (grant.slot, grant.epoch)
     released(leases, key, ALONE, 0.0, read=True)
     leases.admit(grant, now=1.0)
     assert leases.past(*key) == PastLease("used", 1.0)
@@ -419,7 +419,7 @@ def test_an_early_release_says_that_the_blocks_were_read(leases):
 def test_readers_that_renew_or_release_in_part_are_listed(leases):
     grant = grant_of()
     leases.admit(grant, now=1.0)
-    key = (grant.slot, grant.epoch_value)
+    key = (grant.slot, grant.epoch)
     assert leases.renew([key], 3.0, Reader("a", 0, 2)) == ["held"]
     released(leases, key, Reader("b", 1, 3), 4.0)
     (state,) = leases.listed(5.0, 9)
@@ -431,7 +431,7 @@ def test_readers_that_renew_or_release_in_part_are_listed(leases):
 def test_readers_that_renew_are_bounded(leases):
     grant = grant_of()
     leases.admit(grant, now=1.0)
-    key = (grant.slot, grant.epoch_value)
+    key = (grant.slot, grant.epoch)
     for number in range(READERS_MAX + 5):
         assert leases.renew([key], 2.0, Reader(f"engine {number}", 0, 2)) == ["held"]
     (lease,) = leases._by_slot.values()
@@ -453,7 +453,7 @@ class Unread:
     def offer(self, name, *blocks, now=0.0, **how):
         _, grant = self.mint.offer(name, block_ids=[blocks], num_tokens=len(blocks))
         self.leases.admit(grant, now, **how)
-        return grant.slot, grant.epoch_value
+        return grant.slot, grant.epoch
 
     def ends(self, until):
         """Let time pass as a worker does; return which leases have ended how, and when."""
@@ -498,7 +498,7 @@ def test_an_offer_with_a_sign_of_a_reader_does_not_end_unread(unread, sign):
     part = Reader("decode-0", 0, 2)
     if sign == "early release":
         _, grant = unread.mint.offer("a", block_ids=[[1, 2, 3]], num_tokens=3)
-        unread.leases.release([(grant.slot, grant.epoch_value)], part, 0.0)
+        unread.leases.release([(grant.slot, grant.epoch)], part, 0.0)
         unread.leases.admit(grant, 0.0)
     else:
         key = unread.offer("a", 1, 2, 3)

@@ -36,7 +36,7 @@ def test_any_member_of_the_cluster_can_check_a_ticket():
 
 def test_two_mints_of_one_worker_do_not_sign_the_same_epoch():
     """The second replaces the first, whose tickets nobody has admitted: they must not fit other blocks."""
-    epochs = {ticket_of().grants[0].epoch_value for _ in range(3)}
+    epochs = {ticket_of().grants[0].epoch for _ in range(3)}
     assert len(epochs) == 3
     assert all(epoch < 2**63 for epoch in epochs)
 

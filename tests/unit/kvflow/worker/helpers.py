@@ -38,7 +38,7 @@ def cache_of(num_blocks=8, specs=None, **how):
 def lease_of(ticket):
     """Return slot and epoch of a ticket of one grant."""
     (grant,) = ticket.grants
-    return grant.slot, grant.epoch_value
+    return grant.slot, grant.epoch
 
 
 async def turns(count):

@@ -38,7 +38,7 @@ HAS = {
 
 
 def connection_in(state):
-    address = RankAddress(0, "0" * 32, "tcp://127.0.0.1:5000", "0", 4)
+    address = RankAddress(0, "0" * 32, "tcp://127.0.0.1:5000", 0, 4)
     issuer = Issuer("prefill-0", [address], sign=lambda payload: bytes(32), lease_s=30.0)
     (member,) = issuer.offer("r", block_ids=[[1]], num_tokens=1)[0].members()
     return Connection(member, 0.0, state)

@@ -183,7 +183,7 @@ async def test_each_rank_is_read_under_its_own_lease_as_soon_as_it_is_held():
             await handle
         assert world.holds((1, 2), (3, 4))
         assert [(each.lease, each.check_first) for each in world.faults.batches[before]] == [
-            (LeaseName(grant.slot, grant.epoch_value, signed[:MAC_BYTES]), not grant.admitted)
+            (LeaseName(grant.slot, grant.epoch, signed[:MAC_BYTES]), not grant.admitted)
             for grant, signed in zip(ticket.grants, ticket.signed, strict=True)
         ]
         assert [grant.admitted for grant in ticket.grants] == [True, False]

@@ -106,7 +106,7 @@ async def test_who_waits_for_a_grant_hears_at_once_what_becomes_of_it(worker, ha
     ticket, grant = mint.offer("r", block_ids=[[1]], num_tokens=4)
     mint.retire("r")
     _, later = mint.offer("later", block_ids=[[2]], num_tokens=4)
-    assert (later.slot, later.epoch_value > grant.epoch_value) == (grant.slot, True)
+    assert (later.slot, later.epoch > grant.epoch) == (grant.slot, True)
     asked = settled(worker, ticket, 0, above=4)
     await turns(5)
     assert asked.answers == []

@@ -110,7 +110,7 @@ async def test_of_leases_that_end_together_each_end_is_told(producer):
     grants = [producer.offer(name, BLOCKS, 8).grants[0] for name in "abc"]
     waiters = [asyncio.ensure_future(producer.wait_offer(name)) for name in "abc"]
     await turns(5)
-    producer._leases.on_release([(grant.slot, grant.epoch_value) for grant in grants], ALONE)
+    producer._leases.on_release([(grant.slot, grant.epoch) for grant in grants], ALONE)
     assert await waited(*waiters) == ["released"] * 3
     assert await waited(*map(producer.wait_offer, "abc")) == ["released"] * 3
 
@@ -208,7 +208,7 @@ async def test_offers_and_ends_of_several_threads_lose_nothing(producer, reports
     async def offer_and_release():
         for turn in range(rounds):
             (grant,) = (await asyncio.to_thread(producer.offer, f"c {turn}", BLOCKS, 8)).grants
-            assert producer._leases.on_release([(grant.slot, grant.epoch_value)], ALONE) == ["ended"]
+            assert producer._leases.on_release([(grant.slot, grant.epoch)], ALONE) == ["ended"]
 
     failures = await waited(
         asyncio.to_thread(offer_and_revoke, "a"), asyncio.to_thread(offer_and_revoke, "b"), offer_and_release()
@@ -312,7 +312,7 @@ async def test_one_message_releases_short_lists_long_lists_and_shared_blocks(pro
     lists["b"] = lists["a"]
     for names in ("ab", "abc"):
         grants = [producer.offer(name, lists[name], 4 * len(lists[name][0])).grants[0] for name in names]
-        leases = [(grant.slot, grant.epoch_value) for grant in grants]
+        leases = [(grant.slot, grant.epoch) for grant in grants]
         assert producer._leases.on_release(leases, ALONE) == ["ended"] * len(names)
         producer.check()
     producer._leases._account.check(lent=[])

@@ -280,7 +280,7 @@ async def test_a_question_waits_for_a_lease_that_is_not_admitted_yet(producer):
     producer.seal("r", [[8]])
     with pytest.raises(BlockIdsInvalid):
         producer.admit(grant)
-    unknown = LeaseName(99, grant.epoch_value, bytes(32))
+    unknown = LeaseName(99, grant.epoch, bytes(32))
     asked = Asked(producer, AskSettled((unknown,), known=(), wait_ms=9))
     assert (await settled_of(asked)).ended == "unknown"
 

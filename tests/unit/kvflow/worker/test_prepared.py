@@ -17,7 +17,7 @@ from tests.properties.caches import bindings
 
 from .helpers import SPECS, cache_of
 
-ADDRESS = RankAddress(0, "0" * 32, "tcp://127.0.0.1:5000", "0", 4)
+ADDRESS = RankAddress(0, "0" * 32, "tcp://127.0.0.1:5000", 0, 4)
 EPOCHS = Region(8192, 64)
 TWO_GROUPS = tuple(Group((name,), "full", 4) for name in SPECS)
 

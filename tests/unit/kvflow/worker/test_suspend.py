@@ -26,7 +26,7 @@ def config(engine_id="prefill-0", **settings):
 
 def not_admitted(producer):
     """A ticket whose grant no worker has admitted: a pull of it waits, and reads again."""
-    ahead = msgspec.structs.replace(producer.rank_address, epoch_base=str(2**EPOCH_BITS))
+    ahead = msgspec.structs.replace(producer.rank_address, epoch_base=2**EPOCH_BITS)
     mint = TicketMint("prefill-0", [ahead], cluster_secret=SECRET)
     return mint.offer("not admitted", block_ids=[[1]], num_tokens=4)[0]
 

@@ -53,7 +53,7 @@ class Heard:
 def not_admitted(producer, request_id="r"):
     """A ticket whose grant no worker has admitted: a pull of it waits, and reads again, until it is cancelled."""
     address = producer.rank_address
-    ahead = RankAddress(address.rank, address.incarnation, address.endpoint, str(2**EPOCH_BITS), address.slots)
+    ahead = RankAddress(address.rank, address.incarnation, address.endpoint, 2**EPOCH_BITS, address.slots)
     mint = TicketMint("prefill-0", [ahead], cluster_secret=SECRET)
     return mint.offer(request_id, block_ids=[[1]], num_tokens=4)
 
