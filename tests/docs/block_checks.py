@@ -153,9 +153,9 @@ CHECKS: dict[str, list[Check] | CheckedBy] = {
         Step(before=prepared.WORKER_OPENED, after="assert ticket.grants[0].trace"),
         Step(),
     ],
+    "docs/howto/read-while-computing.md": CheckedBy("tests/vllm/test_rendezvous.py", "starts engines with it"),
     "docs/howto/routers.md": [
         *[ROUTERS] * 3,
-        *[CheckedBy("tests/vllm/test_rendezvous.py", "starts engines with it")] * 2,
         *[ROUTERS] * 3,
         *[Parsed("needs a package index"), *[RAY] * 6],
         *[Parsed("needs vLLM; tests/vllm/test_live.py runs it"), ROUTERS],

@@ -6,6 +6,7 @@ from pathlib import Path
 HOWTO = Path(__file__).parents[2] / "docs" / "howto"
 PAGE = HOWTO / "vllm.md"
 ROUTERS_PAGE = HOWTO / "routers.md"
+READING_PAGE = HOWTO / "read-while-computing.md"
 SHARING_PAGE = HOWTO / "share-prefixes.md"
 
 PREFILL_PORT, DECODE_PORT, PROXY_PORT, SOURCE_PORT = 8100, 8200, 8000, 5600
@@ -17,7 +18,7 @@ def blocks(language: str, page: Path = PAGE) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def members(key: str, page: Path = ROUTERS_PAGE) -> str:
+def members(key: str, page: Path = READING_PAGE) -> str:
     """Return what stands between the braces of the one block of JSON that has a key."""
     [found] = [block.strip()[1:-1] for block in blocks("json", page) if f'"{key}"' in block]
     return found

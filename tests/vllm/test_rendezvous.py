@@ -1,6 +1,7 @@
-"""Both servers asked at once, as docs/howto/routers.md says: a prompt is read while it is computed, in small steps.
+"""Both servers asked at once, as docs/howto/read-while-computing.md says.
 
-The answers are those of one server. ``vllm-router`` drops every ticket, so each of its prompts is found by its content.
+A prompt is read while it is computed, in small steps. The answers are those of one server. ``vllm-router`` drops every
+ticket, so each of its prompts is found by its content.
 """
 
 import json
