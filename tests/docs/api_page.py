@@ -1,4 +1,7 @@
-"""``python -m tests.docs.api_page``: write docs/reference/api.md from the docstrings of the public names."""
+"""``python -m tests.docs.api_page``: write the two pages of the API from the docstrings of the public names.
+
+docs/reference/api.md has what an engine calls, docs/reference/api-values.md all that it gives, gets and seldom needs.
+"""
 
 import ast
 import enum
@@ -19,16 +22,56 @@ from msgspec import Struct
 import kvflow
 import kvflow.models
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
-HEAD = """# API
+CALLED = frozenset(
+    {
+        "FullAttention",
+        "SlidingWindow",
+        "MLA",
+        "Mamba",
+        "models.from_hf_config",
+        "allocate",
+        "adopt",
+        "KVCache",
+        "WorkerConfig",
+        "Tuning",
+        "open_worker",
+        "Worker",
+        "run_worker",
+        "ThreadedWorker",
+        "PullHandle",
+        "OpenOffer",
+        "open_reader",
+        "PrefixReader",
+        "Ticket",
+        "TicketMint",
+        "join_tickets",
+        "RankAddress",
+        "Grant",
+        "TransferReport",
+        "configure_logging",
+    }
+)
+"""The names that an engine needs to move a cache."""
 
-Every public name of kvflow, with its signature. `python -m tests.docs.api_page` generates this page from the
-docstrings. Import the names from `kvflow`; all other modules may change between releases. Importing `kvflow` loads
-neither torch nor NIXL.
+HEADS = {
+    "api.md": """# API: what an engine calls
+
+The 25 names with which an engine moves its cache. The others, which it gives, gets and seldom needs, are in
+[API: values](api-values.md). `python -m tests.docs.api_page` generates both pages from the docstrings.
+Import the names from `kvflow`; all other modules may change between releases. Importing `kvflow` loads neither torch
+nor NIXL.
 
 Errors are in [Errors](errors.md), events in [Events](events.md), settings with their bounds in [Settings](config.md).
-"""
+""",
+    "api-values.md": """# API: values
+
+Public names beside those [that an engine calls](api.md): parts of descriptions, tickets and reports, and plans.
+`python -m tests.docs.api_page` generates this page from the docstrings.
+""",
+}
+"""Page -> how it begins."""
 
 CHAPTERS = {
     "kvflow.layout": "Describe a cache",
@@ -269,10 +312,10 @@ def public_names() -> dict[str, Any]:
     return found | {f"models.{name}": getattr(kvflow.models, name) for name in kvflow.models.__all__}
 
 
-def page() -> str:
-    """Return the page."""
-    lines = [HEAD]
-    names = public_names()
+def page(file: str) -> str:
+    """Return a page of the API."""
+    lines = [HEADS[file]]
+    names = {name: value for name, value in public_names().items() if (name in CALLED) == (file == "api.md")}
     for title in dict.fromkeys(CHAPTERS.values()):
         chapter = sorted((name for name in names if chapter_of(names[name]) == title), key=str.lower)
         if chapter:
@@ -283,4 +326,5 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for file in HEADS:
+        (REFERENCE / file).write_text(page(file))

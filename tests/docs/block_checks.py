@@ -165,6 +165,7 @@ CHECKS: dict[str, list[Check] | CheckedBy] = {
     "docs/howto/share-prefixes.md": CheckedBy("tests/vllm/test_prefixes.py", "starts engines with its commands"),
     "docs/howto/vllm.md": CheckedBy("tests/docs/test_vllm_page.py", "lists each block with the test that runs it"),
     "docs/reference/api.md": CheckedBy("tests/docs/api_page.py", "generates it from the docstrings"),
+    "docs/reference/api-values.md": CheckedBy("tests/docs/api_page.py", "generates it from the docstrings"),
     "docs/reference/models.md": [Step()],
     "docs/explanation/architecture.md": [Drawing()] * 4,
     "docs/explanation/performance.md": [Parsed("measures for minutes on an idle machine")],

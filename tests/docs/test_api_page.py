@@ -6,16 +6,23 @@ import pytest
 
 import kvflow
 
-from .api_page import PAGE, markdown, members, page, public_names
+from .api_page import CALLED, HEADS, REFERENCE, markdown, members, page, public_names
 
 
-def test_the_page_is_current():
+@pytest.mark.parametrize("file", HEADS)
+def test_a_page_is_current(file):
     """If it differs: ``python -m tests.docs.api_page``."""
-    assert PAGE.read_text() == page()
+    assert (REFERENCE / file).read_text() == page(file)
+
+
+def test_the_page_of_what_an_engine_calls_says_how_many_names_it_has():
+    assert public_names().keys() >= CALLED
+    assert f"The {len(CALLED)} names" in HEADS["api.md"]
 
 
 def test_every_public_name_has_an_entry():
-    entries = {line.removeprefix("### ") for line in PAGE.read_text().splitlines() if line.startswith("### ")}
+    lines = [line for file in HEADS for line in (REFERENCE / file).read_text().splitlines()]
+    entries = {line.removeprefix("### ") for line in lines if line.startswith("### ")}
     modules = {name for name in kvflow.__all__ if inspect.ismodule(getattr(kvflow, name))}
     assert entries >= set(kvflow.__all__) - modules - {"__version__"}
 
