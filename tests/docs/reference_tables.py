@@ -316,10 +316,9 @@ def routers() -> str:
     for each in known:
         if each["how"] == "replayed":
             told = [re.sub(r" \(`[^`]*`\)", "", text) for text in each["router_settings"] + each["kvflow_settings"]]
-            lines.append(f"- **{each['router']}:** {'; '.join(told)}.")
-    return f"{table(['router', 'version', 'how', *ROUTED], rows)}\n\nSet on routers that are replayed:\n\n" + "\n".join(
-        lines
-    )
+            lines += [f"- **{each['router']}**", *(f"  - {text}" for text in told)]
+    head = "Set on routers that are replayed, beside `KVFlowConnector` instead of `NixlConnector`:"
+    return "\n\n".join([table(["router", "version", "how", *ROUTED], rows), head, "\n".join(lines)])
 
 
 def is_proof(node: ast.AST) -> bool:
