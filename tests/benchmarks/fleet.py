@@ -43,9 +43,9 @@ from typing import Any
 from unittest import mock
 
 from kvflow import Told
+from kvflow.contents import NO_CHAIN, Chains
 from kvflow.errors import ContentMismatch
 from kvflow.integrations.vllm import finder as finder_module
-from kvflow.integrations.vllm.blocks import NO_CHAIN, Chains
 from kvflow.integrations.vllm.finder import Finder
 from kvflow.integrations.vllm.messages import Tally
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
@@ -459,7 +459,7 @@ class Contents:
         self._model, self._loop = model, loop
 
     def grow(self, request: Request, chains: Chains, block_sizes: Any, num_tokens: int) -> None:
-        """See ``kvflow.integrations.vllm.blocks.Contents``."""
+        """See ``kvflow.contents.Contents``."""
         for size in block_sizes:
             digests, _ = chains.by_size.get(size, NO_CHAIN)
             new, shared = range(len(digests), num_tokens // size), self._model.shared[request.application] // size
@@ -468,7 +468,7 @@ class Contents:
             self._loop.compute(len(new) * HASH_S)
 
     def require(self, request: Request, ticket: FakeTicket, first: int = 0, chains: Chains | None = None) -> None:
-        """See ``kvflow.integrations.vllm.blocks.Contents``."""
+        """See ``kvflow.contents.Contents``."""
         (covered,) = ticket.grants[0].num_tokens
         if 0 < first < covered:
             return

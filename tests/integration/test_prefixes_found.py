@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvflow.integrations.vllm.blocks import Chains
+from kvflow.contents import Chains
 from kvflow.integrations.vllm.finder import Finder
 from kvflow.integrations.vllm.messages import Tally
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings

@@ -29,8 +29,8 @@ from msgspec.structs import replace
 
 from kvflow import Claim, Group, Manifest, PrefixReader, Ticket, open_reader, whole_tokens
 from kvflow.addresses import host_and_port
+from kvflow.contents import Chains, Contents, Request
 from kvflow.errors import CapacityExceeded, ContentMismatch, DeadlineExceeded, KvflowError, TicketInvalid
-from kvflow.integrations.vllm.blocks import Chains, Contents, Request
 from kvflow.integrations.vllm.engine import LOAD_WAIT
 from kvflow.integrations.vllm.logs import logger
 from kvflow.integrations.vllm.messages import Found, Tally

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from kvflow.contents import DigestLists, Request
 from kvflow.errors import KvflowError
-from kvflow.integrations.vllm.blocks import ABSENT, NULL_BLOCK, DigestLists, Request, TransferGroup, kept_blocks
+from kvflow.integrations.vllm.blocks import ABSENT, NULL_BLOCK, TransferGroup, kept_blocks
 from kvflow.integrations.vllm.logs import logger
 from kvflow.integrations.vllm.messages import BlocksByGroup, KeepBlocks
 from kvflow.integrations.vllm.offering import Offering

@@ -24,8 +24,9 @@ from typing import Any
 from msgspec import Struct
 
 from kvflow import Grant, RankAddress, Ticket, TicketMint
+from kvflow.contents import DigestLists
 from kvflow.errors import KvflowError
-from kvflow.integrations.vllm.blocks import NULL_BLOCK, DigestLists, TransferGroup, offered_blocks
+from kvflow.integrations.vllm.blocks import NULL_BLOCK, TransferGroup, offered_blocks
 from kvflow.integrations.vllm.logs import logger, warn
 from kvflow.integrations.vllm.messages import BlocksByGroup, Command, End, Hold, Ordered, Tell
 from kvflow.integrations.vllm.params import SAMPLE, no_ticket_params, ticket_params

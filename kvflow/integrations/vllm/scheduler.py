@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from msgspec import structs
 
 from kvflow import RankAddress, TicketKey, TicketMint
+from kvflow.contents import Chains, Contents, ExtraKeys
 from kvflow.errors import DefectFound, KvflowError, TicketInvalid
 from kvflow.integrations.vllm.admission import Contact, EarlyAdmission
-from kvflow.integrations.vllm.blocks import NULL_BLOCK, Chains, Contents, ExtraKeys, TransferGroup
+from kvflow.integrations.vllm.blocks import NULL_BLOCK, TransferGroup
 from kvflow.integrations.vllm.caches import read_groups, retained_tokens
 from kvflow.integrations.vllm.engine import can_keep, clears_first, load_wait
 from kvflow.integrations.vllm.finder import Finder

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow import Ticket
+from kvflow.contents import Chains
 from kvflow.errors import ContentMismatch
-from kvflow.integrations.vllm.blocks import ABSENT, Chains
+from kvflow.ids import ABSENT
 
 from .vllm_like import extra_keys, new_contents, new_mint, new_request, new_ticket
 

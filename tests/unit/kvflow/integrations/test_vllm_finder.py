@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 from msgspec import structs
 
+from kvflow.contents import Chains
 from kvflow.errors import CapacityExceeded, DeadlineExceeded, PeerLost, ProtocolViolation
 from kvflow.integrations.vllm import finder as finder_module
 from kvflow.integrations.vllm import scheduler
-from kvflow.integrations.vllm.blocks import Chains
 from kvflow.integrations.vllm.finder import Finder, PrefillRate
 from kvflow.integrations.vllm.messages import Cancel, GiveBack, Hold, Load, Tally
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings

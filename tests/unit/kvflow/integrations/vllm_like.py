@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from handshake import ClusterSecurity
 from kvflow import RankAddress, TicketKey, TicketMint, WorkerConfig
-from kvflow.integrations.vllm.blocks import Contents
+from kvflow.contents import Contents
 from kvflow.integrations.vllm.messages import empty_counters
 from kvflow.integrations.vllm.scheduler import SchedulerSide, transfer_groups
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
