@@ -1,5 +1,6 @@
 # The public names of kvflow, and the modules that define them. __init__.py loads each name on first use.
 
+from kvflow import contents as contents
 from kvflow import errors as errors
 from kvflow import events as events
 from kvflow import models as models

@@ -1,8 +1,8 @@
-"""Digests of what blocks hold.
+"""Digests of what blocks hold, equal on every engine: ``digests`` of an offer, and what ``find`` asks for.
 
 The producer signs the digest of the last block of each group; the consumer computes and compares it. Digests form a
-chain from the first token on: each covers the one before it, the token ids of its block, and all else by which vLLM's
-prefix cache distinguishes blocks (adapter, media, salt, embeddings). They are keyed with a key that follows from the
+chain from the first token on: each covers the one before it, the token ids of its block, and all else by which an
+engine distinguishes blocks (in vLLM: adapter, media, salt, embeddings). They are keyed with a key that follows from the
 cluster secret, so that no client can search for two prompts with one digest. vLLM's own hashes differ between engines,
 by function and seed.
 """
@@ -16,12 +16,15 @@ from threading import Lock
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from kvflow.errors import ContentMismatch, TicketInvalid
 from kvflow.ids import ABSENT
 from kvflow.leases.tickets import Grant, Ticket
 
-Request = Any  # of vLLM's scheduler
+__all__ = ["Chains", "Contents", "TokenIds"]
+
+Request = Any  # of vLLM's scheduler, or ``TokenIds``
 
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
@@ -41,6 +44,29 @@ ExtraKeys = Callable[[Any, int, int, int], tuple[tuple[Any, ...] | None, int]]
 
 DigestLists = tuple[tuple[bytes, ...], ...]
 
+
+class TokenIds(Struct, frozen=True):
+    """A request that token ids alone determine.
+
+    Attributes:
+        all_token_ids: the prompt, and what is generated so far.
+        prompt_embeds: embeddings instead of ids; none.
+    """
+
+    all_token_ids: Sequence[int]
+    prompt_embeds: None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens there are."""
+        return len(self.all_token_ids)
+
+
+def no_extra_keys(_request: Request, _first: int, _end: int, media: int) -> tuple[None, int]:
+    """Say that nothing but its tokens determines a block."""
+    return None, media
+
+
 Chain = tuple[list[bytes], int]  # the digest at the end of each block, and the media item that follows
 NO_CHAIN: Chain = ([], 0)
 
@@ -58,12 +84,21 @@ class Chains:
 
 
 class Contents:
-    """Computes and compares the digests of vLLM's requests; ``extra_keys`` are inputs of vLLM's own hash of a block.
+    """Computes and compares the digests of requests: of ``TokenIds``, or of vLLM's.
 
-    ``keys`` has a key for the fingerprint of each accepted cluster secret, our own first (``TicketKey.content_keys``).
+    Args:
+        keys: ``TicketKey.content_keys()``: a key for the fingerprint of each accepted cluster secret, our own first.
+        extra_keys: what else than tokens determines a block, as vLLM's function for its own hash of a block says it.
+
+    Example:
+        >>> contents = kvflow.contents.Contents(kvflow.TicketKey.of(config).content_keys())
+        >>> request = kvflow.contents.TokenIds(prompt)
+        >>> digests = contents.digests(request, block_ids=[[3, 4, 9]], block_sizes=[16], num_tokens=48)
+
+    Thread: any.
     """
 
-    def __init__(self, extra_keys: ExtraKeys, keys: Mapping[bytes, bytes]) -> None:
+    def __init__(self, keys: Mapping[bytes, bytes], extra_keys: ExtraKeys = no_extra_keys) -> None:
         self._extra_keys = extra_keys
         self._links: dict[bytes, Links] = {
             fingerprint: tuple([blake2b(key=key, digest_size=DIGEST_BYTES, person=person) for person in LINKS])

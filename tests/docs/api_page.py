@@ -20,6 +20,7 @@ from typing import Any
 from msgspec import Struct
 
 import kvflow
+import kvflow.contents
 import kvflow.models
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
@@ -79,6 +80,7 @@ CHAPTERS = {
     "kvflow.memory": "Allocate or adopt memory",
     "kvflow.config": "Run a worker",
     "kvflow.worker": "Run a worker",
+    "kvflow.contents": "Tickets",
     "kvflow.leases": "Tickets",
     "kvflow.rendezvous": "Tickets",
     "kvflow.planning": "Plans",
@@ -309,7 +311,10 @@ def public_names() -> dict[str, Any]:
     """Return every public name that the page has an entry for."""
     found = {name: getattr(kvflow, name) for name in kvflow.__all__ if not name.startswith("__")}
     found = {name: value for name, value in found.items() if not inspect.ismodule(value)}
-    return found | {f"models.{name}": getattr(kvflow.models, name) for name in kvflow.models.__all__}
+    for module in (kvflow.contents, kvflow.models):
+        home = module.__name__.removeprefix("kvflow.")
+        found |= {f"{home}.{name}": getattr(module, name) for name in module.__all__}
+    return found
 
 
 def page(file: str) -> str:

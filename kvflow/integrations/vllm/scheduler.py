@@ -114,7 +114,7 @@ class SchedulerSide:
             meets=bool(settings.rendezvous_from),
         )
         self._told_rewritten: set[str] = set()
-        self._contents = Contents(extra_keys, key.content_keys())
+        self._contents = Contents(key.content_keys(), extra_keys)
         self._chains: dict[str, Chains] = {}  # of each request that has not ended
         lookahead = prefill_lookahead(vllm_config)
         self._backoff, self._unsettled = prefill_backoff(groups, lookahead), lookahead - 1

@@ -201,7 +201,7 @@ def new_mint(engine_id="prefill-0", ranks=1, secret=SECRET, block_sizes=(16,)):
 def new_contents(secret=SECRET, accepted=None):
     security = ClusterSecurity.from_secret(secret)
     key = TicketKey(security if accepted is None else security.accepting(accepted))
-    return Contents(extra_keys, key.content_keys())
+    return Contents(key.content_keys(), extra_keys)
 
 
 def new_ticket(num_tokens=48, block_ids=((3, 4, 9),), request_id="request-1", *, prompt=None, **named):
