@@ -18,7 +18,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
-from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid, RequestUnknown
+from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid
 from kvflow.events import LeaseEnded, Outcome
 from kvflow.ids import ABSENT, LeaseKey
 from kvflow.leases.epochs import EpochTable
@@ -377,12 +377,10 @@ class LeaseTable:
         self._index.give_back(lease)
         return lease.digests
 
-    def unsealed(self, request_id: str) -> Lease:
-        """Return an open lease that is not sealed; raise ``RequestUnknown`` or ``BlockIdsInvalid``."""
+    def unsealed(self, request_id: str) -> Lease | None:
+        """Return an open lease that is not sealed; None if it has ended. Raises ``BlockIdsInvalid`` for another."""
         lease = self._by_request.get(request_id)
-        if lease is None:
-            raise RequestUnknown(request_id)
-        if lease.sealed:
+        if lease is not None and lease.sealed:
             remedy = "Advance and seal what offer_progressive has offered, until it is sealed."
             raise BlockIdsInvalid(f"request {request_id!r} is not open: all of it is on offer", remedy=remedy)
         return lease

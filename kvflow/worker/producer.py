@@ -155,14 +155,19 @@ class LeaseManager:
         num_tokens: int | None,
         new_block_ids: Sequence[Sequence[int]] = (),
         digests: Digests = None,
-    ) -> None:
-        """Say what else has settled of an open lease, and renew it; ``num_tokens`` None: all, so that it is sealed."""
+    ) -> bool:
+        """Say what else has settled of an open lease, and renew it; ``num_tokens`` None: all, so that it is sealed.
+
+        Return False if it has ended.
+        """
         new_ids = new_block_ids or [()] * len(self._groups.sizes)
         ids = check_block_ids(new_ids, num_blocks=self._num_blocks, aliases=self._account.aliases, unique=False)
         new = tuple([each if isinstance(each, tuple) else tuple(each.tolist()) for each in ids])
         sealed = num_tokens is None
         with self._lock:
             lease = self._leases.unsealed(request_id)
+            if lease is None:
+                return False
             most = lease.grant.num_tokens[0]
             try:
                 settled = most if num_tokens is None else index(num_tokens)
@@ -184,6 +189,7 @@ class LeaseManager:
             if found:
                 self._leases.name(lease, found[-1])
             self.answers.note((request_id, *found))
+        return True
 
     def revoke(self, request_id: str, grant: Grant | None = None) -> bool:
         """End a lease now. ``grant``: which is void, also if it was not admitted."""

@@ -60,13 +60,13 @@ class OpenOffer:
         self._worker = worker
         self.ticket = ticket
 
-    def advance(self, num_tokens: int, new_block_ids: Sequence[Sequence[int]] = (), digests: Digests = None) -> None:
+    def advance(self, num_tokens: int, new_block_ids: Sequence[Sequence[int]] = (), digests: Digests = None) -> bool:
         """Say that the first ``num_tokens`` have settled: see ``Worker.advance``."""
-        self._worker.advance(self.ticket.request_id, num_tokens, new_block_ids, digests)
+        return self._worker.advance(self.ticket.request_id, num_tokens, new_block_ids, digests)
 
-    def seal(self, new_block_ids: Sequence[Sequence[int]] = (), digests: Digests = None) -> None:
+    def seal(self, new_block_ids: Sequence[Sequence[int]] = (), digests: Digests = None) -> bool:
         """Say that all tokens have settled: see ``Worker.seal``."""
-        self._worker.seal(self.ticket.request_id, new_block_ids, digests)
+        return self._worker.seal(self.ticket.request_id, new_block_ids, digests)
 
     def abort(self) -> bool:
         """End the lease now: see ``Worker.revoke``."""
@@ -242,7 +242,7 @@ class Worker:
         num_tokens: int,
         new_block_ids: Sequence[Sequence[int]] = (),
         digests: Digests = None,
-    ) -> None:
+    ) -> bool:
         """Say that the first tokens of an open offer have settled, and renew its lease. Effective on return.
 
         Their blocks must have been written, as in ``offer``, and must not be written again before the lease has ended.
@@ -253,24 +253,26 @@ class Worker:
             new_block_ids: one list per group, of the blocks behind those that were told; an empty list: none.
             digests: as in ``offer_progressive``, if they were not known then.
 
+        Returns:
+            False if the lease has ended, or is unknown: its reader has given the ticket back, for example.
+
         Raises:
             ArgumentInvalid: ``digests`` has too many, or something else than bytes.
             BlockIdsInvalid: fewer tokens than before, or more than were offered; blocks that do not fit the cache or
                 the tokens, or were told before; or the request is not open. Nothing has changed.
-            RequestUnknown: the lease has ended.
 
         Thread: any.
         """
         self._require_process()
-        self._leases.advance(request_id, num_tokens, new_block_ids, digests)
+        return self._leases.advance(request_id, num_tokens, new_block_ids, digests)
 
-    def seal(self, request_id: str, new_block_ids: Sequence[Sequence[int]] = (), digests: Digests = None) -> None:
+    def seal(self, request_id: str, new_block_ids: Sequence[Sequence[int]] = (), digests: Digests = None) -> bool:
         """Say that all tokens of an open offer have settled, and tell its last blocks. Effective on return.
 
-        The arguments, the errors and the thread are those of ``advance``.
+        The arguments, the result, the errors and the thread are those of ``advance``.
         """
         self._require_process()
-        self._leases.advance(request_id, None, new_block_ids, digests)
+        return self._leases.advance(request_id, None, new_block_ids, digests)
 
     def admit(self, grant: Grant, digests: Digests = None) -> None:
         """Hold the lease of a grant that this engine's ``TicketMint`` signed; effective on return.

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import kvflow
 from kvflow import errors
@@ -198,17 +198,17 @@ class Engine:
 
     async def _compute(self, offer, number, full, window):
         """Write and settle some blocks after the other; what a window holds settles with the last of them."""
-        rng, done = random.Random(number), 0
-        with suppress(errors.RequestUnknown):  # its lease has ended
-            while done < len(full):
-                await asyncio.sleep(rng.uniform(0, STEP_S_MAX))
-                blocks = [full[done : done + rng.randint(1, STEP_BLOCKS_MAX)], []]
-                self._words.write(number, blocks, first=done)
-                done += len(blocks[0])
-                if done < len(full):
-                    offer.advance(done * BLOCK_SIZE, blocks)
-            self._words.write(number, [[], window])
-            offer.seal([blocks[0], window])
+        rng, done, held = random.Random(number), 0, True
+        while held and done < len(full):
+            await asyncio.sleep(rng.uniform(0, STEP_S_MAX))
+            blocks = [full[done : done + rng.randint(1, STEP_BLOCKS_MAX)], []]
+            self._words.write(number, blocks, first=done)
+            done += len(blocks[0])
+            if done < len(full):
+                held = offer.advance(done * BLOCK_SIZE, blocks)
+            else:
+                self._words.write(number, [[], window])
+                offer.seal([blocks[0], window])
 
     async def _reuse(self, number, successor, block_ids, computed):
         await self.worker.wait_offer(str(number))

@@ -16,7 +16,6 @@ import sys
 import uvloop
 
 import kvflow
-from kvflow.errors import KvflowError
 from kvflow.events import LeaseEnded, OnlyEvents
 
 from .keeping import SWITCH_S
@@ -92,14 +91,12 @@ class Computer:
         ends = [blocks[0], [-1] * prompt.absent + blocks[1]]
         settle = lambda: prompt.offer.seal(ends) if last else prompt.offer.advance(tokens, blocks)  # noqa: E731
         tokens = (len(prompt.full) + count) * TARGET.block_size
-        try:
-            if self._early:
-                settle()
+        held = not self._early or settle()
+        if held:
             self._words.write(prompt.number, [blocks[0], []], first=len(prompt.full))
             self._words.write(prompt.number, [[], blocks[1]])
-            if not self._early:
-                settle()
-        except KvflowError:  # its lease has run out, or its reader has given up
+            held = self._early or settle()
+        if not held:  # its lease has run out, or its reader has given up
             self._computed.remove(prompt)
             self._give_back(blocks)
             self._give_back([prompt.full, prompt.window])

@@ -163,18 +163,20 @@ class Recycler:
     async def _compute(self, number, full, window):
         """Write and settle some blocks after the other, rank by rank; the window's with the last of them."""
         done, name = 0, str(number)
-        with suppress(errors.RequestUnknown, errors.WorkerClosed):  # its lease has ended
+        with suppress(errors.WorkerClosed):
             while done < len(full):
                 blocks = [full[done : done + self._rng.randint(1, len(full))], []]
                 settled = done + len(blocks[0])
                 for worker, words in zip(self._workers, self._words, strict=True):
                     await asyncio.sleep(self._rng.uniform(0, STEP_S_MAX))
                     words.write(number, blocks, first=done)
-                    if settled < len(full):
-                        worker.advance(name, settled * TARGET.block_size, blocks)
-                    else:
+                    if settled == len(full):
                         words.write(number, [[], window])
-                        worker.seal(name, [blocks[0], window])
+                        held = worker.seal(name, [blocks[0], window])
+                    else:
+                        held = worker.advance(name, settled * TARGET.block_size, blocks)
+                    if not held:
+                        return
                 done = settled
 
     def _follow(self, number, block_ids, revoked, computing=None):
