@@ -330,7 +330,8 @@ class ThreadedWorker:
     ``hold``; cancelling the future cancels the call.
 
     A failed ``pull`` is reported only when nothing can write into its blocks, because an engine reuses blocks as soon
-    as it learns of the failure.
+    as it learns of the failure. An engine that waits for something else adds a callback to the future, which wakes it:
+    ``finished`` has the end before the future is resolved.
 
     A suspended worker raises ``WorkerSuspended`` from every method except ``revoke``, ``finished`` and
     ``wait_finished``, which report what happened before.
@@ -426,6 +427,7 @@ class ThreadedWorker:
     revoke = called(Worker.revoke, suspended=True)
     wait_offer = submitted(Worker.wait_offer)
     find = submitted(Worker.find)
+    read_manifest = submitted(Worker.read_manifest)
     read_ticket = called(Worker.read_ticket)
 
     def pull(

@@ -13,6 +13,7 @@ from kvflow.errors import WrongEventLoop, quoted
 from kvflow.events import Outcome, WorkerDrained
 from kvflow.forks import Origin
 from kvflow.ids import worker_name
+from kvflow.layout.manifest import Manifest
 from kvflow.leases.tickets import Grant, RankAddress, Ticket
 from kvflow.rendezvous.listener import Listener
 from kvflow.report import TransferReport
@@ -342,7 +343,7 @@ class Worker:
             endpoint: control endpoint of the worker, such as ``tcp://host:5600``. Of a worker that has its own key,
                 ``tcp://host:5600#KEY`` with its public key, which must be among our allowed keys.
             digests: chained digests, as its engine has passed them to ``keep``: those of the blocks of the first group,
-                or one list per group. Each has 1 to 64 bytes.
+                or one list per group, in its block size (``read_manifest``). Each has 1 to 64 bytes.
             wait_s: 0 finds only what is kept. Otherwise the worker waits for so long, also for an offer with digests,
                 open or not, the last of which is among these; it gives each offer to one caller, until that releases
                 the ticket unread.
@@ -365,6 +366,20 @@ class Worker:
         self._require_loop()
         self._shared.lifecycle.require_open("finds nothing")
         return await self._consumer.prefixes.find(endpoint, digests, wait_s, at_least=at_least)
+
+    async def read_manifest(self, endpoint: str) -> Manifest:
+        """Return what a worker says of its cache: ``groups[0].block_tokens`` is the block size to ``find`` with.
+
+        It is the same object as long as the connection lives, which stays open for later calls.
+
+        Raises:
+            KvflowError: of ``find``. ``ReleaseMismatch`` if another release has written it.
+
+        Cancellation: safe.
+        """
+        self._require_loop()
+        self._shared.lifecycle.require_open("asks no worker")
+        return await self._consumer.prefixes.read_manifest(endpoint)
 
     def read_ticket(self, params: object) -> Ticket:
         """Verify and read a ticket, so that ``pull``, ``hold`` and ``release`` need not verify this object again.

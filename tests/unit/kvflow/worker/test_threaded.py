@@ -6,6 +6,7 @@ from collections import deque
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from functools import partial
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
@@ -134,6 +135,20 @@ def test_an_engine_can_wait_for_several_ends_at_once():
         worker.offer("fourth", [[1]], 4)
         worker.revoke("fourth")
         assert worker.wait_finished(60.0)  # one is enough again
+
+
+def test_the_end_of_a_pull_wakes_an_engine_that_waits_for_something_else():
+    with run_worker(config(), cache_of()) as producer, run_worker(config("decode-0"), cache_of()) as consumer:
+        woken = SimpleQueue()
+        consumer.pull(producer.offer("r", [[3]], 4), [[5]]).add_done_callback(lambda _: woken.put(consumer.finished()))
+        (end,) = woken.get(timeout=PATIENCE_S)
+        assert (end.request_id, end.side, end.outcome) == ("r", "consumer", "completed")
+
+
+def test_an_engine_asks_for_the_block_size_of_a_source():
+    with run_worker(config(), cache_of()) as producer, run_worker(config("decode-0"), cache_of()) as consumer:
+        manifest = consumer.read_manifest(producer.endpoint).result(PATIENCE_S)
+        assert [group.block_tokens for group in manifest.groups] == [4]
 
 
 def test_a_failure_is_an_exception_and_an_entry():
