@@ -21,9 +21,9 @@ import handshake.codec
 import handshake.messages
 import handshake.security
 import kvflow
-from kvflow import contents
+from kvflow import contents, routing
 from kvflow.errors import KvflowError
-from kvflow.integrations.vllm import admission, messages, params
+from kvflow.integrations.vllm import admission, messages
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.leases import tickets
 from kvflow.reads import backend
@@ -124,7 +124,7 @@ WORDS = {
     "TCP: header of an answer": wire.ANSWER.format,
     "TCP: kinds of answers": (wire.PIECE, wire.DONE, wire.ENDED, wire.REFUSED),
     "TCP: stretches of a producer": wire.Row.__struct_fields__,
-    "vLLM: fields of kv_transfer_params": sorted(params.ticket_params(TICKET)),
+    "vLLM: fields of kv_transfer_params": sorted(routing.ticket_params(TICKET)),
     "vLLM: start of the digests": contents.START.hex(),
     "vLLM: bytes of a MAC of an early admission": admission.MAC_BYTES,
 }

@@ -223,7 +223,7 @@ def test_integrations_know_public_names_only():
             module, _, name = imported.partition(":")
             own = module.startswith("kvflow.integrations.")
             small = module in ("kvflow.errors", "kvflow.addresses")  # there is one reader of host and port
-            small |= module == "kvflow.contents"  # and one way to make digests
+            small |= module in ("kvflow.contents", "kvflow.routing")  # one way to make digests, and to read parameters
             small |= imported == "kvflow.observability.logs:Repeats"  # and one way to warn once
             small |= imported == "kvflow.observability.logs:EventLog"  # and one form of records
             small |= imported == "kvflow.validation:describe_refusal"  # and one way to say what a setting must be

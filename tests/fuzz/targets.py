@@ -20,7 +20,7 @@ from handshake.messages import Ask, ConnectionFailed
 from handshake.states import Progress, Role
 from kvflow.errors import KvflowError, PlanUnsound, ProtocolViolation
 from kvflow.integrations.vllm.messages import Fail, Load
-from kvflow.integrations.vllm.params import read_params, ticket_chars_max
+from kvflow.integrations.vllm.params import ticket_chars_max
 from kvflow.layout.component import Region
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.layout.tracks import Track
@@ -46,6 +46,7 @@ from kvflow.rendezvous.questions import (
     NoRoom,
     Settled,
 )
+from kvflow.routing import read_params
 from kvflow.tools.cli.inspect import lines_of as report_lines
 from kvflow.worker.connections import PeerState
 from kvflow.worker.destinations import Quarantined

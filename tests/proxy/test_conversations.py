@@ -4,7 +4,7 @@ import json
 
 import msgspec
 
-from kvflow.integrations.vllm.params import hinted_sources
+from kvflow.routing import hinted_sources
 from kvflow.tools.proxy import conversations
 from kvflow.tools.proxy.conversations import Conversations, digests_of
 

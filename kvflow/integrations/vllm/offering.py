@@ -29,7 +29,8 @@ from kvflow.errors import KvflowError
 from kvflow.integrations.vllm.blocks import NULL_BLOCK, TransferGroup, offered_blocks
 from kvflow.integrations.vllm.logs import logger, warn
 from kvflow.integrations.vllm.messages import BlocksByGroup, Command, End, Hold, Ordered, Tell
-from kvflow.integrations.vllm.params import SAMPLE, no_ticket_params, ticket_params
+from kvflow.integrations.vllm.params import SAMPLE
+from kvflow.routing import no_ticket_params, ticket_params
 
 MintTickets = Callable[[Sequence[RankAddress]], TicketMint]
 Send = Callable[[Ordered], None]  # ``EarlyAdmission.send``

@@ -24,20 +24,14 @@ from kvflow.integrations.vllm.messages import Command, Counters, Reset, Tally
 from kvflow.integrations.vllm.offering import Offering, is_further_prompt
 from kvflow.integrations.vllm.params import (
     SAMPLE,
-    LoadWanted,
-    OfferWanted,
-    RendezvousWanted,
     Untagged,
-    Wanted,
-    hinted_sources,
     is_streamed,
-    is_tagged,
-    read_params,
     ticket_chars_max,
     traceparent_of,
 )
 from kvflow.integrations.vllm.settings import Settings
 from kvflow.integrations.vllm.versions import prefill_lookahead
+from kvflow.routing import LoadWanted, OfferWanted, RendezvousWanted, Wanted, hinted_sources, is_tagged, read_params
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -11,9 +11,9 @@ import pytest
 from kvflow.integrations.vllm import finder
 from kvflow.integrations.vllm.engine import LOAD_WAIT
 from kvflow.integrations.vllm.messages import Fail, GiveBack, Load
-from kvflow.integrations.vllm.params import OfferWanted, RendezvousWanted, read_params
 from kvflow.layout.specs import FullAttention
 from kvflow.rendezvous.dialer import Asker
+from kvflow.routing import OfferWanted, RendezvousWanted, read_params
 from kvflow.worker import answers
 from kvflow.worker.threaded import run_worker
 from tests.helpers.settings import flat_config

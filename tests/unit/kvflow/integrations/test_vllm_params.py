@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from kvflow import RankAddress, TicketMint
 from kvflow.errors import ReleaseMismatch, TicketInvalid
-from kvflow.integrations.vllm.params import (
+from kvflow.integrations.vllm.params import ticket_chars_max
+from kvflow.routing import (
     HINTS_MAX,
     LoadWanted,
     OfferWanted,
     RendezvousWanted,
     hinted_sources,
     read_params,
-    ticket_chars_max,
     ticket_params,
 )
 

@@ -17,14 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from kvflow.errors import TicketInvalid
 from kvflow.integrations.vllm.messages import PHASES, Tally, empty_counters
-from kvflow.integrations.vllm.params import (
-    LoadWanted,
-    OfferWanted,
-    is_tagged,
-    read_params,
-    ticket_params,
-    wants_transfer,
-)
+from kvflow.routing import LoadWanted, OfferWanted, is_tagged, read_params, ticket_params, wants_transfer
 from tests.unit.kvflow.integrations.vllm_like import new_key, new_ticket
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
