@@ -4,6 +4,7 @@ from kvflow import contents as contents
 from kvflow import errors as errors
 from kvflow import events as events
 from kvflow import models as models
+from kvflow import routing as routing
 from kvflow.config import Tuning as Tuning
 from kvflow.config import WorkerConfig as WorkerConfig
 from kvflow.events import Hook as Hook

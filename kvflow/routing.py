@@ -10,9 +10,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from kvflow.addresses import PORT_MAX, host_and_port
+from kvflow.addresses import PORT_MAX
 from kvflow.errors import TicketInvalid
-from kvflow.leases.tickets import Ticket
+from kvflow.leases.tickets import TICKET_CHARS_MAX, Ticket
+
+__all__ = ["LoadWanted", "OfferWanted", "RendezvousWanted", "hinted_sources", "no_ticket_params", "read_params"]
 
 ReadTicket = Callable[..., Ticket]  # TicketKey.read
 HOST_CHARS_MAX = 255  # of a name of a host: longer ones are none
@@ -25,14 +27,23 @@ class OfferWanted(Struct, frozen=True):
 
 
 class LoadWanted(Struct, frozen=True):
-    """Read the blocks of a ticket instead of computing them."""
+    """Read the blocks of a ticket instead of computing them.
+
+    Attributes:
+        ticket: verified.
+        rewritten: names of fields whose values differ from the ticket, which decides.
+    """
 
     ticket: Ticket
-    rewritten: tuple[str, ...] = ()  # names of fields whose values differ from the ticket
+    rewritten: tuple[str, ...] = ()
 
 
 class RendezvousWanted(Struct, frozen=True):
-    """Ask this prefill engine, which computes the prompt at the same time, for its ticket."""
+    """Ask this prefill engine, which computes the prompt at the same time, for its ticket.
+
+    Attributes:
+        endpoint: its control endpoint.
+    """
 
     endpoint: str
 
@@ -58,10 +69,16 @@ def wants_transfer(params: object) -> bool:
     return True
 
 
-def read_params(params: object, read: ReadTicket, chars_max: int, *, meets: bool = False) -> Wanted | None:
+def read_params(
+    params: object, read: ReadTicket, chars_max: int = TICKET_CHARS_MAX, *, meets: bool = False
+) -> Wanted | None:
     """Read which transfer a request asks for; None if it involves no other engine. A client may send anything.
 
-    ``chars_max`` is that of a usable ticket. ``meets``: a request without a ticket may name the prefill engine.
+    Args:
+        params: ``kv_transfer_params`` of the request.
+        read: ``TicketKey.read``.
+        chars_max: longest ticket that this engine can use.
+        meets: whether a request without a ticket may name the prefill engine.
 
     Raises:
         TicketInvalid: a switch is not true or false, both are true, or there is no ticket of this cluster.
@@ -121,39 +138,6 @@ def _field(record: object, name: str) -> object:
     return record.get(name) if isinstance(record, dict) else getattr(record, name, None)
 
 
-def describe_ticket(ticket: Ticket) -> dict[str, Any]:
-    """Return the facts of a ticket under the names that routers know; TicketInvalid if its endpoint is malformed."""
-    grant = ticket.grants[0]
-    endpoint = grant.ranks[0].endpoint
-    try:
-        host, port = host_and_port(endpoint)
-    except ValueError as error:
-        raise TicketInvalid(f"the endpoint in the ticket must be tcp://HOST:PORT, not {endpoint!r}") from error
-    return {
-        "remote_engine_id": grant.engine_id,
-        "remote_request_id": grant.request_id,
-        "remote_host": host,
-        "remote_port": port,
-        "tp_size": sum([len(each.ranks) for each in ticket.grants]),
-        "remote_num_tokens": max(grant.num_tokens),
-    }
-
-
-def ticket_params(ticket: Ticket) -> dict[str, Any]:
-    """Return the parameters of a producer's answer; TicketInvalid if its own endpoint is malformed."""
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        **describe_ticket(ticket),
-        "remote_block_ids": [list(ids[-1:]) for ids in ticket.grants[0].block_ids],  # routers see that there are some
-        "dcp_size": 1,
-        "pp_size": 1,
-        "remote_blocks_expiry_time": None,
-        "transfer_mode": "pull",
-        **ticket.to_params(),
-    }
-
-
 def no_ticket_params() -> dict[str, Any]:
     """Return the parameters of an answer without a ticket: the decode engine then computes the prompt."""
     return {"do_remote_prefill": False, "do_remote_decode": False}
@@ -162,7 +146,7 @@ def no_ticket_params() -> dict[str, Any]:
 def _rewritten(params: dict[Any, Any], ticket: Ticket) -> tuple[str, ...]:
     """Return the names of fields that differ from the ticket. Null counts as absent, and 5600.0 as 5600."""
     try:
-        expected = describe_ticket(ticket)
+        expected = ticket.router_facts()
     except TicketInvalid:
         return ()
     if expected.items() <= params.items():

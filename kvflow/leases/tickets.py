@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, TypeGuard, get_args
 import msgspec
 from msgspec import Meta, Struct
 
+from kvflow.addresses import host_and_port
 from kvflow.errors import ReleaseMismatch, TicketInvalid, counted, quoted
 from kvflow.ids import ABSENT, FEW_IDS, PeerId
 from kvflow.leases.blocks import NUM_BLOCKS_MAX, block_ends, blocks_for, count_runs, expand_runs, runs_of
@@ -414,6 +415,43 @@ class Ticket(Struct, frozen=True, kw_only=True, weakref=True):
         """Return a JSON-safe dict for a router (``kv_transfer_params``)."""
         texts = (base64.urlsafe_b64encode(signed).rstrip(b"=").decode("ascii") for signed in self.signed)
         return {"kvflow": ".".join((FORMAT, *texts))}
+
+    def router_facts(self) -> dict[str, Any]:
+        """Return what routers know of a ticket, under their names; TicketInvalid if its endpoint is malformed."""
+        grant = self.grants[0]
+        endpoint = grant.ranks[0].endpoint
+        try:
+            host, port = host_and_port(endpoint)
+        except ValueError as error:
+            raise TicketInvalid(f"the endpoint in the ticket must be tcp://HOST:PORT, not {endpoint!r}") from error
+        return {
+            "remote_engine_id": grant.engine_id,
+            "remote_request_id": grant.request_id,
+            "remote_host": host,
+            "remote_port": port,
+            "tp_size": sum([len(each.ranks) for each in self.grants]),
+            "remote_num_tokens": max(grant.num_tokens),
+        }
+
+    def to_router_params(self) -> dict[str, Any]:
+        """Return ``to_params`` with all that routers of vLLM's engines read: ``kv_transfer_params`` of an answer.
+
+        ``kvflow.routing.read_params`` reads it, and needs ``do_remote_prefill`` and the ticket alone.
+
+        Raises:
+            TicketInvalid: its endpoint is malformed.
+        """
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            **self.router_facts(),
+            "remote_block_ids": [list(ids[-1:]) for ids in self.grants[0].block_ids],  # routers see that there are some
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+            **self.to_params(),
+        }
 
     @staticmethod
     def from_params(params: object, *, verify: Verify | None = None, chars_max: int = TICKET_CHARS_MAX) -> "Ticket":

@@ -21,7 +21,7 @@ import handshake.codec
 import handshake.messages
 import handshake.security
 import kvflow
-from kvflow import contents, routing
+from kvflow import contents
 from kvflow.errors import KvflowError
 from kvflow.integrations.vllm import admission, messages
 from kvflow.layout.manifest import MANIFEST_SCHEMA
@@ -124,7 +124,7 @@ WORDS = {
     "TCP: header of an answer": wire.ANSWER.format,
     "TCP: kinds of answers": (wire.PIECE, wire.DONE, wire.ENDED, wire.REFUSED),
     "TCP: stretches of a producer": wire.Row.__struct_fields__,
-    "vLLM: fields of kv_transfer_params": sorted(routing.ticket_params(TICKET)),
+    "vLLM: fields of kv_transfer_params": sorted(TICKET.to_router_params()),
     "vLLM: start of the digests": contents.START.hex(),
     "vLLM: bytes of a MAC of an early admission": admission.MAC_BYTES,
 }

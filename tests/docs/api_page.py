@@ -22,6 +22,7 @@ from msgspec import Struct
 import kvflow
 import kvflow.contents
 import kvflow.models
+import kvflow.routing
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
@@ -83,6 +84,7 @@ CHAPTERS = {
     "kvflow.contents": "Tickets",
     "kvflow.leases": "Tickets",
     "kvflow.rendezvous": "Tickets",
+    "kvflow.routing": "Tickets",
     "kvflow.planning": "Plans",
     "": "Reports, logs and types",
 }
@@ -311,7 +313,7 @@ def public_names() -> dict[str, Any]:
     """Return every public name that the page has an entry for."""
     found = {name: getattr(kvflow, name) for name in kvflow.__all__ if not name.startswith("__")}
     found = {name: value for name, value in found.items() if not inspect.ismodule(value)}
-    for module in (kvflow.contents, kvflow.models):
+    for module in (kvflow.contents, kvflow.models, kvflow.routing):
         home = module.__name__.removeprefix("kvflow.")
         found |= {f"{home}.{name}": getattr(module, name) for name in module.__all__}
     return found

@@ -30,7 +30,7 @@ from kvflow.integrations.vllm.blocks import NULL_BLOCK, TransferGroup, offered_b
 from kvflow.integrations.vllm.logs import logger, warn
 from kvflow.integrations.vllm.messages import BlocksByGroup, Command, End, Hold, Ordered, Tell
 from kvflow.integrations.vllm.params import SAMPLE
-from kvflow.routing import no_ticket_params, ticket_params
+from kvflow.routing import no_ticket_params
 
 MintTickets = Callable[[Sequence[RankAddress]], TicketMint]
 Send = Callable[[Ordered], None]  # ``EarlyAdmission.send``
@@ -385,7 +385,7 @@ class Offering:
                 traceparent=trace,
             )
         try:
-            params = ticket_params(ticket)
+            params = ticket.to_router_params()
         except BaseException:
             self._mint.retire(request_id)
             raise

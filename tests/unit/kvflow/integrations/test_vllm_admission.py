@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvflow import FullAttention, TicketMint, WorkerConfig, allocate, run_worker
+from kvflow import FullAttention, Ticket, TicketMint, WorkerConfig, allocate, run_worker
 from kvflow.integrations.vllm import admission
 from kvflow.integrations.vllm import worker as rank_side
 from kvflow.integrations.vllm.admission import MESSAGE_BYTES_MAX, Contact, EarlyAdmission, GrantReceiver, reachable
@@ -543,7 +543,7 @@ def test_a_request_is_on_offer_though_its_rank_could_not_be_told(error):
 
 def test_no_rank_is_told_of_an_offer_that_fails(monkeypatch):
     rank, producer = Rank(), side(FullAttentionSpec(), met=False)
-    monkeypatch.setattr("kvflow.integrations.vllm.offering.ticket_params", lambda _: 1 / 0)
+    monkeypatch.setattr(Ticket, "to_router_params", lambda _: 1 / 0)
     with reachable(rank, apart=False) as contact:
         producer.meet_ranks([rank_address()], [contact])
         assert offered(producer) == (False, None)

@@ -21,13 +21,12 @@ from kvflow.routing import (
     RendezvousWanted,
     hinted_sources,
     read_params,
-    ticket_params,
 )
 
 from .vllm_like import SECRET, new_key, new_ticket
 
 TICKET = new_ticket()
-PARAMS = ticket_params(TICKET)
+PARAMS = TICKET.to_router_params()
 CHARS_MAX = ticket_chars_max([16], 1024)
 
 
@@ -206,7 +205,7 @@ def of_kvflow(block_ids, num_tokens):
     )
     ends = [[b"a" * 16] * len(ids) for ids in block_ids]
     offer = {"block_ids": block_ids, "num_tokens": num_tokens, "digests": ends, "chained": True}
-    return ticket_params(mint.offer(theirs["remote_request_id"], **offer)[0])
+    return mint.offer(theirs["remote_request_id"], **offer)[0].to_router_params()
 
 
 def lists_of(order, count, groups, pool):

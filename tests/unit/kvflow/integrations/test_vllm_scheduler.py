@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from kvflow import Ticket
 from kvflow.integrations.vllm.messages import Cancel, Fail, GiveBack, Hold, Load, Reset
 
 from .vllm_like import (
@@ -460,7 +461,7 @@ def test_a_load_that_is_under_way_is_cancelled(broken, monkeypatch):
 
 def test_a_prompt_that_cannot_be_offered_is_not_kept(broken, monkeypatch):
     producer = side(FullAttentionSpec())
-    monkeypatch.setattr("kvflow.integrations.vllm.offering.ticket_params", lambda *_: broken.anything)
+    monkeypatch.setattr(Ticket, "to_router_params", lambda *_: broken.anything)
     for number in range(9):  # one more than there are slots
         request = new_request(OFFER, request_id=f"r{number}")
         producer.on_new_request(request)

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from kvflow.errors import TicketInvalid
 from kvflow.integrations.vllm.messages import PHASES, Tally, empty_counters
-from kvflow.routing import LoadWanted, OfferWanted, is_tagged, read_params, ticket_params, wants_transfer
+from kvflow.routing import LoadWanted, OfferWanted, is_tagged, read_params, wants_transfer
 from tests.unit.kvflow.integrations.vllm_like import new_key, new_ticket
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
@@ -123,7 +123,7 @@ class Face:
             self.end("failed", str(error.code))
             return None
         if isinstance(wanted, OfferWanted) and not self.mute:
-            return ticket_params(new_ticket(request_id=request_id))
+            return new_ticket(request_id=request_id).to_router_params()
         if isinstance(wanted, LoadWanted) and not self.mute:
             if self.failing:
                 self.end("failed", self.failing)
