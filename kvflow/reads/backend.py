@@ -7,7 +7,6 @@ thread that created the backend.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from hashlib import blake2b
 from types import MappingProxyType
 from typing import Annotated, NamedTuple, Protocol
 
@@ -252,13 +251,6 @@ class Backend(Protocol):
 BackendFactory = Callable[[Sequence[Region], Region, Serving], Backend]
 """Regions, epoch table, what to serve -> the backend of one plane, or ``TransportUnavailable`` and nothing remains."""
 
-_MAGIC = b"kvt1"
-_DIGEST_BYTES = 16
-# On the wire: 4 bytes of magic, 16 bytes of BLAKE2b over the rest, and the rest, which is msgpack. NIXL's metadata has
-# no checksum, and a flipped bit can crash the process that loads it; so the digest covers every byte that reaches NIXL.
-# It detects accidents only: the control channel keeps outsiders from forging, and ``nixl.metadata`` checks what a
-# member forges.
-
 _Short = Annotated[str, Meta(max_length=64)]
 
 
@@ -285,8 +277,7 @@ _decoder = msgspec.msgpack.Decoder(Envelope)
 
 def encode_envelope(envelope: Envelope) -> bytes:
     """Encode an envelope. Raises ValueError: the result would be larger than ``METADATA_BYTES_MAX``."""
-    body = msgspec.msgpack.encode(envelope)
-    encoded = _MAGIC + _digest(body) + body
+    encoded = msgspec.msgpack.encode(envelope)
     if len(encoded) > METADATA_BYTES_MAX:
         raise ValueError(f"{len(encoded)} bytes of metadata; the limit is {METADATA_BYTES_MAX}")
     return encoded
@@ -295,24 +286,17 @@ def encode_envelope(envelope: Envelope) -> bytes:
 def decode_envelope(encoded: bytes, *, transport: str, agent: str | None = None) -> Envelope:
     """Decode the result of ``encode_envelope`` for the same transport, from this agent; None accepts any.
 
+    It has no digest: that of the ``Publication`` which brings it covers it.
+
     Raises:
-        ValueError: it is too large, truncated, changed, or from another agent or transport.
+        ValueError: it is too large, malformed, or from another agent or transport.
     """
     if len(encoded) > METADATA_BYTES_MAX:
         raise ValueError(f"{len(encoded)} bytes of metadata; the limit is {METADATA_BYTES_MAX}")
-    digest, body = encoded[len(_MAGIC) :][:_DIGEST_BYTES], encoded[len(_MAGIC) + _DIGEST_BYTES :]
-    if not encoded.startswith(_MAGIC):
-        raise ValueError("not the metadata of a transport")
-    if digest != _digest(body):
-        raise ValueError("the metadata was changed or truncated on its way")
-    envelope = _decoder.decode(body)
+    envelope = _decoder.decode(encoded)
     if envelope.transport != transport:
         raise ValueError(f"the peer's transport is {envelope.transport!r}, ours is {transport!r}")
     if agent is not None and envelope.agent != agent:
         # A peer that uses the name of another one would prevent reads from it.
         raise ValueError(f"the metadata is that of {envelope.agent!r}, not of {agent!r}")
     return envelope
-
-
-def _digest(body: bytes) -> bytes:
-    return blake2b(body, digest_size=_DIGEST_BYTES).digest()

@@ -109,8 +109,6 @@ WORDS = {
     "ticket: bytes of a fingerprint": tickets.FINGERPRINT_BYTES,
     "ticket: a hundred block ids in a row": tickets.runs_of(tuple(range(7, 107))),
     "publication: schema": MANIFEST_SCHEMA,
-    "data plane's metadata: first bytes": backend._MAGIC,
-    "data plane's metadata: bytes of the digest": backend._DIGEST_BYTES,
     "TCP: first bytes": opening.MAGIC,
     "TCP: hello": opening._HELLO.format,
     "TCP: proof of a reader, of an exporter, and of both with another certificate": [

@@ -1,7 +1,5 @@
 """A producer that holds the cluster's secret and lies: an error for its readers, and nothing for anybody else."""
 
-import hashlib
-
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -12,7 +10,6 @@ from kvflow import errors
 from kvflow.layout.component import ADDRESS_MAX, Region
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.planning.plan import PlanCache
-from kvflow.reads.backend import Envelope, encode_envelope
 from kvflow.rendezvous.endpoint import decode, encode
 
 from .consuming import works
@@ -119,7 +116,7 @@ ADVERTISEMENTS = {
         lambda it: with_metadata(it, lambda good: good[:-1] + bytes([good[-1] ^ 1])), errors.ProtocolViolation
     ),
     "metadata that cannot be read": (
-        lambda it: with_metadata(it, lambda _: encoded(b"\x93\xa2\xff\xff\xa1a\xc4\x00")), errors.ProtocolViolation
+        lambda it: with_metadata(it, lambda _: b"\x93\xa2\xff\xff\xa1a\xc4\x00"), errors.ProtocolViolation
     ),
     "no data plane": (lambda it: encode(replace(it, planes={})), errors.ProtocolViolation),
     "a data plane that is nowhere": (
@@ -129,12 +126,6 @@ ADVERTISEMENTS = {
         lambda it: encode(replace(it, planes={"carrier pigeon": b""}, data_endpoint="")), errors.LayoutMismatch
     ),
 }  # fmt: skip
-
-
-def encoded(body):
-    """Put an intact envelope around any bytes."""
-    honest = encode_envelope(Envelope("loopback", "nobody", b""))
-    return honest[:4] + hashlib.blake2b(body, digest_size=16).digest() + body
 
 
 async def test_a_lie_ends_its_own_pull_only(world):

@@ -1,4 +1,4 @@
-"""Metadata survives its way whole or not at all."""
+"""Metadata of a data plane: what is no envelope, too large, or of another agent is refused."""
 
 import msgspec
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvflow.ids import agent_name, worker_name
 from kvflow.layout.component import METADATA_BYTES_MAX
-from kvflow.reads.backend import Envelope, _digest, decode_envelope, encode_envelope
+from kvflow.reads.backend import Envelope, decode_envelope, encode_envelope
 from kvflow.reads.nixl.backend import exporter_name
 from kvflow.reads.reach import host_facts
 
@@ -20,19 +20,10 @@ def test_what_was_sealed_comes_out(agent, blob):
     assert decode_envelope(encode_envelope(envelope), transport="nixl") == envelope
 
 
-@given(at=st.integers(0, len(encode_envelope(GOOD)) * 8 - 1))
-def test_any_flipped_bit_is_noticed(at):
-    damaged = bytearray(encode_envelope(GOOD))
-    damaged[at // 8] ^= 1 << at % 8
-    with pytest.raises(ValueError, match="metadata"):
-        decode_envelope(bytes(damaged), transport="nixl")
-
-
 @given(st.binary(max_size=300))
 def test_any_bytes_raise_only_value_error(junk):
-    for encoded in (junk, b"kvt1" + junk, b"kvt1" + _digest(junk) + junk):
-        with pytest.raises(ValueError):  # noqa: PT011 - each layer words it for itself
-            decode_envelope(encoded, transport="nixl")
+    with pytest.raises(ValueError):  # noqa: PT011 - each layer words it for itself
+        decode_envelope(junk, transport="nixl")
 
 
 def test_limits_hold_on_both_sides():
@@ -42,14 +33,14 @@ def test_limits_hold_on_both_sides():
         decode_envelope(bytes(METADATA_BYTES_MAX + 1), transport="nixl")
     body = msgspec.msgpack.encode({"transport": "nixl", "agent": "x" * 513, "blob": b""})
     with pytest.raises(msgspec.ValidationError):
-        decode_envelope(b"kvt1" + _digest(body) + body, transport="nixl")
+        decode_envelope(body, transport="nixl")
 
 
 def test_facts_that_another_release_publishes_are_ignored():
     facts = host_facts()
     told = msgspec.to_builtins(facts) | {"gpus": ["GPU-1"], "unheard_of": 1}
     body = msgspec.msgpack.encode({"transport": "nixl", "agent": "agent", "blob": b"", "facts": told})
-    assert decode_envelope(b"kvt1" + _digest(body) + body, transport="nixl").facts == facts
+    assert decode_envelope(body, transport="nixl").facts == facts
 
 
 def test_metadata_of_another_agent_is_refused():
