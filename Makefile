@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 VLLM := .venv-vllm
 ROUTERS := .venv-routers
 OLDER := 0.29 0.30 0.31
-SOURCES := kvflow handshake tests docker
+SOURCES := kvflow handshake tests docker docs/examples
 TEXTS := $(SOURCES) docs *.md Makefile pyproject.toml
 
 .DEFAULT_GOAL := help
@@ -98,6 +98,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check --quiet $(SOURCES)
 	$(BIN)/ruff format --quiet --check $(SOURCES)
 	$(BIN)/mypy --no-error-summary
+	$(BIN)/mypy --no-error-summary docs/examples/reader
 	report=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$report"; exit 1; }
 	$(BIN)/codespell $(TEXTS)
 	$(BIN)/python -m tests.docs.text_check

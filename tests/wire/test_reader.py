@@ -1,0 +1,198 @@
+"""A client that was written from docs/reference/wire.md alone reads from real producers, or says why it does not."""
+
+import ast
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvflow
+from tests.helpers.waiting import PATIENCE_S
+from tests.integration.producing import SECRET, producing
+from tests.integration.shapes import Shape, write
+
+ROOT = Path(__file__).parents[2]
+READER = ROOT / "docs" / "examples" / "reader" / "reader.py"
+
+BLOCKS, TOKENS = [[3, 4, 9], [17, 2]], 11
+ALLOWED = {"msgpack", "numpy", "zmq"} | sys.stdlib_module_names
+OVER_TCP = {"transport": "tcp"}
+
+
+class Reading:
+    """One process of the client."""
+
+    def __init__(self, process, out):
+        self._process = process
+        self._out = out
+
+    async def say(self, line=""):
+        """Write one line to it."""
+        self._process.stdin.write(f"{line}\n".encode())
+        await self._process.stdin.drain()
+
+    async def line(self):
+        """Return the next thing that it says."""
+        return json.loads(await self._process.stdout.readline())
+
+    async def end(self):
+        """Return the last thing that it says."""
+        said, complaints = await self._process.communicate()
+        assert complaints == b""
+        return json.loads(said.splitlines()[-1])
+
+    def found(self):
+        """Return what it has written."""
+        with np.load(self._out) as arrays:
+            return dict(arrays)
+
+
+@asynccontextmanager
+async def reading(folder, *arguments, params=None, secret=SECRET):
+    """Run the client; give it parameters."""
+    out = folder / "read.npz"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, READER, *arguments, "--out", out),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"KVFLOW_CLUSTER_SECRET": secret},
+    )
+    reader = Reading(process, out)
+    try:
+        if params is not None:
+            await reader.say(json.dumps(params))
+        async with asyncio.timeout(PATIENCE_S):
+            yield reader
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def held_by(cache):
+    """Return what the reader should have found in a cache, by layer and role."""
+    return {
+        f"{layer}.{role}": np.ascontiguousarray(cache.component(layer, role)[ids].view(np_bytes()).numpy())
+        for group, ids in zip(cache.groups, BLOCKS, strict=True)
+        for layer in group.layers
+        for role in "kv"
+    }
+
+
+def np_bytes():
+    import torch
+
+    return torch.uint8
+
+
+def test_the_client_imports_nothing_of_kvflow_and_is_short():
+    text = READER.read_text()
+    imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in imports if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in names} <= ALLOWED
+    assert text.count("\n") <= 400
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("layout", "kv"), [("BLHNC", "content"), ("LBNHC", "content"), ("LBHNC", "split"), ("BHLNC", "content")]
+)
+async def test_it_reads_any_layout(layout, kv, tmp_path):
+    async with producing(Shape(layout=layout, kv=kv), **OVER_TCP) as producer:
+        params = await producer.offer("request", BLOCKS, TOKENS)
+        async with reading(tmp_path, "read", params=params) as reader:
+            said = [await reader.line() for _ in range(3)]
+            assert said[0]["met"] == "prefill-0"
+            assert said[1:] == [{"asked": TOKENS, "sealed": True, "ended": ""}, {"released": "request"}]
+            assert "read" in await reader.end()
+        assert await producer.outcome("request") == "released"
+        expected, found = held_by(producer.cache), reader.found()
+        assert found.keys() == expected.keys()
+        assert [name for name in found if not np.array_equal(found[name], expected[name])] == []
+
+
+@pytest.mark.processes
+async def test_it_joins_the_heads_of_two_ranks_of_unequal_layouts(tmp_path):
+    whole = Shape().build()
+    write(whole, "request", BLOCKS, TOKENS)
+    async with AsyncExitStack() as stack:
+        tickets = []
+        for rank, layout in enumerate(("BLHNC", "LBNHC")):
+            shape = Shape(layout=layout, tp_rank=rank, tp_size=2)
+            of_rank = {"rank": rank, "num_ranks": 2, **OVER_TCP}
+            producer = await stack.enter_async_context(producing(shape, **of_rank))
+            tickets.append(kvflow.Ticket.from_params(await producer.offer("request", BLOCKS, TOKENS)))
+        params = kvflow.join_tickets(tickets).to_params()
+        async with reading(tmp_path, "read", params=params) as reader:
+            assert "read" in await reader.end()
+        expected, found = held_by(whole), reader.found()
+        assert [name for name in expected if not np.array_equal(found[name], expected[name])] == []
+
+
+@pytest.mark.processes
+async def test_a_lease_that_ends_under_it_is_stale(tmp_path):
+    async with producing(Shape(), **OVER_TCP) as producer:
+        params = await producer.offer("request", BLOCKS, TOKENS)
+        async with reading(tmp_path, "read", "--step", params=params) as reader:
+            assert [next(iter(await reader.line())) for _ in range(3)] == ["met", "asked", "step"]
+            assert await producer.recycle("request")
+            await reader.say()
+            assert (await reader.end())["error"] == "stale_lease"
+        assert not reader._out.exists()
+
+
+@pytest.mark.processes
+async def test_a_ticket_whose_lease_has_ended_is_stale(tmp_path):
+    async with producing(Shape(), **OVER_TCP) as producer:
+        params = await producer.offer("request", BLOCKS, TOKENS)
+        await producer.revoke("request")
+        async with reading(tmp_path, "read", params=params) as reader:
+            await reader.line()
+            assert (await reader.line())["ended"] == "revoked"
+            assert (await reader.end())["error"] == "stale_lease"
+
+
+@pytest.mark.processes
+async def test_a_wrong_secret_is_found_in_the_ticket_and_by_the_producer(tmp_path):
+    async with producing(Shape(), **OVER_TCP) as producer:
+        params = await producer.offer("request", BLOCKS, TOKENS)
+        async with reading(tmp_path, "read", params=params, secret="another secret, as long") as reader:
+            assert (await reader.end())["error"] == "ticket_invalid"
+        asked = "find", producer.endpoint, "00" * 16
+        async with reading(tmp_path, *asked, secret="another secret, as long") as reader:
+            assert (await reader.end())["error"] == "authentication_failed"
+
+
+@pytest.mark.processes
+async def test_an_unknown_version_is_refused_on_either_side(tmp_path):
+    async with producing(Shape(), **OVER_TCP) as producer:
+        params = await producer.offer("request", BLOCKS, TOKENS)
+        async with reading(tmp_path, "read", "--version", "3", params=params) as reader:
+            assert (await reader.end())["error"] == "version_unsupported"
+        newer = {"kvflow": params["kvflow"].replace("kvf3", "kvf4", 1)}
+        async with reading(tmp_path, "read", params=newer) as reader:
+            assert (await reader.end())["error"] == "release_mismatch"
+
+
+@pytest.mark.processes
+async def test_it_finds_and_reads_what_is_kept(tmp_path):
+    digests = [bytes([number]) * 16 for number in range(3)]
+    async with producing(Shape(), **OVER_TCP) as producer:
+        write(producer.cache, "request", BLOCKS, 12)
+        producer.worker.keep("request", BLOCKS, 12, digests=[digests, digests[1:]])
+        asked = [each.hex() for each in (*digests, b"unknown")]
+        async with reading(tmp_path, "find", producer.endpoint, *asked) as reader:
+            held = await reader.end()
+        assert held["count"] == 3
+        async with reading(tmp_path, "read", params=held) as reader:
+            assert "read" in await reader.end()
+        expected, found = held_by(producer.cache), reader.found()
+        assert [name for name in expected if not np.array_equal(found[name], expected[name])] == []
