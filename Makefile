@@ -10,11 +10,12 @@ SOURCES := kvflow handshake tests docker docs/examples
 TEXTS := $(SOURCES) docs *.md Makefile pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full lint docs wheel bench simulate chaos fuzz soak compose-demo test-compose test-exhaustive test-fence clean
+.PHONY: help demo chat test test-full lint docs wheel bench simulate chaos fuzz soak compose-demo test-compose test-exhaustive test-fence clean
 .SILENT:
 
 help:
 	echo 'make demo    run prefill and decode in two processes, and compare every token with one process'
+	echo 'make chat    chat with a small real model that one vLLM prefills and another decodes (three minutes); creates .venv-vllm once (2 GB)'
 	echo 'make test    run lint, then the tests that are quick and one of each slow topic (eight minutes)'
 	echo 'make test-full   run every test, and print the branch coverage (about fifteen minutes)'
 	echo 'make lint    check style, types, import layers, spelling and texts'
@@ -80,6 +81,9 @@ $(ROUTERS)/.installed: tests/vllm/requirements-routers.txt
 
 demo: $(INSTALLED)
 	$(BIN)/kvflow demo
+
+chat: $(VLLM)/.installed
+	$(VLLM)/bin/python docs/examples/chat/chat.py
 
 # pytest runs last, so that the output ends with its summary. Four processes keep two cores busy, because tests wait half
 # of the time. Idle processes take work from the others, because a few tests take as long as a thousand others.

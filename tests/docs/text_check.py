@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 TERMS = Path(__file__).with_name("avoided_terms.txt")
 
 PAGES = ("*.md", "docs/**/*.md")
-SOURCES = ("kvflow/**/*.py", "handshake/**/*.py")
+SOURCES = ("kvflow/**/*.py", "handshake/**/*.py", "docs/examples/**/*.py")
 NAMING_PAGES = (*SOURCES, "tests/**/*.py", "docker/*", "Makefile", "pyproject.toml")
 
 PROSE_TOKENS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
