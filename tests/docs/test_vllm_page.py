@@ -30,7 +30,11 @@ OFFLOADING = "docs/howto/routers.md"
 SERVED = "tests/vllm/test_serve.py::test_the_commands_of_the_page_work_in_its_order"
 HERE = "tests/docs/test_vllm_page.py"
 
+CHAT = "tests/vllm/test_chat.py::test_a_chat_of_two_turns_is_that_of_one_engine_and_finds_its_prefix"
+
 TESTS = [
+    ("sh", "make chat", CHAT),
+    ("text", "  the same words", CHAT),
     ("sh", "pip install", f"{HERE}::test_the_page_installs_a_release_and_an_extra_that_exist"),
     ("sh", "export $(kvflow", SERVED),
     ("sh", "export VLLM_CPU", SERVED),

@@ -76,7 +76,7 @@ def said_by(program, port):
 
 def test_the_commands_of_the_page_work_in_its_order(settled):
     """It installs (only read, in tests/docs/test_vllm_page.py), starts servers, asks them, and reads the records."""
-    _install, *started, asking, records, _resets = blocks("sh")
+    _chat, _install, *started, asking, records, _resets = blocks("sh")
     assert settled.ran == started
     for server in (settled.prefill, settled.decode):
         assert log_line("is at tcp://").search(server.log.read_text())
