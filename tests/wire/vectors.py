@@ -16,8 +16,8 @@ import kvflow
 from handshake import codec
 from handshake.messages import PUBLICATION_BYTES_MAX
 from handshake.security import ClusterSecurity, sign
+from kvflow.contents import Contents, TokenIds
 from kvflow.ids import ABSENT, ReaderId, pass_of
-from kvflow.integrations.vllm.blocks import Contents
 from kvflow.layout.component import Region
 from kvflow.layout.manifest import Manifest
 from kvflow.layout.tracks import tracks_of
@@ -199,20 +199,9 @@ def tickets() -> list[dict[str, Any]]:
 # --- digests of content ---
 
 
-class Prompt:
-    """A request as vLLM's scheduler has it: of tokens alone."""
-
-    prompt_embeds = None
-
-    def __init__(self, tokens: list[int]) -> None:
-        self.all_token_ids, self.num_tokens = tokens, len(tokens)
-
-
 def contents() -> list[dict[str, Any]]:
     """Return the digests at the ends of the blocks of prompts of tokens alone."""
-    of_tokens = Contents(
-        lambda _request, _first, _end, media: (None, media), {SECURITY.fingerprint: SECURITY.content_key}
-    )
+    of_tokens = Contents({SECURITY.fingerprint: SECURITY.content_key})
     tokens = [7, 0, 2**32 - 1, *range(1000, 1037)]
     return [
         {
@@ -221,7 +210,9 @@ def contents() -> list[dict[str, Any]]:
             "block_size": size,
             "digests_hex": [
                 each.hex()
-                for each in of_tokens.digests(Prompt(tokens), [range(-(-len(tokens) // size))], [size], len(tokens))[0]
+                for each in of_tokens.digests(TokenIds(tokens), [range(-(-len(tokens) // size))], [size], len(tokens))[
+                    0
+                ]
             ],
         }
         for size in (16, 8, 64)
