@@ -11,11 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import kvflow
 from tests.helpers.waiting import PATIENCE_S
-from tests.integration.producing import SECRET, producing
+from tests.integration.producing import SECRET, configured, producing
 from tests.integration.shapes import Shape, write
+from tests.wire.vectors import MODELS
 
 ROOT = Path(__file__).parents[2]
 READER = ROOT / "docs" / "examples" / "reader" / "reader.py"
@@ -79,17 +81,11 @@ async def reading(folder, *arguments, params=None, secret=SECRET):
 def held_by(cache):
     """Return what the reader should have found in a cache, by layer and role."""
     return {
-        f"{layer}.{role}": np.ascontiguousarray(cache.component(layer, role)[ids].view(np_bytes()).numpy())
+        f"{layer}.{role}": np.ascontiguousarray(cache.component(layer, role)[ids].view(torch.uint8).numpy())
         for group, ids in zip(cache.groups, BLOCKS, strict=True)
         for layer in group.layers
         for role in "kv"
     }
-
-
-def np_bytes():
-    import torch
-
-    return torch.uint8
 
 
 def test_the_client_imports_nothing_of_kvflow_and_is_short():
@@ -117,6 +113,38 @@ async def test_it_reads_any_layout(layout, kv, tmp_path):
         expected, found = held_by(producer.cache), reader.found()
         assert found.keys() == expected.keys()
         assert [name for name in found if not np.array_equal(found[name], expected[name])] == []
+
+
+def of_blocks(cache, group, layer, part, ids):
+    """Return what an engine sees of a component in some blocks: kernel blocks one after the other along the tokens."""
+    view, kernel_blocks = cache.component(layer, part.role), group.kernel_blocks
+    apart = view.dim() > len(part.extents) + 1  # kernel blocks are an axis, or count as blocks
+    found = [
+        [view[block, each] if apart else view[block * kernel_blocks + each] for each in range(kernel_blocks)]
+        for block in ids
+    ]
+    whole = torch.stack([torch.cat(each, dim=max(0, part.token_axis)) for each in found])
+    return whole.contiguous().view(torch.uint8).numpy()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("model", [model for model in MODELS if "tokens of rank" not in model])
+async def test_it_reads_each_model_of_the_vectors(model, tmp_path):
+    cache = kvflow.allocate(num_blocks=6, **MODELS[model])
+    cache.backing.view(torch.uint8).random_(generator=torch.Generator().manual_seed(7))
+    manifest, num_tokens, free = cache.manifest(), cache.groups[0].block_size + 3, iter(range(1, 6))
+    counts = [1 if group.kind == "mamba" else kvflow.window_blocks(group, num_tokens) for group in cache.groups]
+    block_ids = [[next(free) for _ in range(count)] for count in counts]
+    async with kvflow.open_worker(configured("prefill-0", **OVER_TCP), cache) as worker:
+        params = worker.offer("request", block_ids, num_tokens).to_params()
+        async with reading(tmp_path, "read", params=params) as reader:
+            assert "read" in await reader.end()
+    found = reader.found()
+    for group, ids in zip(manifest.groups, block_ids, strict=True):
+        for layer, part in group.components:
+            expected = of_blocks(cache, group, layer, part, ids)
+            assert np.array_equal(found.pop(f"{layer}.{part.role}"), expected), (layer, part.role)
+    assert not found
 
 
 @pytest.mark.processes

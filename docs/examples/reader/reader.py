@@ -3,7 +3,7 @@
 ``reader.py read`` takes ``kv_transfer_params`` as JSON, one line on standard input, and writes what it reads to
 ``--out``: for each layer and role one uint8 array [block, head, token, byte of the content], of all ranks together.
 ``reader.py find ENDPOINT DIGEST...`` asks a producer for what it keeps of chained digests in hexadecimal.
-The secret is the variable KVFLOW_CLUSTER_SECRET. Each line of the output is one JSON object; ``error`` is the last.
+The secret is the variable KVFLOW_CLUSTER_SECRET. Each line of the output is a JSON object.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import msgpack
@@ -28,10 +28,9 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 TICKET_FORMAT, SCHEMA, GREETING = "kvf3", 4, b"kvftcp02"
-PATIENCE_S = 10.0
 REQUEST, RUN, ANSWER = struct.Struct("<BBHIIIQ"), struct.Struct("<7q"), struct.Struct("<BBHIQ")
 LEASE, READ, EPOCH, PIECE, DONE, ENDED, REFUSED = 1, 2, 3, 1, 2, 3, 4
-PIECES_MAX, PIECE_BYTES_MAX = 8192, 2 << 20
+PIECES_MAX, PIECE_BYTES_MAX, PATIENCE_S = 8192, 2 << 20, 10.0
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # all other types have one byte
 
 
@@ -74,8 +73,8 @@ def read_ticket(text: str, keys: Keys) -> list[Grant]:
     """Verify every grant of a ticket before anything of it is decoded."""
     head, *parts = text.split(".")
     if head != TICKET_FORMAT:
-        other = head.startswith("kvf") and head[3:].isdigit()
-        raise Failed("release_mismatch" if other else "ticket_invalid", f"the ticket has the format {head[:16]!r}")
+        known = head[:3] == "kvf" and head[3:].isdigit()
+        raise Failed("release_mismatch" if known else "ticket_invalid", f"the ticket begins with {head[:16]!r}")
     if not 1 <= len(parts) <= 1024 or len(text) > 8 << 20:
         raise Failed("ticket_invalid", "the ticket has no grant, or too many")
     try:
@@ -124,8 +123,7 @@ class Control:
         self.identity = self.receive("welcome")["identity"]
         nothing = {"schema": SCHEMA, "digest": hashlib.sha256(b"").digest(), "payload": b""}
         self.send("publish", publication=nothing, clock_s=time.time())
-        published = self.receive("publish")
-        self.publication, self.pass_ = published["publication"], published.get("pass", b"")
+        self.published = self.receive("publish")
 
     def _await_secured(self, monitor: "zmq.Socket[bytes]") -> None:
         """Wait until CURVE has succeeded: a producer of another secret just closes the connection."""
@@ -236,7 +234,7 @@ class Plane:
         if greeting[:8] != GREETING:
             raise Failed("protocol_violation", f"the greeting is {greeting[:8]!r}")
         nonces = greeting[8:] + (nonce := secrets.token_bytes(32))
-        mine, expected = (prove(control.pass_, role, nonces, b"") for role in (b"reader", b"exporter"))
+        mine, expected = (prove(control.published["pass"], role, nonces, b"") for role in (b"reader", b"exporter"))
         me = msgpack.packb(control.me)
         self._socket.sendall(nonce + hashlib.sha256(me).digest() + mine + struct.pack("<H", len(me)) + me)
         if not hmac.compare_digest(self._receive(32), expected):
@@ -300,12 +298,12 @@ def read_rank(grant: Grant, rank: list[Any], keys: Keys, options: argparse.Names
     they = control.identity
     if (they["engine_id"], they["rank"], they["incarnation"]) != (grant.engine_id, number, incarnation):
         raise Failed("wrong_server", f"{they['engine_id']} rank {they['rank']} answers there")
-    said = read_publication(control.publication)
+    said = read_publication(control.published["publication"])
     manifest, groups = said["manifest"], said["manifest"]["groups"]
-    say(met=they["engine_id"], rank=number, planes=sorted(said["planes"]))
+    say(met=they["engine_id"], rank=number)
     if said["tcp_encryption"] != "off" or any(group["stripe"][1] > 1 for group in groups):
         raise Failed("layout_mismatch", "this reader speaks no TLS, and joins no tokens of several ranks")
-    if len(groups) != len(grant.block_ids) or max(map(max, grant.block_ids)) >= manifest["num_blocks"]:
+    if len(groups) != len(grant.block_ids) or max([-1, *chain(*grant.block_ids)]) >= manifest["num_blocks"]:
         raise Failed("protocol_violation", "the ticket names groups or blocks that the producer does not have")
     lease = {"slot": grant.slot, "epoch": grant.epoch, "mac": grant.mac}
     [settled] = control.ask("ask_settled", leases=[lease], known=[])["leases"]
@@ -329,7 +327,8 @@ def read_rank(grant: Grant, rank: list[Any], keys: Keys, options: argparse.Names
             shape = len(ids), kernel_blocks, *part.extents, part.item_bytes
             content, axis = np.frombuffer(b"".join(chunks), np.uint8).reshape(shape), max(0, part.token_axis)
             extents = [extent * (kernel_blocks if index == axis else 1) for index, extent in enumerate(part.extents)]
-            yield f"{name}.{part.role}", part, np.moveaxis(content, 1, axis + 1).reshape(len(ids), *extents[:-1], -1)
+            extents[-1] *= part.item_bytes
+            yield f"{name}.{part.role}", part, np.moveaxis(content, 1, axis + 1).reshape(len(ids), *extents)
     control.release(grant)
     say(released=grant.request_id)
     control.close()
@@ -337,8 +336,8 @@ def read_rank(grant: Grant, rank: list[Any], keys: Keys, options: argparse.Names
 
 def stretch_of(rows: list[list[int]], region: dict[str, Any], start: int, reach: int) -> tuple[int, int]:
     """Return the number of the stretch that has these bytes of block 0, and the offset in it."""
-    address, device = region["address"] + start, region["device"] if region["memory"] == "VRAM" else -1
-    number = 0
+    device = region["device"] if region["memory"] == "VRAM" else -1
+    address, number = region["address"] + start, 0
     for first, step, times, span, _, there in rows:
         index = min(max(0, (address - first) // step), times - 1) if step else 0
         offset = address - first - index * step
@@ -348,10 +347,10 @@ def stretch_of(rows: list[list[int]], region: dict[str, Any], start: int, reach:
     raise Failed("bounds", "the producer does not serve these bytes")
 
 
-def say(**facts: Any) -> None:
-    """Print one line."""
-    sys.stdout.write(json.dumps(facts) + "\n")
-    sys.stdout.flush()
+def say(**facts: Any) -> int:
+    """Print one line; return the exit status of a line that is the last."""
+    print(json.dumps(facts), flush=True)
+    return int("error" in facts)
 
 
 def find(options: argparse.Namespace, keys: Keys) -> None:
@@ -391,9 +390,10 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     try:
         {"read": read, "find": find}[options.command](options, derive(os.environ["KVFLOW_CLUSTER_SECRET"]))
-    except Failed as failed:
-        say(error=failed.args[0], why=str(failed.args[1]))
-        sys.exit(1)
+    except (Failed, OSError, LookupError, TypeError, ValueError) as error:  # the last three: malformed
+        other = "peer_lost" if isinstance(error, OSError) else "protocol_violation", repr(error)
+        code, why = error.args if isinstance(error, Failed) else other
+        sys.exit(say(error=code, why=str(why)))
 
 
 if __name__ == "__main__":
