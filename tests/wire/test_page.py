@@ -2,9 +2,18 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from handshake import limits, messages
+from handshake.errors import CloseCode
+from handshake.limits import DEFAULT_LIMITS
+from kvflow.layout import manifest, tracks
+from kvflow.layout.specs import ITEM_BYTES
+from kvflow.leases import tickets
+from kvflow.reads.tcp import access, exporter, opening, wire
+from kvflow.rendezvous import questions
 from tests.docs.pages import fenced
 from tests.wire.test_vectors import VERSIONS
 from tests.wire.vectors import GOLDEN
@@ -45,6 +54,59 @@ def test_it_names_the_versions():
 
 def test_it_names_every_file_of_vectors():
     assert [file.name for file in GOLDEN.glob("*.json") if f"`{file.name}`" not in TEXT] == []
+
+
+BOUNDS = [
+    DEFAULT_LIMITS.client_frame_bytes_max,
+    DEFAULT_LIMITS.frame_bytes_max,
+    messages.QUESTION_BYTES_MAX,
+    messages.ANSWER_BYTES_MAX,
+    messages.REPORT_BYTES_MAX,
+    messages.CERTIFICATE_BYTES_MAX,
+    limits.LEASES_MAX,
+    limits.QUESTIONS_MAX,
+    int(DEFAULT_LIMITS.messages_per_s_max),
+    int(DEFAULT_LIMITS.leases_per_s_max),
+    int(DEFAULT_LIMITS.questions_per_s_max),
+    manifest.MANIFEST_BYTES_MAX,
+    manifest.REGIONS_MAX,
+    manifest.COMPONENTS_MAX,
+    tickets.TICKET_CHARS_MAX,
+    tickets.BLOCKS_MAX,
+    tickets.GRANTS_MAX,
+    questions.ASKED_MAX,
+    wire.RUNS_MAX,
+    wire.ROWS_MAX,
+    wire.PIECE_BYTES_MAX,
+    tracks.TRACKS_MAX,
+    opening.READER_BYTES_MAX,
+]
+SECONDS = [
+    DEFAULT_LIMITS.handshake_s,
+    DEFAULT_LIMITS.ping_interval_s,
+    DEFAULT_LIMITS.silence_s_max,
+    access.STRANGER_S_MAX,
+    access.OPENING_S_MAX,
+    exporter.STALLED_S_MAX,
+    exporter.HALF_S_MAX,
+]
+
+
+def test_it_has_the_bounds_of_the_code():
+    assert [each for each in BOUNDS if not re.search(rf"(?<![\d,]){each:,}(?![\d,])", TEXT)] == []
+    assert [each for each in SECONDS if f" {each:g} s" not in TEXT] == []
+
+
+NEVER_SENT = {CloseCode.KEY_UNKNOWN, CloseCode.UNAUTHENTICATED, CloseCode.OVERFLOWED, CloseCode.CONNECTION_LOST}
+"""ZeroMQ closes these connections, or this side has found it out."""
+
+
+def test_it_has_every_code_and_message():
+    codes = {*CloseCode} - NEVER_SENT
+    named = {kind.__struct_config__.tag for kind in get_args(messages.AnyMessage)}
+    named |= {kind.__struct_config__.tag for kind in get_args(questions.PeerQuestion | questions.PeerAnswer)}
+    named |= {*get_args(messages.LeaseOutcome), *get_args(tickets.Kind), *ITEM_BYTES}
+    assert [name for name in sorted({*codes, *named}) if f"`{name}`" not in TEXT] == []
 
 
 def test_it_is_short():
