@@ -5,6 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 VLLM := .venv-vllm
 ROUTERS := .venv-routers
+TRANSFORMERS := .venv-transformers
 OLDER := 0.29 0.30 0.31
 SOURCES := kvflow handshake tests docker docs/examples
 TEXTS := $(SOURCES) docs *.md Makefile pyproject.toml
@@ -30,7 +31,7 @@ help:
 	echo 'make compose-demo   run the demo in containers, over TCP and shared memory; needs Docker and Compose'
 	echo 'make test-compose   test the demo in containers, and kill one of them'
 	echo 'make bench-vllm   compare time to first token and CPU with NixlConnector of vLLM (half an hour)'
-	echo 'make test-vllm   test with a real vLLM on the CPU (some minutes); creates .venv-vllm and .venv-routers once (2 GB)'
+	echo 'make test-vllm   test with a real vLLM on the CPU (some minutes); creates .venv-vllm, -routers and -transformers once (3 GB)'
 	echo 'make test-vllm-full   the same with every model, layout, block size and release of vLLM (most of an hour)'
 	echo 'make test-ray   test with Ray Serve LLM on two nodes of this host (five minutes); creates .venv-ray once (3 GB)'
 	echo 'make test-exhaustive   test 100,000 generated pairs of caches, and all pairs of parallelism and layout (most of an hour)'
@@ -71,6 +72,14 @@ $(ROUTERS)/.installed: tests/vllm/requirements-routers.txt
 	echo 'installing routers into $(ROUTERS) (once)'
 	$(PYTHON) -m venv $(ROUTERS)
 	$(ROUTERS)/bin/pip install -qq --disable-pip-version-check --requirement tests/vllm/requirements-routers.txt
+	touch $@
+
+# vLLM pins another release of transformers than docs/examples/transformers.
+$(TRANSFORMERS)/.installed: tests/vllm/requirements-transformers.txt pyproject.toml constraints.txt
+	echo 'installing transformers into $(TRANSFORMERS) (once)'
+	$(PYTHON) -m venv $(TRANSFORMERS)
+	$(TRANSFORMERS)/bin/pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(TRANSFORMERS)/bin/pip install -qq --disable-pip-version-check --constraint constraints.txt --requirement $< --editable .
 	touch $@
 
 .venv-ray/.installed: tests/vllm/packages-0.29.txt tests/vllm/requirements.txt tests/ray/packages.txt pyproject.toml
@@ -149,10 +158,10 @@ test-compose: $(INSTALLED)
 	KVFLOW_TEST_COMPOSE=1 $(BIN)/python -m pytest --quiet -o faulthandler_timeout=500 tests/compose
 
 .PHONY: test-vllm test-vllm-full test-ray bench-vllm
-test-vllm: $(VLLM)/.installed $(ROUTERS)/.installed
+test-vllm: $(VLLM)/.installed $(ROUTERS)/.installed $(TRANSFORMERS)/.installed
 	KVFLOW_TEST_VLLM=usual $(VLLM)/bin/python -m pytest --quiet -o timeout=600 -o faulthandler_timeout=0 tests/vllm
 
-test-vllm-full: $(VLLM)/.installed $(OLDER:%=$(VLLM)-%/.installed) $(ROUTERS)/.installed
+test-vllm-full: $(VLLM)/.installed $(OLDER:%=$(VLLM)-%/.installed) $(ROUTERS)/.installed $(TRANSFORMERS)/.installed
 	KVFLOW_TEST_VLLM=full $(VLLM)/bin/python -m pytest --quiet -o timeout=900 -o faulthandler_timeout=0 tests/vllm
 
 test-ray: .venv-ray/.installed

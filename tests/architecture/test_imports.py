@@ -1,6 +1,7 @@
 """What importing the packages loads, and who may load what. The layers are import-linter's, in pyproject.toml."""
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -229,6 +230,15 @@ def test_integrations_know_public_names_only():
             small |= imported == "kvflow.validation:describe_refusal"  # and one way to say what a setting must be
             small |= imported == "kvflow.events:TIMED_OUT"  # and one list of ends that came for want of a reader
             assert own or small or (module == "kvflow" and name in public), f"{path}: {imported}"
+
+
+def test_examples_know_public_names_only():
+    for path in sorted((ROOT / "docs" / "examples").rglob("*.py")):
+        for imported in foreign_imports(path):
+            module, _, name = imported.partition(":")
+            listed = getattr(importlib.import_module(module), "__all__", [name])  # errors and events have no list
+            assert module.removeprefix("kvflow").removeprefix(".") in {"", *kvflow.__all__}, f"{path}: {imported}"
+            assert not name or name in listed, f"{path}: {imported}"
 
 
 def test_the_pure_parts_of_an_integration_load_no_engine():
