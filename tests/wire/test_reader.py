@@ -16,7 +16,7 @@ import torch
 import kvflow
 from tests.helpers.waiting import PATIENCE_S
 from tests.integration.producing import SECRET, configured, producing
-from tests.integration.shapes import Shape, write
+from tests.integration.shapes import Shape, whole, write
 from tests.wire.vectors import MODELS
 
 ROOT = Path(__file__).parents[2]
@@ -149,8 +149,8 @@ async def test_it_reads_each_model_of_the_vectors(model, tmp_path):
 
 @pytest.mark.processes
 async def test_it_joins_the_heads_of_two_ranks_of_unequal_layouts(tmp_path):
-    whole = Shape().build()
-    write(whole, "request", BLOCKS, TOKENS)
+    undivided = Shape().build()
+    write(undivided, "request", BLOCKS, TOKENS)
     async with AsyncExitStack() as stack:
         tickets = []
         for rank, layout in enumerate(("BLHNC", "LBNHC")):
@@ -161,7 +161,25 @@ async def test_it_joins_the_heads_of_two_ranks_of_unequal_layouts(tmp_path):
         params = kvflow.join_tickets(tickets).to_params()
         async with reading(tmp_path, "read", params=params) as reader:
             assert "read" in await reader.end()
-        expected, found = held_by(whole), reader.found()
+        expected, found = held_by(undivided), reader.found()
+        assert [name for name in expected if not np.array_equal(found[name], expected[name])] == []
+
+
+@pytest.mark.processes
+async def test_it_waits_until_the_lease_is_admitted(tmp_path):
+    async with producing(Shape(), **OVER_TCP) as producer:
+        mint = kvflow.TicketMint(
+            engine_id="prefill-0", ranks=[producer.worker.rank_address], cluster_secret=SECRET, lease_s=PATIENCE_S
+        )
+        block_ids = whole(producer.cache, BLOCKS, TOKENS)
+        ticket, grant = mint.offer("request", block_ids=block_ids, num_tokens=TOKENS)
+        async with reading(tmp_path, "read", params=ticket.to_params()) as reader:
+            assert "met" in await reader.line()
+            assert await reader.line() == {"asked": 0, "sealed": False, "ended": ""}
+            write(producer.cache, "request", BLOCKS, TOKENS)
+            producer.worker.admit(grant)
+            assert "read" in await reader.end()
+        expected, found = held_by(producer.cache), reader.found()
         assert [name for name in expected if not np.array_equal(found[name], expected[name])] == []
 
 
