@@ -216,6 +216,16 @@ def test_the_next_turn_is_read_from_who_keeps_the_last(engines, keeper):
     assert early.generate(turn) == (alone(vllm, turn), whole(370 + TOKENS, 32))
 
 
+def test_what_was_kept_is_not_read_when_its_blocks_have_been_reused(engines):
+    vllm, early, keeper, _ = engines
+    prompt = prompt_of(370, "reused")
+    tokens, _ = keeper.generate(prompt)
+    for number in range(24):  # more than its cache has, each with fewer blocks than were kept
+        keeper.generate(prompt_of(200, f"reuses {number}"))
+    turn = prompt + tokens
+    assert early.generate(turn) == (alone(vllm, turn), 0)
+
+
 def test_a_block_that_is_zeroed_changes_the_tokens(engines):
     vllm, early, keeper, _ = engines
     prompt = prompt_of(257, "zeroed")
