@@ -1,13 +1,15 @@
 """Hugging Face transformers' continuous batching offers, reads, keeps and finds KV cache with kvflow.
 
 Written for transformers 5.24: what it uses there is not public, and changes from release to release. Of kvflow it uses
-public names alone. Its prompts, tickets and digests are those of vLLM's KVFlowConnector, so that either engine reads
-what the other computes.
+public names alone. Tickets and digests are those of KVFlowConnector: either engine reads what the other computes.
+
+    with serve(model, config, ContinuousBatchingConfig(page_size=16)) as (manager, transfers):
+        answer = transfers.ask("request-1", prompt, {"do_remote_decode": True})  # a future of ``kv_transfer_params``
+        manager.add_request(prompt, "request-1", max_new_tokens=1)
 
 An offer holds blocks in a block table of transformers, under a name that no request has. What is read comes into blocks
-of transformers' pool; when all bytes have arrived, the blocks get the hashes of their tokens, and transformers finds
-them as a prefix that it has computed. Everything runs on the manager's thread, between two batches, unless it says
-otherwise.
+of its pool, which get the hashes of their tokens when all bytes have arrived: transformers then finds them as a prefix
+that it has computed. All runs on the manager's thread, between two batches, unless it says otherwise.
 """
 
 from collections.abc import Callable, Iterator, Sequence
