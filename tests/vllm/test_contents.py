@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvflow.integrations.vllm.blocks import Contents
+from kvflow.contents import Contents
 from kvflow.integrations.vllm.versions import extra_keys
 
 from .pairs import LEASE_S
@@ -96,7 +96,7 @@ def vllm_request(seed, *, adapter="", path="", pictures=(), salt=None, embedding
 
 def digests(request, block_size=16):
     ids = range(-(-100 // (block_size or 100)))
-    return Contents(extra_keys(), {b"": b"key"}).digests(request, [ids], [block_size], 100)[0]
+    return Contents({b"": b"key"}, extra_keys()).digests(request, [ids], [block_size], 100)[0]
 
 
 ALIKE = [
