@@ -11,9 +11,10 @@ import pytest
 
 from .checks import failed, reason_of, serves
 from .engines import ENVIRONMENT, OUT, PREFILL_PARAMS, PYTHON, ROOT, Nursery, Options, Pair
-from .pairs import GPTOSS, LEASE_S, LLAMA, await_all, model_folder
+from .pairs import GPTOSS, GRANITE, LEASE_S, LLAMA, QWEN3_NEXT, await_all, model_folder
 from .prompts import prompt_of
 from .tables import TABLES
+from .tampering import of_other_blocks
 from .test_contents import ALIKE
 from .tiny_models import WINDOW
 
@@ -88,6 +89,8 @@ PAIRS = [
     Sides("0.32", "0.31", GPTOSS, grouped=True),
     Sides("0.29", "0.32", GPTOSS),
 ]
+HYBRIDS = [Sides(release, release, options) for release in ("0.30", "0.31") for options in (GRANITE, QWEN3_NEXT)]
+"""With states of Mamba 2 and of gated delta nets; ``test_tokens`` has those of the newest release."""
 GROUPED_AND_NOT = [Sides("0.29", "0.32", replace(GPTOSS, failure_policy="fail"), readable=False)]
 EACH = pytest.mark.parametrize("pair_of", PAIRS, ids=str, indirect=True)
 
@@ -149,6 +152,23 @@ def test_releases_say_what_one_engine_says_and_move_the_prompt(pair, sides, leng
     found = await_all(lambda: moved(pair, answer))
     assert found == [sides.nbytes(length)]
     TABLES.setdefault("releases of vLLM", [("pair", "prompt", "bytes moved")]).append((sides, length, found))
+
+
+@pytest.mark.parametrize("pair_of", HYBRIDS, ids=str, indirect=True)
+@pytest.mark.parametrize("length", [3, 128, 150, 333, 700])
+def test_hybrids_of_older_releases_say_what_one_engine_says(pair, length):
+    prompt = prompt_of(length)
+    alone = pair.monolithic(prompt)
+    assert len(set(alone)) > len(alone) // 4, "a model that repeats itself would prove nothing"
+    assert pair.disaggregated(prompt) == alone
+
+
+@pytest.mark.parametrize("pair_of", HYBRIDS, ids=str, indirect=True)
+def test_a_ticket_for_other_blocks_changes_the_tokens_of_a_hybrid(pair):
+    prompt = prompt_of(333)
+    answer = pair.decode.generate(prompt, of_other_blocks(pair.ticket(prompt), pair.secret))
+    assert answer["finish_reason"] == "length", answer
+    assert answer["tokens"] != pair.monolithic(prompt)
 
 
 @EACH
