@@ -3,12 +3,15 @@
 import argparse
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 from kvflow.errors import KvflowError
 from kvflow.tools.cli import config, doctor, explain, inspect, layout, small, ticket
-from kvflow.tools.cli.arguments import CommandFailed, print_json
+from kvflow.tools.cli.arguments import CHECKOUT, CommandFailed, print_json
 from kvflow.tools.doctor.codes import failure_of
 from kvflow.version import __version__
 
@@ -33,6 +36,19 @@ INTERRUPTED = 128 + signal.SIGINT
 """Exit status of a command that Ctrl-C ends: that of a program that SIGINT ends."""
 
 
+class _ShowVersion(argparse.Action):
+    """Print the release, and in a checkout the commit, with a mark if files have changed since; then exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        commit = ""
+        if (CHECKOUT / ".git").exists():
+            describe = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+            with suppress(OSError, subprocess.CalledProcessError):  # git is missing, or the checkout is another user's
+                commit = subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603
+        print(f"kvflow {__version__}{f' (commit {commit})' if commit else ''}")
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     parser = argparse.ArgumentParser(
@@ -40,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Move KV caches between prefill and decode workers.",
         epilog="Run kvflow COMMAND --help for what a command does, with an example.",
     )
-    parser.add_argument("--version", action="version", version=f"kvflow {__version__}")
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the release, and exit")
     parser.set_defaults(misuse=())  # errors of kvflow that say that the command line is wrong
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in COMMANDS:
