@@ -166,6 +166,7 @@ CHECKS: dict[str, list[Check] | CheckedBy] = {
     "docs/howto/vllm.md": CheckedBy("tests/docs/test_vllm_page.py", "lists each block with the test that runs it"),
     "docs/reference/api.md": CheckedBy("tests/docs/api_page.py", "generates it from the docstrings"),
     "docs/reference/api-values.md": CheckedBy("tests/docs/api_page.py", "generates it from the docstrings"),
+    "docs/reference/wire.md": CheckedBy("tests/wire/test_page.py", "finds each example in a vector"),
     "docs/reference/models.md": [Step()],
     "docs/explanation/architecture.md": [Drawing()] * 4,
     "docs/explanation/performance.md": [Parsed("measures for minutes on an idle machine")],
