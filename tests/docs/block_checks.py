@@ -171,6 +171,7 @@ CHECKS: dict[str, list[Check] | CheckedBy] = {
     "docs/explanation/architecture.md": [Drawing()] * 4,
     "docs/explanation/performance.md": [Parsed("measures for minutes on an idle machine")],
     "docs/explanation/planning.md": [PLANNING] * 2,
+    "docs/contributing/publish.md": [Parsed("tests/architecture/test_wheel.py builds and looks into it")],
     "docs/contributing/faults.md": [
         Parsed("runs for minutes; tests/simulation run a short form"),
         *[Parsed("runs for minutes; its tests run a short form")] * 5,
