@@ -34,6 +34,7 @@ help:
 	echo 'make test-vllm   test with a real vLLM on the CPU (some minutes); creates .venv-vllm, -routers and -transformers once (3 GB)'
 	echo 'make test-vllm-full   the same with every model, layout, block size and release of vLLM (most of an hour)'
 	echo 'make test-ray   test with Ray Serve LLM on two nodes of this host (five minutes); creates .venv-ray once (3 GB)'
+	echo 'make test-python   run units, contract and the wheel with another Python: PYTHON_TOO=python3.12 (eight minutes)'
 	echo 'make test-exhaustive   test 100,000 generated pairs of caches, and all pairs of parallelism and layout (most of an hour)'
 	echo 'make test-fence   read 100,000 times while blocks are reused, and check every byte (half an hour)'
 	echo 'make test-gpu   test over the memory of a GPU: test-gpu-facts, test-gpu-reads, test-gpu-contract (eight minutes each at most)'
@@ -106,6 +107,18 @@ test: lint
 # `.venv/bin/coverage report` names the lines that no test runs.
 test-full: $(INSTALLED)
 	$(PYTEST) --cov --cov-report= $(if $(REST),-m slow --cov-append)
+
+# A second release of Python, as vLLM's images have. Its torch is another build, which brings 3 GB of CUDA along.
+PYTHON_TOO ?= python3.12
+.venv-python/.installed: pyproject.toml constraints.txt
+	echo 'installing into .venv-python (once; a few minutes)'
+	$(PYTHON_TOO) -m venv $(@D)
+	$(@D)/bin/pip install -qq --disable-pip-version-check --upgrade 'pip>=25.1'
+	$(@D)/bin/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[demo,proxy]' --group dev
+	touch $@
+
+test-python: .venv-python/.installed
+	$(subst $(BIN),.venv-python/bin,$(PYTEST)) -m 'not slow' tests/unit tests/contract tests/architecture/test_wheel.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check --quiet $(SOURCES)
