@@ -16,7 +16,8 @@ PAGE = ROOT / "docs" / "howto" / "monitor.md"
 GENERATED = re.compile(r"(?<=<!-- generated: alerts -->\n\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 # A request that its client gives up is no failure of a transfer.
-FAILURES = 'code!="transfer_cancelled"'
+FAILURES = '{code!="transfer_cancelled"}'
+NOT_READ = '{outcome=~"expired|unread"}'
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,14 @@ class Rule:
     wait: str = "5m"
 
 
+def counted(series: str, by: str) -> str:
+    """Return the query for how much a counter has counted in ten minutes.
+
+    Engines serve no series before its first count, which ``increase`` does not see.
+    """
+    return f"sum by ({by}) ({series} unless {series} offset 10m or increase({series}[10m]))"
+
+
 def idle(total: str, series: str, asked: str) -> str:
     """Return the query for a total that is asked for something, and has transferred today, but not lately."""
     lately, today = (f"{total} (increase({series}[{window}]))" for window in ("15m", "1d"))
@@ -59,15 +68,15 @@ ALERTS = (
         "KvflowTransfersFail",
         "More than five transfers have failed for one reason in ten minutes.",
         "The code names the cause and the remedy: [Pulls fail](debug.md#pulls-fail).",
-        worker=f"sum by (instance, code) (increase(kvflow_failed_pulls_total{{{FAILURES}}}[10m])) > 5",
-        vllm=f"sum by (instance, code) (increase(vllm:kvflow_failed_transfers_total{{{FAILURES}}}[10m])) > 5",
+        worker=counted(f"kvflow_failed_pulls_total{FAILURES}", by="instance, code") + " > 5",
+        vllm=counted(f"vllm:kvflow_failed_transfers_total{FAILURES}", by="instance, code") + " > 5",
     ),
     Rule(
         "KvflowPromptsNotRead",
         "More than five prompts were prefilled, and nobody has read them in time.",
         "Look whether the router sends tickets to decode engines, and whether these reach `advertise`.",
-        worker='sum by (instance) (increase(kvflow_ended_leases_total{outcome=~"expired|unread"}[10m])) > 5',
-        vllm='sum by (instance) (increase(vllm:kvflow_leases_ended_total{outcome=~"expired|unread"}[10m])) > 5',
+        worker=counted(f"kvflow_ended_leases_total{NOT_READ}", by="instance") + " > 5",
+        vllm=counted(f"vllm:kvflow_leases_ended_total{NOT_READ}", by="instance") + " > 5",
     ),
     Rule(
         "KvflowNothingTransferred",
@@ -97,7 +106,7 @@ ALERTS = (
         "KvflowDefect",
         "kvflow has caught an exception of its own.",
         "Nothing is lost but that request. Report the traceback in the log.",
-        vllm="sum by (instance, method) (increase(vllm:kvflow_defects_total[10m])) > 0",
+        vllm=counted("vllm:kvflow_defects_total", by="instance, method") + " > 0",
         wait="0m",
     ),
     Rule(

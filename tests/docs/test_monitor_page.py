@@ -71,6 +71,7 @@ def firing(kind, alert, labels, *scraped, minutes=120):
     }
 
 
+APPEARS = "_x60 9x60"
 RISES, RESTS = "0+9x120", "9x120"
 STOPPED = "0+1x60 60x60"
 SLOWER = "0+1000x1400 1400010+10x60"
@@ -91,6 +92,14 @@ FIRING = {
             ('kvflow_failed_pulls_total{instance="sick", code="peer_lost", peer="p"}', RISES),
             ('kvflow_failed_pulls_total{instance="well", code="transfer_cancelled", peer="p"}', RISES),
             ('kvflow_failed_pulls_total{instance="well", code="peer_lost", peer="p"}', RESTS),
+        firing(
+            "worker",
+            "KvflowTransfersFail",
+            SICK | {"code": "peer_lost"},
+            ('kvflow_failed_pulls_total{instance="sick", code="peer_lost", peer="p"}', APPEARS),
+            ('kvflow_failed_pulls_total{instance="well", code="peer_lost", peer="p"}', RESTS),
+            minutes=67,
+        ),
         ),
         firing(
             "worker",
@@ -156,6 +165,14 @@ FIRING = {
             SICK | {"code": "peer_lost"},
             ('vllm:kvflow_failed_transfers_total{instance="sick", code="peer_lost", engine="0"}', RISES),
             ('vllm:kvflow_failed_transfers_total{instance="well", code="transfer_cancelled", engine="0"}', RISES),
+        firing(
+            "vllm",
+            "KvflowTransfersFail",
+            SICK | {"code": "peer_lost"},
+            ('vllm:kvflow_failed_transfers_total{instance="sick", code="peer_lost", engine="0"}', APPEARS),
+            ('vllm:kvflow_failed_transfers_total{instance="well", code="peer_lost", engine="0"}', RESTS),
+            minutes=67,
+        ),
         ),
         firing(
             "vllm",
@@ -186,7 +203,8 @@ FIRING = {
             "vllm",
             "KvflowDefect",
             SICK | {"method": "build_connector_meta"},
-            ('vllm:kvflow_defects_total{instance="sick", method="build_connector_meta"}', RISES),
+            ('vllm:kvflow_defects_total{instance="sick", method="build_connector_meta"}', "_x60 1x60"),
+            minutes=67,
             ('vllm:kvflow_defects_total{instance="well", method="build_connector_meta"}', RESTS),
         ),
         firing(
