@@ -14,11 +14,10 @@ from kvflow.events import Outcome
 from kvflow.observability.metrics import METRICS, Described
 
 from .alerts import ALERTS, GENERATED, RULES, rules, table
-from .pages import ROOT, fenced
+from .pages import ROOT
+from .scraping import PAGE, job_named, renamed
 
-PAGE = "docs/howto/monitor.md"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
-YAML = [yaml.safe_load(block.text) for block in fenced(PAGE) if block.language == "yaml"]
 
 
 def vllm_metrics():
@@ -71,8 +70,8 @@ def firing(kind, alert, labels, *scraped, minutes=120):
     }
 
 
-APPEARS = "_x60 9x60"
 RISES, RESTS = "0+9x120", "9x120"
+APPEARS = "_x60 9x60"
 STOPPED = "0+1x60 60x60"
 SLOWER = "0+1000x1400 1400010+10x60"
 SICK = {"instance": "sick"}
@@ -92,6 +91,7 @@ FIRING = {
             ('kvflow_failed_pulls_total{instance="sick", code="peer_lost", peer="p"}', RISES),
             ('kvflow_failed_pulls_total{instance="well", code="transfer_cancelled", peer="p"}', RISES),
             ('kvflow_failed_pulls_total{instance="well", code="peer_lost", peer="p"}', RESTS),
+        ),
         firing(
             "worker",
             "KvflowTransfersFail",
@@ -99,7 +99,6 @@ FIRING = {
             ('kvflow_failed_pulls_total{instance="sick", code="peer_lost", peer="p"}', APPEARS),
             ('kvflow_failed_pulls_total{instance="well", code="peer_lost", peer="p"}', RESTS),
             minutes=67,
-        ),
         ),
         firing(
             "worker",
@@ -165,6 +164,7 @@ FIRING = {
             SICK | {"code": "peer_lost"},
             ('vllm:kvflow_failed_transfers_total{instance="sick", code="peer_lost", engine="0"}', RISES),
             ('vllm:kvflow_failed_transfers_total{instance="well", code="transfer_cancelled", engine="0"}', RISES),
+        ),
         firing(
             "vllm",
             "KvflowTransfersFail",
@@ -172,7 +172,6 @@ FIRING = {
             ('vllm:kvflow_failed_transfers_total{instance="sick", code="peer_lost", engine="0"}', APPEARS),
             ('vllm:kvflow_failed_transfers_total{instance="well", code="peer_lost", engine="0"}', RESTS),
             minutes=67,
-        ),
         ),
         firing(
             "vllm",
@@ -204,8 +203,8 @@ FIRING = {
             "KvflowDefect",
             SICK | {"method": "build_connector_meta"},
             ('vllm:kvflow_defects_total{instance="sick", method="build_connector_meta"}', "_x60 1x60"),
-            minutes=67,
             ('vllm:kvflow_defects_total{instance="well", method="build_connector_meta"}', RESTS),
+            minutes=67,
         ),
         firing(
             "vllm",
@@ -240,19 +239,18 @@ def test_every_query_asks_for_a_metric_that_exists():
 
 
 def test_the_configurations_of_prometheus_are_read():
-    worker, vllm = (job for read in YAML for job in read.get("scrape_configs", []))
-    assert worker["static_configs"] == [{"targets": ["127.0.0.1:9400"]}]
-    assert vllm["job_name"] == "vllm"
+    assert job_named("kvflow")["static_configs"] == [{"targets": ["127.0.0.1:9400"]}]
+    assert job_named("vllm")["static_configs"] == [{"targets": ["127.0.0.1:8000"]}]
 
 
 def test_the_job_of_vllm_gives_names_their_colon_back():
-    """``prometheus_client`` takes it away for Prometheus 2: https://github.com/prometheus/client_python/issues/1177."""
-    (_, job) = (job for read in YAML for job in read.get("scrape_configs", []))
-    (rename,) = job["metric_relabel_configs"]
+    """``prometheus_client`` takes it away: https://github.com/prometheus/client_python/issues/1177.
+
+    tests/vllm/test_serve.py asks a real server.
+    """
     for name in VLLM_SERIES:
-        again = re.fullmatch(rename["regex"], name.replace(":", "_")).expand(rename["replacement"].replace("$", "\\"))
-        assert again == name
-        assert not re.fullmatch(rename["regex"], name)
+        assert renamed(name.replace(":", "_")) == name
+        assert renamed(name) == name
 
 
 def test_the_rules_and_their_table_are_those_of_the_source():

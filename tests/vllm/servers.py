@@ -43,7 +43,7 @@ PATIENCE = {"lease_s": 300, "connect_s": 10, "handshake_s": ANSWER_S, "fence_s":
 """Settings that the page leaves as they are: on a busy machine a step of a tiny model takes seconds."""
 
 
-def fetch(url: str) -> bytes:
+def fetch(url: str | urllib.request.Request) -> bytes:
     """Return what a server answers.
 
     Raises:

@@ -8,6 +8,12 @@ from contextlib import redirect_stdout
 
 import openai
 import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.docs.alerts import RULES
+from tests.docs.dashboards import DASHBOARDS
+from tests.docs.scraping import labels_asked_for, renamed
 
 from .clients import (
     BLOCK_BYTES,
@@ -31,6 +37,20 @@ from .prompts import prompt_of
 from .servers import RUNNING, USAGE, fetch
 
 LENGTHS = (3, 128, 150, 333, 512, 700)
+
+FAILED = "vllm:kvflow_failed_transfers_total"
+
+PROMETHEUS_2 = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+"""What Prometheus 2.42 accepts."""
+
+NEVER_COUNTED = {
+    "vllm:kvflow_defects_total": "kvflow raises no exception of its own",
+    "vllm:kvflow_prefixes_total": "neither server has sources",
+}
+"""Series of vLLM that the servers of the page name and have no sample of -> why."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -328,3 +348,40 @@ def test_the_resets_of_the_page_succeed_while_a_ticket_is_out(settled):
         asked(settled, settled.decode, old, **ask)
     assert "[stale_lease]" in settled.decode.log.read_text()
     assert tokens_of(settled, settled.proxy, ask["prompt"]) == tokens_of(settled, settled.alone, ask["prompt"])
+
+
+def queries_of_vllm():
+    """Return all queries of the rules and of the dashboard for vLLM servers."""
+    (group,) = yaml.safe_load((RULES / "vllm.yaml").read_text())["groups"]
+    panels = json.loads((DASHBOARDS / "vllm.json").read_text())["panels"]
+    return [each["expr"] for each in (*group["rules"], *(target for panel in panels for target in panel["targets"]))]
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/"])
+def test_prometheus_stores_what_the_alerts_and_the_dashboard_of_vllm_ask_for(settled, path):
+    """With the slash, Prometheus 2 is answered with other names, which the job of docs/howto/monitor.md gives back."""
+    ask = {"prompt": prompt_of(300, f"scraped {path}")}
+    transfers, failed = settled.decode.metric(TRANSFERS), settled.decode.metric(FAILED, code="stale_lease")
+    untagged, released = settled.decode.metric(UNTAGGED), settled.prefill.metric(LEASES, **RELEASED)
+    params = params_of(asked(settled, settled.prefill, OFFER, **ask | {"max_tokens": 1}))
+    asked(settled, settled.decode, params, **ask)
+    settled.prefill.wait_metric(released + 1, LEASES, **RELEASED)
+    with pytest.raises(openai.InternalServerError):
+        asked(settled, settled.decode, params, **ask)
+    asked(settled, settled.decode, None, **ask)
+    settled.decode.wait_metric(transfers + 1, TRANSFERS)
+    settled.decode.wait_metric(failed + 1, FAILED, code="stale_lease")
+    settled.decode.wait_metric(untagged + 1, UNTAGGED)
+
+    named, labels = set(), {}
+    for server in (settled.prefill, settled.decode):
+        scrape = urllib.request.Request(server.url + path, headers={"Accept": PROMETHEUS_2})
+        for family in text_string_to_metric_families(fetch(scrape).decode()):
+            named.add(renamed(f"{family.name}_total"))
+            labels |= {renamed(sample.name): set(sample.labels) for sample in family.samples}
+    wanted = {name for query in queries_of_vllm() for name in labels_asked_for(query)}
+    assert wanted - labels.keys() == NEVER_COUNTED.keys()
+    assert NEVER_COUNTED.keys() <= named
+    for query in queries_of_vllm():
+        for name, those in labels_asked_for(query).items():
+            assert name in NEVER_COUNTED or those <= labels[name], query
