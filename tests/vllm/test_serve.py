@@ -358,7 +358,7 @@ def queries_of_vllm():
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/metrics/"])
-def test_prometheus_stores_what_the_alerts_and_the_dashboard_of_vllm_ask_for(settled, path):
+def test_prometheus_stores_what_alerts_and_the_dashboard_ask_for(settled, path):
     """With the slash, Prometheus 2 is answered with other names, which the job of docs/howto/monitor.md gives back."""
     ask = {"prompt": prompt_of(300, f"scraped {path}")}
     transfers, failed = settled.decode.metric(TRANSFERS), settled.decode.metric(FAILED, code="stale_lease")
