@@ -15,6 +15,7 @@ def calls_of(worker, ticket, grant, cache):
         "advance": ("open", 4, [[0], [2]]),
         "seal": ("open", [[1], [3]]),
         "find": (worker.endpoint, [b"first", b"second"]),
+        "read_manifest": (worker.endpoint,),
         "admit": (grant,),
         "revoke": ("r",),
         "wait_offer": ("r",),
