@@ -1,4 +1,4 @@
-"""The guide to monitoring asks for metrics that exist."""
+"""docs/howto/monitor.md asks for metrics that exist."""
 
 import ast
 import re
