@@ -1,7 +1,7 @@
 """Every transport: whatever a caller or a peer gets wrong is an event, and everybody else goes on."""
 
 import logging
-from itertools import count
+from itertools import count, product
 
 import numpy as np
 import pytest
@@ -44,36 +44,34 @@ def still_works(world, reader, exporter, peer="p", number=1000):
     assert np.array_equal(reader.cache.bytes(), exporter.cache.bytes())
 
 
-@pytest.mark.parametrize("side", ["source", "target"])
-@pytest.mark.parametrize(
-    ("offset", "nbytes", "stride", "count"),
-    [
-        (0, 0, BLOCK, 1),
-        (0, BLOCK, BLOCK, 0),
-        (0, BLOCK, BLOCK - 1, 2),
-        (0, BLOCK, BLOCK, 65),
-        (-1, BLOCK, BLOCK, 1),
-        (63 * BLOCK + 1, BLOCK, BLOCK, 1),
-        (0, BLOCK, FAR, 2),
-        (0, BLOCK, FAR, 8),
-        (0, BLOCK, 2**63 - 1, 2**31 - 1),
-        (0, BLOCK, BLOCK, 2**62),
-        (0, 2**63 - 1, 2**63 - 1, 1),
-        (0, -BLOCK, BLOCK, 1),
-        (0, BLOCK, -BLOCK, 2),
-        (0, BLOCK, BLOCK, -1),
-    ],
-)
-def test_rows_outside_the_memory_break_their_prepared_list(world, pair, *, side, offset, nbytes, stride, count):
+OUTSIDE = [  # offset, bytes, stride, count
+    (0, 0, BLOCK, 1),
+    (0, BLOCK, BLOCK, 0),
+    (0, BLOCK, BLOCK - 1, 2),
+    (0, BLOCK, BLOCK, 65),
+    (-1, BLOCK, BLOCK, 1),
+    (63 * BLOCK + 1, BLOCK, BLOCK, 1),
+    (0, BLOCK, FAR, 2),
+    (0, BLOCK, FAR, 8),
+    (0, BLOCK, 2**63 - 1, 2**31 - 1),
+    (0, BLOCK, BLOCK, 2**62),
+    (0, 2**63 - 1, 2**63 - 1, 1),
+    (0, -BLOCK, BLOCK, 1),
+    (0, BLOCK, -BLOCK, 2),
+    (0, BLOCK, BLOCK, -1),
+]
+
+
+def test_rows_outside_the_memory_break_their_prepared_list(world, pair):
     reader, exporter = pair
     good = {"source": exporter.cache.region, "target": reader.cache.region}
     rows = {name: world.rows(region, (0, BLOCK, BLOCK, 2)) for name, region in good.items()}
-    prepared_list = world.prepared_list(2, "p", **rows)
-    bad = replace(prepared_list, **{f"{side}_rows": world.rows(good[side], (offset, nbytes, stride, count))})
-    reader.transport.prepare(bad)
-    reader.post(world.read(1, prepared_list, [0], [0]))
-    assert reader.sink.wait(("read", 1))[0].code == "bounds"
-    assert not reader.cache.bytes().any()
+    for number, (side, row) in enumerate(product(good, OUTSIDE), start=2):
+        prepared_list = world.prepared_list(number, "p", **rows)
+        reader.transport.prepare(replace(prepared_list, **{f"{side}_rows": world.rows(good[side], row)}))
+        reader.post(world.read(number, prepared_list, [0], [0]))
+        assert reader.sink.wait(("read", number))[0].code == "bounds", (side, row)
+        assert not reader.cache.bytes().any(), (side, row)
     still_works(world, reader, exporter)
 
 
@@ -103,21 +101,18 @@ UNITS = {
 }
 
 
-@pytest.mark.parametrize("kind", UNITS)
-def test_units_out_of_range_fail_their_read_alone(world, pair, kind):
+def test_units_out_of_range_fail_their_read_alone(world, pair):
     reader, exporter = pair
     prepared_list = all_blocks(world, reader, exporter, 2)
     reader.transport.prepare(prepared_list)
-    source, target, dtype = UNITS[kind]
-    pairs = UnitPairs(np.array(source, dtype), np.array(target, dtype))
-    good = world.read(1, prepared_list, [5], [5])
-    bad = RankRead(2, "p", good.lease, (*good.parts, Part(2, pairs)))
-    reader.post(bad, good)
-    first, second = reader.sink.wait(("read", 2), ("read", 1))
-    assert (first.verdict, first.code, second.verdict) == ("failed", "bounds", "held")
-    assert np.array_equal(
-        np.flatnonzero(reader.cache.bytes()) // BLOCK, np.full(BLOCK, 5)[: np.count_nonzero(reader.cache.bytes())]
-    )
+    for number, (kind, (source, target, dtype)) in enumerate(UNITS.items(), start=1):
+        pairs = UnitPairs(np.array(source, dtype), np.array(target, dtype))
+        good = world.read(2 * number, prepared_list, [5], [5])
+        bad = RankRead(2 * number + 1, "p", good.lease, (*good.parts, Part(2, pairs)))
+        reader.post(bad, good)
+        first, second = reader.sink.wait(("read", 2 * number + 1), ("read", 2 * number))
+        assert (first.verdict, first.code, second.verdict) == ("failed", "bounds", "held"), kind
+        assert set(np.flatnonzero(reader.cache.bytes()) // BLOCK) == {5}, kind
     still_works(world, reader, exporter)
 
 
@@ -128,41 +123,42 @@ def test_a_read_of_nothing_is_refused(world, pair):
     still_works(world, reader, exporter)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"source_index": [-1, 0]},
-        {"source_index": [0, 64]},
-        {"target_index": [0, 2**31 - 1]},
-        {"target_index": [0]},
-        {"source_index": [], "target_index": [], "cuts": [0]},
-        {"source_index": [], "target_index": [], "cuts": [0, 0]},
-        {"source_index": [0], "target_index": [0], "cuts": [0, 1]},
-        {"cuts": [0, 1]},
-        {"cuts": [0, 2, 1, 2]},
-        {"cuts": [0, 1, 1, 2]},
-        {"cuts": [1, 2]},
-        {"cuts": [2]},
-        {"nbytes": 2 * BLOCK + 1},
-    ],
-    ids=str,
-)
-def test_what_a_binding_makes_of_good_units_is_checked(world, pair, change):
+BOUND = {"source_index": [0, 1], "target_index": [0, 1], "cuts": [0, 2], "nbytes": 2 * BLOCK}
+KINDS = {"source_index": np.int32, "target_index": np.int32, "cuts": np.int64}
+CHANGES = [
+    {"source_index": [-1, 0]},
+    {"source_index": [0, 64]},
+    {"target_index": [0, 2**31 - 1]},
+    {"target_index": [0]},
+    {"source_index": [], "target_index": [], "cuts": [0]},
+    {"source_index": [], "target_index": [], "cuts": [0, 0]},
+    {"source_index": [0], "target_index": [0], "cuts": [0, 1]},
+    {"cuts": [0, 1]},
+    {"cuts": [0, 2, 1, 2]},
+    {"cuts": [0, 1, 1, 2]},
+    {"cuts": [1, 2]},
+    {"cuts": [2]},
+    {"nbytes": 2 * BLOCK + 1},
+]
+
+
+def test_what_a_binding_makes_of_good_units_is_checked(world, pair):
     reader, exporter = pair
     prepared_list = all_blocks(world, reader, exporter, 2)
-    parts = {"source_index": [0, 1], "target_index": [0, 1], "cuts": [0, 2], "nbytes": 2 * BLOCK} | change
-    kinds = {"source_index": np.int32, "target_index": np.int32, "cuts": np.int64}
-    arrays = {name: np.array(parts[name], dtype=kind) for name, kind in kinds.items()}
     reader.transport.prepare(prepared_list)
     bind = prepared_list.binding.bind
-    prepared_list.binding.bind = lambda *_, **__: Bound(nbytes=parts["nbytes"], **arrays)
-    reader.post(world.read(1, prepared_list, [0, 1], [0, 1]))
-    (answer,) = reader.sink.wait(("read", 1))
-    assert (answer.verdict, answer.code) == ("failed", "bounds")
-    assert not reader.cache.bytes().any()
+    for number, change in enumerate(CHANGES, start=1):
+        parts = BOUND | change
+        arrays = {name: np.array(parts[name], dtype=kind) for name, kind in KINDS.items()}
+        made = Bound(nbytes=parts["nbytes"], **arrays)
+        prepared_list.binding.bind = lambda *_, made=made, **__: made
+        reader.post(world.read(number, prepared_list, [0, 1], [0, 1]))
+        (answer,) = reader.sink.wait(("read", number))
+        assert (answer.verdict, answer.code) == ("failed", "bounds"), change
+        assert not reader.cache.bytes().any(), change
     prepared_list.binding.bind = bind
-    reader.post(world.read(2, prepared_list, [0, 1], [0, 1]))
-    assert reader.sink.wait(("read", 2))[0].verdict == "held"
+    reader.post(world.read(100, prepared_list, [0, 1], [0, 1]))
+    assert reader.sink.wait(("read", 100))[0].verdict == "held"
 
 
 def test_descriptors_of_different_lengths_do_not_pair(world, pair):
