@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.loops import looped
+
 MODULE_LINES_MAX = 700
 FUNCTION_LINES_MAX = 70
 CLASS_ATTRIBUTES_MAX = 25
@@ -53,7 +55,7 @@ def attributes(definition: ast.ClassDef) -> set[str]:
     return fields | assigned
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+@looped("path", MODULES)
 def test_module_is_small(path):
     excused = LARGER.get(str(path.relative_to(ROOT)))
     assert [words for words in excesses(path.read_text()) if excused is None or not words.startswith(excused)] == []

@@ -5,6 +5,7 @@ import inspect
 import pytest
 
 import kvflow
+from tests.helpers.loops import looped
 
 from .api_page import CALLED, HEADS, REFERENCE, markdown, members, page, public_names
 
@@ -27,7 +28,7 @@ def test_every_public_name_has_an_entry():
     assert entries >= set(kvflow.__all__) - modules - {"__version__"}
 
 
-@pytest.mark.parametrize("name", sorted(public_names()))
+@looped("name", sorted(public_names()))
 def test_every_public_name_and_method_has_a_docstring(name):
     value = public_names()[name]
     if inspect.isclass(value) or inspect.isroutine(value):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.loops import looped
+
 from .block_checks import CHECKS, LANGUAGES, PREPARATIONS, CheckedBy, Output, Parsed, Program, Shell, Step
 from .commands import check_commands
 from .pages import NAMES, ROOT, fenced
@@ -25,7 +27,7 @@ def checked(page):
     return list(zip(fenced(page), CHECKS[page], strict=True))
 
 
-@pytest.mark.parametrize("page", NAMES)
+@looped("page", NAMES)
 def test_each_block_has_a_check_for_its_language(page):
     found, checks = fenced(page), CHECKS.get(page, [])
     if isinstance(checks, CheckedBy):
@@ -40,7 +42,7 @@ def test_the_registry_names_existing_pages_only():
     assert PREPARATIONS.keys() <= set(RUN)
 
 
-@pytest.mark.parametrize("page", [page for page in NAMES if CHECKS.get(page)])
+@looped("page", [page for page in NAMES if CHECKS.get(page)])
 def test_tests_that_read_a_page_name_it(page):
     checks = CHECKS[page]
     for check in {checks} if isinstance(checks, CheckedBy) else set(checks):

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 import kvflow
+from tests.helpers.loops import looped
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 
 
-@pytest.mark.parametrize("folder", sorted(set(re.findall(r"`([\w/]+/)`", PAGE))))
+@looped("folder", sorted(set(re.findall(r"`([\w/]+/)`", PAGE))))
 def test_folders_are_there(folder):
     assert (ROOT / folder).is_dir()
 

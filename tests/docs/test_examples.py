@@ -4,6 +4,8 @@ import ast
 
 import pytest
 
+from tests.helpers.loops import looped
+
 from .pages import PAGES, ROOT, blocks
 from .test_blocks import run_program
 
@@ -30,7 +32,7 @@ def test_readme_says_on_its_first_screen_what_it_is():
         assert phrase in screen
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@looped("page", PAGES)
 def test_python_is_python(page):
     for block in blocks(str(page.relative_to(ROOT)), "python"):
         compile(block, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)

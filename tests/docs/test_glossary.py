@@ -5,8 +5,6 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 import handshake.errors
 import kvflow
 import kvflow.models
@@ -16,6 +14,7 @@ from kvflow.errors import FailureCode, KvflowError
 from kvflow.integrations.vllm.settings import OWN_KEYS
 from kvflow.observability.logs import LEVELS
 from kvflow.report import TransferReport
+from tests.helpers.loops import looped
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference" / "glossary.md").read_text()
@@ -87,7 +86,7 @@ def identifiers():
 KNOWN = {stem(word) for term in rows() for word in re.findall(r"[a-z]+", term.lower())} | {stem(word) for word in PLAIN}
 
 
-@pytest.mark.parametrize("identifier", sorted(identifiers()))
+@looped("identifier", sorted(identifiers()))
 def test_every_term_of_a_public_name_is_explained(identifier):
     """If a word is missing: add the term to docs/reference/glossary.md, or to ``PLAIN`` if it is plain English."""
     assert [word for word in split(identifier) if stem(word) not in KNOWN] == []

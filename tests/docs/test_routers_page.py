@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from kvflow.tools.cli import build_parser
+from tests.helpers.loops import looped
 from tests.vllm.replaying import facts
 
 from .pages import ROOT, blocks
@@ -51,7 +52,7 @@ def test_every_fact_of_a_router_is_there(name):
         assert row["note"] or row["verdict"] not in ("otherwise", "refused")
 
 
-@pytest.mark.parametrize("test", NAMED)
+@looped("test", NAMED)
 def test_a_test_that_is_named_is_there(test):
     path, _, name = test.partition("::")
     assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), test

@@ -22,6 +22,7 @@ from kvflow.rendezvous import questions
 from kvflow.rendezvous.endpoint import Advertisement
 from kvflow.tools.proxy import completions
 from kvflow.worker.snapshot import Inspection
+from tests.helpers.loops import looped
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "explanation" / "security.md").read_text()
@@ -196,7 +197,7 @@ def test_every_row_is_complete():
         assert all(row), row
 
 
-@pytest.mark.parametrize("name", sorted({name for row in ROWS for name in names(row[2])}))
+@looped("name", sorted({name for row in ROWS for name in names(row[2])}))
 def test_a_check_that_is_named_is_there(name):
     assert callable(find(name))
 
@@ -205,12 +206,12 @@ def test_every_row_names_a_check():
     assert all(names(row[2]) for row in ROWS)
 
 
-@pytest.mark.parametrize("name", sorted(NAMED))
+@looped("name", sorted(NAMED))
 def test_an_input_that_is_named_is_there(name):
     find(name)
 
 
-@pytest.mark.parametrize("cell", [row[5] for row in ROWS])
+@looped("cell", [row[5] for row in ROWS])
 def test_a_test_that_is_named_is_there(cell):
     path, name = re.fullmatch(r"`(tests/[\w/]+\.py)::(\w+)`", cell).groups()
     assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), cell

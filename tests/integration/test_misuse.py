@@ -13,6 +13,7 @@ import pytest
 
 import kvflow
 from kvflow import errors
+from tests.helpers.loops import looped
 from tests.helpers.settings import flat_config
 
 from .misconfigured import few_files_left
@@ -733,7 +734,7 @@ async def test_a_misuse_is_answered_with_what_is_wrong_and_what_to_do(row, monke
     assert re.fullmatch(pattern(row.now), str(caught.value)), str(caught.value)
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.misuse)
+@looped("row", TABLE)
 def test_no_message_shows_the_inside_of_a_validator(row):
     assert not re.search(r"Expected `|`\$|regex|\[Errno|epoch", row.now)
     assert row.was != row.now

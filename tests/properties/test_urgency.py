@@ -5,11 +5,11 @@ The wire takes one chunk at a time. A chunk is the unit of every bound here, bec
 
 from collections import deque
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.reads.lanes import CHUNKS_IN_FLIGHT_MAX, OVERTAKEN_MAX, Check
+from tests.helpers.loops import looped
 from tests.unit.kvflow.reads.lane_reads import Bench, ids, prepared
 
 from .caches import thorough
@@ -66,9 +66,9 @@ class Wire:
         return len(self.posted) - begun - 1
 
 
-@pytest.mark.parametrize("in_flight", [0, CHUNKS_IN_FLIGHT_MAX], ids=["copied by the post", "two in flight"])
-@pytest.mark.parametrize("served_s", [0.0, 5.0, 12.0, 60.0])
-@pytest.mark.parametrize(("bulk", "urgent"), [("p", "p"), ("p", "idle"), ("pqrs", "idle"), ("pqrs", "q")])
+@looped("in_flight", [0, CHUNKS_IN_FLIGHT_MAX])
+@looped("served_s", [0.0, 5.0, 12.0, 60.0])
+@looped("bulk, urgent", [("p", "p"), ("p", "idle"), ("pqrs", "idle"), ("pqrs", "q")])
 def test_an_urgent_read_is_posted_within_two_chunks_of_bulk_reads(bulk, urgent, served_s, in_flight):
     wire = Wire(in_flight=in_flight)
     for number, peer in enumerate(bulk):

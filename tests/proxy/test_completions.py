@@ -19,6 +19,7 @@ from kvflow.tools.proxy.completions import (
     read_params,
     without_params,
 )
+from tests.helpers.loops import looped
 
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -46,8 +47,8 @@ def test_a_prefill_server_is_asked_for_one_token_and_its_cache(asked, sent):
     assert prefilled(prompt="a", **asked) == {"prompt": "a", **sent, PARAMS: OFFER}
 
 
-@pytest.mark.parametrize("value", ["500", 5e2, 500, 3.0, "true", True, 1, 0, -1, None, [], {"a": 1}], ids=repr)
-@pytest.mark.parametrize("path", ONE_TOKEN)
+@looped("value", ["500", 5e2, 500, 3.0, "true", True, 1, 0, -1, None, [], {"a": 1}])
+@looped("path", ONE_TOKEN)
 def test_no_type_of_json_makes_a_prefill_server_do_more(path, value):
     """A server may take a text for a number: whatever the client sends is replaced, not read."""
     trimmed = ("max_tokens", "max_output_tokens", "max_completion_tokens", "n", "stream", "background", "store")

@@ -32,6 +32,7 @@ from kvflow.reads.tcp.runs import ServedGroup
 from kvflow.reads.tcp.stream import rows_of
 from kvflow.rendezvous import questions
 from kvflow.rendezvous.endpoint import decode
+from tests.helpers.loops import looped
 from tests.unit.handshake.helpers import EXAMPLES, PRODUCED, PRODUCER, frames_of
 from tests.wire.vectors import ASKED, FILES, GOLDEN, PASS_KEY, meant, written
 
@@ -340,7 +341,7 @@ def refused_answer(vector):
     return "protocol_violation"
 
 
-@pytest.mark.parametrize("vector", cases("refusals.json"))
+@looped("vector", cases("refusals.json"))
 def test_what_must_be_refused_is_refused_with_its_code(vector):
     assert globals()[f"refused_{vector['where']}"](vector) == vector["code"]
 

@@ -32,6 +32,7 @@ from handshake.messages import (
 )
 from handshake.rates import Allowance, ClockOffset
 from handshake.states import Progress, Role
+from tests.helpers.loops import looped
 
 from .helpers import (
     CONSUMED,
@@ -251,7 +252,7 @@ VIOLATIONS += [(role, Progress.READY, name) for role in Role for name in ("garba
 VIOLATIONS += [(Role.CLIENT, Progress.READY, "release"), (Role.SERVER, Progress.READY, "released")]
 
 
-@pytest.mark.parametrize(("role", "state", "name"), VIOLATIONS)
+@looped("role, state, name", VIOLATIONS)
 def test_the_first_violation_ends_the_connection(role, state, name):
     nonsense = {"garbage": [b"garbage"], "nothing": []}
     frames = nonsense[name] if name in nonsense else frames_of(EXAMPLES[name])

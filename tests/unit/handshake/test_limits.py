@@ -6,6 +6,7 @@ import pytest
 from handshake.codec import encode
 from handshake.limits import DEFAULT_LIMITS, LEASES_MAX, PUBLICATION_BYTES_MAX, Limits
 from handshake.messages import Bye, Hello, Identity, LeaseRef, Refuse, Release, Renew
+from tests.helpers.loops import looped
 
 
 def test_the_largest_publication_fits_a_frame():
@@ -32,8 +33,8 @@ def test_every_limit_is_described():
     assert all(f"\n        {name}: " in Limits.__doc__ for name in Limits.__struct_fields__)
 
 
-@pytest.mark.parametrize("name", Limits.__struct_fields__)
-@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf])
+@looped("name", Limits.__struct_fields__)
+@looped("value", [0, -1, math.nan, math.inf])
 def test_a_limit_is_positive_and_finite(name, value):
     with pytest.raises(ValueError, match=name):
         msgspec.structs.replace(DEFAULT_LIMITS, **{name: value})

@@ -15,6 +15,7 @@ from kvflow.config import (
     _warn_of_ends,
 )
 from kvflow.errors import ConfigInvalid
+from tests.helpers.loops import looped
 from tests.helpers.settings import flat_config
 
 SECRET = "a secret of the tests, long enough"
@@ -59,8 +60,8 @@ def test_valid_settings(settings):
     config(**settings).check()
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
+@looped(
+    "settings, named",
     [
         ({"engine_id": ""}, "engine_id"),
         ({"engine_id": "x" * 257}, "engine_id"),
@@ -137,7 +138,6 @@ def test_valid_settings(settings):
         ({"lease_slots": (1 << 20) + 1}, "lease_slots"),
         *(({name: -1.0}, name) for name in ("connect_s", "handshake_s", "queue_s", "wire_s", "fence_s")),
     ],
-    ids=repr,
 )
 def test_what_cannot_be_used_is_named(settings, named):
     with pytest.raises(ConfigInvalid) as caught:

@@ -9,6 +9,7 @@ import pytest
 import kvflow
 from kvflow import errors
 from kvflow.errors import FailureCode, KvflowError, shown
+from tests.helpers.loops import looped
 
 ALL = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, KvflowError)]
 CODES = {
@@ -69,7 +70,7 @@ def made(kind, **fields):
     return kind(*ARGUMENTS.get(kind, ("what happened",)), **fields)
 
 
-@pytest.mark.parametrize("kind", ALL)
+@looped("kind", ALL)
 def test_each_has_a_code_a_remedy_and_a_place_in_the_tree(kind):
     error = made(kind)
     assert issubclass(kind, KvflowError)
@@ -102,7 +103,7 @@ def test_the_package_compares_codes_by_name_and_not_by_text():
     assert found == []
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ALL if kind is not errors.RequestUnknown])
+@looped("kind", [kind for kind in ALL if kind is not errors.RequestUnknown])
 def test_a_better_remedy_replaces_the_default(kind):
     assert str(made(kind, remedy="Do this instead.")).endswith("Do this instead.")
 

@@ -11,6 +11,7 @@ from kvflow.layout.groups import Group, check_groups, plan_groups
 from kvflow.layout.placement import has_tokens, page_bytes
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import MLA, CacheSpec, ChunkedLocal, CrossAttention, Mamba, Opaque, State
+from tests.helpers.loops import looped
 
 from .helpers import full, model, sliding
 
@@ -66,12 +67,12 @@ def shown(groups):
     return [(group.kind, len(group.layers), group.block_size, group.page_bytes) for group in groups]
 
 
-@pytest.mark.parametrize("case", answers(lambda case: case.get("complete")))
+@looped("case", answers(lambda case: case.get("complete")))
 def test_groups_are_those_of_vllm(case):
     assert ours(case) == case["groups"]
 
 
-@pytest.mark.parametrize("case", answers(lambda case: case.get("complete")))
+@looped("case", answers(lambda case: case.get("complete")))
 def test_a_block_has_as_many_bytes_as_in_vllm(case):
     rows = [
         group["page_bytes"] if isinstance(group["page_bytes"], list) else [group["page_bytes"]] * len(group["layers"])
@@ -107,7 +108,7 @@ def test_the_file_has_every_kind_of_answer():
     assert any(not case.get("complete", True) for case in ANSWERS["cases"])
 
 
-@pytest.mark.parametrize("case", answers(lambda case: not case.get("error", "").startswith(REFUSED)))
+@looped("case", answers(lambda case: not case.get("error", "").startswith(REFUSED)))
 def test_every_layer_stands_in_one_group_and_buckets_are_dealt_out_in_turn(case):
     specs, shard = specs_of(case["model"]), Shard(tp_size=MODELS[case["model"]]["tp_size"])
     groups = plan_groups(specs, layout=case["layout"], shard=shard)

@@ -19,6 +19,7 @@ from kvflow.layout.groups import (
 from kvflow.layout.placement import LAYOUTS
 from kvflow.layout.shards import ALL_TOKENS, Shard
 from kvflow.layout.specs import MLA, Mamba, Opaque, State
+from tests.helpers.loops import looped
 
 from .helpers import full, model, sliding
 
@@ -101,9 +102,9 @@ def test_specs_are_checked_first(specs):
             ask(specs)
 
 
-@pytest.mark.parametrize("kind", ["sliding", "mla"])
-@pytest.mark.parametrize(
-    ("window", "num_tokens", "expected"),
+@looped("kind", ["sliding", "mla"])
+@looped(
+    "window, num_tokens, expected",
     [
         (16, 1, 1),
         (16, 16, 1),  # tokens 1 to 15 of block 0

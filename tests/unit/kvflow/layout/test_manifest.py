@@ -12,6 +12,7 @@ from kvflow.layout.manifest import COMPONENTS_MAX, Layer, Manifest, ManifestGrou
 from kvflow.layout.shards import Shard, Stripe
 from kvflow.layout.specs import Mamba, State
 from kvflow.memory.cache import allocate
+from tests.helpers.loops import looped
 
 from .helpers import ROOMY, component, full, manifest, model, state
 
@@ -33,8 +34,8 @@ def layers_of(*kinds):
 HUGE = (Region(0, ADDRESS_MAX),)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
+@looped(
+    "wrong, words",
     [
         (manifest(names=("a", "b", "a")), "layer 'a' is named twice"),
         (msgspec.structs.replace(manifest(), rebuilt=("z",)), "rebuilt names a layer that .* does not have: 'z'"),

@@ -15,6 +15,7 @@ from kvflow.layout.specs import (
     State,
     validate_specs,
 )
+from tests.helpers.loops import looped
 
 from .helpers import full, mamba, opaque, quantized, sliding
 
@@ -80,8 +81,8 @@ def test_item_bytes_are_those_of_torch(dtype):
     assert ITEM_BYTES[dtype] == getattr(torch, dtype).itemsize
 
 
-@pytest.mark.parametrize(
-    ("specs", "words"),
+@looped(
+    "specs, words",
     [
         ({}, "specs is empty"),
         ({"": full()}, "layer name ''"),

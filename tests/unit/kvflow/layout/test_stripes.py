@@ -5,9 +5,9 @@ from fractions import Fraction
 from itertools import product
 
 import numpy as np
-import pytest
 
 from kvflow.layout.shards import ALL_TOKENS, Stripe
+from tests.helpers.loops import looped
 
 STRIPES = [Stripe(rank, size, width) for size in range(1, 5) for width in (1, 2, 3, 6) for rank in range(size)]
 
@@ -16,7 +16,7 @@ def tokens_of(stripe, end):
     return [token for token in range(end) if token // stripe.width % stripe.size == stripe.rank]
 
 
-@pytest.mark.parametrize("stripe", STRIPES, ids=str)
+@looped("stripe", STRIPES)
 def test_tokens_lie_one_after_the_other(stripe):
     tokens = tokens_of(stripe, 100)
     positions = range(len(tokens))
@@ -27,7 +27,7 @@ def test_tokens_lie_one_after_the_other(stripe):
     assert all(stripe.count(end) == len(tokens_of(stripe, end)) for end in range(60))
 
 
-@pytest.mark.parametrize("stripe", STRIPES, ids=str)
+@looped("stripe", STRIPES)
 def test_what_two_ranks_have_in_common_is_counted(stripe):
     for other in STRIPES:
         theirs = tokens_of(other, math.lcm(stripe.size * stripe.width, other.size * other.width))

@@ -29,6 +29,7 @@ from kvflow.leases.tickets import (
     grant_of,
     join_tickets,
 )
+from tests.helpers.loops import looped
 from tests.simulation.tickets import damage, fields_of, forge, grants_of, payload_of
 
 from .helpers import address, mint_of, sign, ticket_of, verify
@@ -91,7 +92,7 @@ def test_an_epoch_beyond_53_bits_survives():
     assert checked(params_of(ticket)).grants[0].epoch == grant.epoch == epochs_start + 1
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: ".".join(map(str, path)))
+@looped("path", PATHS)
 def test_a_grant_that_lost_anything_is_refused(path):
     def lose(fields):
         del parent(fields, path)[path[-1]]
@@ -100,12 +101,8 @@ def test_a_grant_that_lost_anything_is_refused(path):
         checked(forge(PARAMS, lose))
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: ".".join(map(str, path)))
-@pytest.mark.parametrize(
-    "value",
-    [None, True, "", "x", "1" * 64, -2, 2**31, 2**63, 1.5, [], [1], [[0]], {}, b"", b"x" * 65],
-    ids=repr,
-)
+@looped("path", PATHS)
+@looped("value", [None, True, "", "x", "1" * 64, -2, 2**31, 2**63, 1.5, [], [1], [[0]], {}, b"", b"x" * 65])
 def test_a_signed_grant_of_the_wrong_types_is_refused(path, value):
     """Only a holder of the secret can make one. It must still decode to something, or be ``TicketInvalid``."""
 
@@ -182,7 +179,7 @@ def test_a_ticket_with_other_text_is_refused_or_the_same(at, junk):
         assert ticket == checked(PARAMS)  # base64 has bits at its end that mean nothing
 
 
-@pytest.mark.parametrize(
+@looped(
     "params",
     [
         *(None, 7, "kvflow", [], {}, {"other": 1}, b"{}"),
@@ -191,7 +188,6 @@ def test_a_ticket_with_other_text_is_refused_or_the_same(at, junk):
         *({"kvflow": f"{FORMAT}.{part}"} for part in ("A", "AAAA", "ä" * 99, "\ud800", "A A A", "A" * 43)),
         {"kvflow": FORMAT + ".AAAA" * (GRANTS_MAX + 1)},
     ],
-    ids=lambda params: repr(params)[:40],
 )
 def test_what_is_no_ticket_is_refused(params):
     for read in (Ticket.from_params, checked):

@@ -12,6 +12,7 @@ import pytest
 from kvflow.errors import SpecInvalid
 from kvflow.layout.specs import MLA, Mamba
 from kvflow.models import from_hf_config
+from tests.helpers.loops import looped
 
 TABLE = json.loads((Path(__file__).parents[3] / "data" / "vllm_specs.json").read_text())
 KINDS = {
@@ -69,7 +70,7 @@ def of_kvflow(spec, tokens_per_state):
     return spec.kind, spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.window
 
 
-@pytest.mark.parametrize("row", DESCRIBED, ids=lambda row: f"{row['origin']}-{row['model']}")
+@looped("row", DESCRIBED)
 def test_every_layer_is_what_vllm_keeps(row):
     told = theirs(row)
     found = from_hf_config(row["config"], dtype=TABLE["dtype"])

@@ -7,6 +7,7 @@ from kvflow.errors import LayoutMismatch
 from kvflow.layout.specs import MLA, Opaque
 from kvflow.planning.assignment import Assignment, assign_sources
 from kvflow.planning.plan import plan_transfer
+from tests.helpers.loops import looped
 
 from .helpers import full, manifest_of
 
@@ -123,9 +124,9 @@ def test_what_every_rank_holds_is_taken_of_one_of_them_beside_heads_of_all():
     assert shares == (Assignment(0, {("a", "k"): (0, 1), ("a", "v"): (0, 1)}), Assignment(1, None))
 
 
-@pytest.mark.parametrize("source_size", range(1, 9))
-@pytest.mark.parametrize("target_size", range(1, 9))
-@pytest.mark.parametrize("heads", [1, 2, 5, 8])
+@looped("source_size", range(1, 9))
+@looped("target_size", range(1, 9))
+@looped("heads", [1, 2, 5, 8])
 def test_plans_of_all_shares_write_every_byte_of_every_rank_once(source_size, target_size, heads):
     specs = {"a": full(block_size=2, num_kv_heads=heads), "m": MLA(block_size=2, head_size=8, dtype="float16")}
     sources = [manifest_of(specs, tp=(rank, source_size)) for rank in range(source_size)]

@@ -13,6 +13,7 @@ from kvflow.layout.shards import Stripe
 from kvflow.layout.specs import MLA, ChunkedLocal, Mamba, State
 from kvflow.planning.assignment import assign_sources
 from kvflow.planning.plan import PlanLimits, plan_transfer
+from tests.helpers.loops import looped
 
 from .helpers import full, manifest_of, sliding
 
@@ -182,7 +183,7 @@ CONTRADICTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", CONTRADICTIONS)
+@looped("name", CONTRADICTIONS)
 def test_a_manifest_that_cannot_be_is_refused_on_either_side(name):
     manifest, words = CONTRADICTIONS[name]
     for sides in ((manifest, HONEST), (HONEST, manifest)):

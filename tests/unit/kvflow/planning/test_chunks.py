@@ -1,9 +1,9 @@
 """Cuts of batches, against cutting one descriptor at a time."""
 
 import numpy as np
-import pytest
 
 from kvflow.planning.chunks import CHUNKS_FEW, Cutter
+from tests.helpers.loops import looped
 
 
 def cuts_one_by_one(nbytes, dense, source, target, *, budgets):
@@ -36,9 +36,9 @@ def ids(form, count):
             return np.random.default_rng(count).permutation(numbers)
 
 
-@pytest.mark.parametrize("form", ["one row", "rows of seven", "a row, then single", "random"])
-@pytest.mark.parametrize(
-    ("nbytes", "dense"),
+@looped("form", ["one row", "rows of seven", "a row, then single", "random"])
+@looped(
+    "nbytes, dense",
     [
         ([64, 64, 64], [True, True, True]),
         ([64, 64, 64], [False, True, False]),
@@ -46,8 +46,8 @@ def ids(form, count):
         ([64, 16, 128, 1], [True, False, True, True]),
     ],
 )
-@pytest.mark.parametrize("chunk_bytes", [1, 64, 1000, 1 << 20])
-@pytest.mark.parametrize("chunk_descriptors", [1, 2, 9, 1 << 20])
+@looped("chunk_bytes", [1, 64, 1000, 1 << 20])
+@looped("chunk_descriptors", [1, 2, 9, 1 << 20])
 def test_every_chunk_is_as_long_as_both_budgets_let_it_be(form, nbytes, dense, chunk_bytes, chunk_descriptors):
     count = 5 * CHUNKS_FEW
     source, target = np.arange(count, dtype=np.int32), ids(form, count)

@@ -12,6 +12,7 @@ from kvflow.planning.assignment import Assignment, assign_sources
 from kvflow.planning.certificate import Missing
 from kvflow.planning.pairs import pair_units
 from kvflow.planning.plan import plan_transfer
+from tests.helpers.loops import looped
 
 from .helpers import full, ids, sliding
 
@@ -192,9 +193,7 @@ def test_heads_and_tokens_are_covered_at_once():
     assert given(sources, manifest(specs, (1, 2, 4), (2, 4))) == [3]
 
 
-@pytest.mark.parametrize(
-    ("source_size", "target_size", "widths"), [*product(range(1, 5), range(1, 5), [(1, 1), (2, 4), (8, 2), (16, 16)])]
-)
+@looped("source_size, target_size, widths", [*product(range(1, 5), range(1, 5), [(1, 1), (2, 4), (8, 2), (16, 16)])])
 def test_every_token_of_every_rank_comes_once(source_size, target_size, widths):
     num_tokens = 57
     specs = {"a": latent()}

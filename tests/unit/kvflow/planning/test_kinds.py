@@ -19,6 +19,7 @@ from kvflow.memory.cache import allocate
 from kvflow.planning.certificate import Missing
 from kvflow.planning.pairs import pair_units
 from kvflow.planning.plan import plan_transfer
+from tests.helpers.loops import looped
 
 from .helpers import binding_of, full, ids, sliding
 
@@ -302,7 +303,7 @@ PAIRS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@looped("name", PAIRS)
 def test_one_source_fills_the_target(name):
     source, target = PAIRS[name]
     (plan,) = require_right_bytes([source], target)

@@ -8,6 +8,7 @@ from kvflow.errors import BlockIdsInvalid, BlockRangeMismatch, CapacityExceeded
 from kvflow.ids import FEW_IDS
 from kvflow.leases.blocks import check_block_ids
 from kvflow.planning.pairs import UNITS_MAX, UnitPairs, located, merged_pairs, pair_units
+from tests.helpers.loops import looped
 
 from .helpers import group_plan, ids
 
@@ -16,7 +17,7 @@ def check(*lists, aliases=None, unique=True, num_blocks=10):
     return check_block_ids(lists, num_blocks=num_blocks, aliases=aliases or range(len(lists)), unique=unique)
 
 
-@pytest.mark.parametrize(
+@looped(
     "wrong",
     [
         [10],
@@ -45,7 +46,6 @@ def check(*lists, aliases=None, unique=True, num_blocks=10):
         np.array([1.0]),
         np.array([2**64 - 1], np.uint64),
     ],
-    ids=repr,
 )
 def test_what_is_not_a_flat_list_of_known_blocks_is_refused(wrong):
     with pytest.raises(BlockIdsInvalid) as caught:

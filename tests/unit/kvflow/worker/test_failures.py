@@ -4,14 +4,15 @@ import pytest
 
 from kvflow import errors, events
 from kvflow.worker.connections import ERRORS, connection_error, transfer_error
+from tests.helpers.loops import looped
 
 
 def failed(code, phase="wire", *, quarantined=False):
     return events.PullFailed(7, "request-1", code, phase, "p/0/x", "what happened", quarantined=quarantined)
 
 
-@pytest.mark.parametrize(
-    ("code", "kind"),
+@looped(
+    "code, kind",
     [
         ("stale_lease", errors.StaleLease),
         ("peer_lost", errors.PeerLost),
@@ -28,7 +29,7 @@ def failed(code, phase="wire", *, quarantined=False):
         ("a code of a newer transport", errors.TransferFailed),
     ],
 )
-@pytest.mark.parametrize("quarantined", [True, False])
+@looped("quarantined", [True, False])
 def test_errors(code, kind, quarantined):
     error = transfer_error(failed(code, quarantined=quarantined))
     assert type(error) is kind

@@ -7,13 +7,14 @@ import pytest
 from kvflow.errors import AuthenticationFailed, FailureCode
 from kvflow.tools.cli.doctor import line_of
 from kvflow.tools.doctor.codes import CODES, Finding, exit_status, failure, found, ok, summarized
+from tests.helpers.loops import looped
 
 
 def of(*statuses):
     return summarized(Finding(status=status, subject="memlock", evidence="8 MiB", remedy="") for status in statuses)
 
 
-@pytest.mark.parametrize("code", CODES.values(), ids=lambda code: code.name)
+@looped("code", CODES.values())
 def test_a_code_has_a_remedy(code):
     assert re.fullmatch("[a-z]+(_[a-z]+)*", code.name)
     assert code.meaning
