@@ -132,7 +132,8 @@ def _joined(parts: Iterable[Any]) -> Said:
 def hang_up(deployment: Deployment, server: Server, prompt: str | list[int]) -> None:
     """Close a stream after its third part, and require that the decode server ends the request without an answer.
 
-    A fast engine may finish the whole answer before it hears of the end: then the client tries again.
+    A fast engine may finish the whole answer before it hears of the end, and a slow one may count the request before
+    this one late: then the client tries again. vLLM counts as ended what ends by itself.
     """
     for _ in range(TRIES):
         made, ended = (deployment.decode.metric(name) for name in (GENERATED, ENDED))
@@ -146,8 +147,7 @@ def hang_up(deployment: Deployment, server: Server, prompt: str | list[int]) -> 
         deployment.decode.wait_metric(0, RUNNING)
         generated = deployment.decode.metric(GENERATED) - made
         assert generated >= 3
-        if generated < LONG:
-            assert deployment.decode.metric(ENDED) == ended, "vLLM counts what ends by itself"
+        if generated < LONG and deployment.decode.metric(ENDED) == ended:
             return
         deployment.decode.wait_metric(ended + 1, ENDED)
     raise AssertionError(f"the decode server finished each of {TRIES} answers that nobody read")
