@@ -29,7 +29,7 @@ Request = Any  # of vLLM's scheduler, or ``TokenIds``
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
 
-START = blake2b(b"kvflow.integrations.vllm content 1", digest_size=DIGEST_BYTES).digest()
+START = blake2b(b"kvflow content 1", digest_size=DIGEST_BYTES).digest()
 """Start of every chain. Change it if digests are computed in another way."""
 
 LINKS = (b"tokens", b"tokens and keys")
@@ -163,7 +163,7 @@ class Contents:
         if contents is None:
             raise ContentMismatch(
                 "the ticket has no digests of its blocks",
-                remedy="Prefill the prompt on a vLLM engine with KVFlowConnector of the same release.",
+                remedy="Prefill the prompt on an engine that signs digests, such as vLLM with KVFlowConnector.",
             )
         covered, *others = set(grant.num_tokens)
         if others:
