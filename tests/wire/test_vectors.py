@@ -364,3 +364,25 @@ def test_the_client_refuses_tickets_as_kvflow_does(vector):
     with pytest.raises(reader.Failed) as caught:
         reader.read_ticket(vector["kv_transfer_params"]["kvflow"], reader.derive(unhexed(vector, "secret").decode()))
     assert caught.value.args[0] == vector["code"]
+
+
+UNCHECKED = {"elements that share bytes", "a TCP plane without an address", "an epoch table that is cut"}
+"""What the client takes from a producer: it harms its own read."""
+
+
+@pytest.mark.parametrize(
+    "vector",
+    [each for each in load("refusals.json") if each["where"] == "publication" and each["what"] not in UNCHECKED],
+    ids=lambda each: each["what"],
+)
+def test_the_client_refuses_publications_as_kvflow_does(vector):
+    said = {"schema": vector["schema"], "payload": unhexed(vector, "payload"), "digest": unhexed(vector, "digest")}
+    with pytest.raises(reader.Failed) as caught:
+        reader.read_publication(said)
+    assert caught.value.args[0] == vector["code"]
+
+
+def test_the_client_expands_no_more_blocks_than_a_ticket_may_have():
+    assert reader.expand([7, -100]) == list(range(7, 107))
+    with pytest.raises(reader.Failed, match="more than 2097152 blocks"):
+        reader.expand([7, -(2**31)])

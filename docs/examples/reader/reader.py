@@ -31,6 +31,7 @@ TICKET_FORMAT, SCHEMA, GREETING = "kvf3", 4, b"kvftcp02"
 REQUEST, RUN, ANSWER = struct.Struct("<BBHIIIQ"), struct.Struct("<7q"), struct.Struct("<BBHIQ")
 LEASE, READ, EPOCH, PIECE, DONE, ENDED, REFUSED = 1, 2, 3, 1, 2, 3, 4
 PIECES_MAX, PIECE_BYTES_MAX, PATIENCE_S = 8192, 2 << 20, 10.0
+BLOCKS_MAX, COMPONENTS_MAX = 2 << 20, 4096
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # all other types have one byte
 
 
@@ -100,6 +101,8 @@ def expand(runs: list[int]) -> list[int]:
     """Return block ids: a number below -1 is one less than minus the ids that follow the one before it."""
     ids: list[int] = []
     for each in runs:
+        if len(ids) - min(each, -1) > BLOCKS_MAX:
+            raise Failed("ticket_invalid", f"the ticket has more than {BLOCKS_MAX} blocks")
         ids += [each] if each >= -1 else range(ids[-1] + 1, ids[-1] - each)
     return ids
 
@@ -188,7 +191,28 @@ def read_publication(publication: dict[str, Any]) -> dict[str, Any]:
     if publication["schema"] != SCHEMA:
         raise Failed("release_mismatch", f"the manifest has schema {publication['schema']}")
     said: dict[str, Any] = msgpack.unpackb(publication["payload"])
+    check(said["manifest"])
     return said
+
+
+def check(manifest: dict[str, Any]) -> None:
+    """Refuse a manifest whose components leave their regions; the page lists more that others must refuse."""
+    named = [
+        (group, layer[0], Component(*each[:12]))
+        for group in manifest["groups"]
+        for layer in group["layers"]
+        for each in layer[3]
+    ]
+    if len(named) > COMPONENTS_MAX or len({(layer, part.role) for _, layer, part in named}) < len(named):
+        raise Failed("protocol_violation", "the manifest has too many components, or one twice")
+    for group, layer, part in named:
+        axes = [(manifest["num_blocks"], part.block_stride), *zip(part.extents, part.strides, strict=True)]
+        is_sound = part.offset >= 0 and all(extent == 1 or (extent > 1 and step > 0) for extent, step in axes)
+        if is_sound:
+            axes.append((part.kernel_blocks(group["block_size"]), part.kernel_stride))
+        end = part.offset + sum((extent - 1) * step for extent, step in axes) + part.item_bytes
+        if not is_sound or end > manifest["regions"][part.region]["nbytes"]:
+            raise Failed("protocol_violation", f"{part.role} of {layer} leaves its region")
 
 
 class Component(NamedTuple):
@@ -211,6 +235,10 @@ class Component(NamedTuple):
     def item_bytes(self) -> int:
         """Bytes of one element."""
         return ITEM_BYTES.get(self.dtype, 1)
+
+    def kernel_blocks(self, block_size: int) -> int:
+        """Return into how many kernel blocks a block is divided."""
+        return block_size // self.extents[self.token_axis] if self.token_axis >= 0 else 1
 
     def pieces(self, kernel_blocks: int) -> tuple[list[int], int, int, int]:
         """Return where the pieces of block 0 begin, in canonical order; and bytes, stride and times of each."""
@@ -317,7 +345,7 @@ def read_rank(grant: Grant, rank: list[Any], keys: Keys, options: argparse.Names
     for at, group in enumerate(groups):
         for name, part in [(layer[0], Component(*each[:12])) for layer in group["layers"] for each in layer[3]]:
             region, ids = manifest["regions"][part.region], [block for block in grant.block_ids[at] if block >= 0]
-            kernel_blocks = group["block_size"] // part.extents[part.token_axis] if part.token_axis >= 0 else 1
+            kernel_blocks = part.kernel_blocks(group["block_size"])
             starts, nbytes, stride, times = part.pieces(kernel_blocks)
             reach = stride * (times - 1) + nbytes
             places = [stretch_of(layout[1][at], region, start, reach) for start in starts]
