@@ -166,7 +166,10 @@ class Transfers:
         for name in [name for name in self._searching if self.waiting[name].done()]:
             state, search = self._searching.pop(name), self.waiting.pop(name)
             found = (None, 0) if search.exception() else search.result()
-            if name in self._asked and not self._read(state, *found):
+            if name not in self._asked:  # cancelled
+                if found[0] is not None:
+                    self.worker.release(found[0])
+            elif not self._read(state, *found):
                 self._start(state)
         for end in self.worker.finished():
             if end.side == "consumer":
