@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,6 +160,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name, case = parts_of(item)
         if case not in SLOW.get(f"{path}::{name}", [case]):
             item.add_marker("slow")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tell how many cases of each suite have run, and how many seconds they took in all processes together."""
+    cases, seconds = Counter[str](), Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                _, _, path = report.nodeid.partition("tests/")
+                suite = path.partition("/")[0]
+                cases[suite] += report.when == "call"
+                seconds[suite] += report.duration
+    told = [f"{suite} {count:,} in {seconds[suite]:.0f} s" for suite, count in cases.most_common()]
+    if len(told) > 1:
+        terminalreporter.write_line(f"cases: {', '.join(told)}")
 
 
 @pytest.fixture(scope="session")
