@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvflow
+from tests.helpers.loops import looped
 
 ROOT = Path(__file__).parents[2]
 NIXL = {"nixl", "nixl_cu12", "nixl_cu13"}
@@ -103,7 +104,7 @@ def modules() -> list[Path]:
     return [path for package in ("kvflow", "handshake") for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-@pytest.mark.parametrize("library", sorted(IMPORTERS))
+@looped("library", sorted(IMPORTERS))
 def test_heavy_libraries_have_few_importers(library):
     for path in modules():
         if library in imports(path):

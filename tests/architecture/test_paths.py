@@ -3,9 +3,8 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import SLOW, parts_of, pytest_collection_modifyitems
+from tests.helpers.loops import looped
 
 ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r"(?<![\w./-])(?:kvflow|handshake|tests|docs|docker)(?:[./](?:[\w*%-]+|\$\$\w+))*")
@@ -27,7 +26,7 @@ def exists(name: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("path", ["pyproject.toml", "Makefile", ".dockerignore", ".ci/run", "docker/Dockerfile"])
+@looped("path", ["pyproject.toml", "Makefile", ".dockerignore", ".ci/run", "docker/Dockerfile"])
 def test_every_path_and_module_that_a_file_names_exists(path):
     found = named((ROOT / path).read_text())
     assert found

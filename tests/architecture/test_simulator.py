@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.loops import looped
 from tests.simulation.scenario import simulate
 
 ROOT = Path(__file__).parents[2]
@@ -94,14 +95,14 @@ def test_a_scenario_runs_the_production_code(module, functions_run):
     assert run & functions_of(ROOT / module), f"nothing of {module} is run"
 
 
-@pytest.mark.parametrize("path", FAKES, ids=lambda path: path.name)
+@looped("path", FAKES)
 def test_the_simulator_defines_no_class_of_the_library_again(path):
     shipped = set().union(*(defined_in(ROOT / module) for module in DRIVEN))
     assert len(shipped) > 30
     assert not defined_in(path) & shipped
 
 
-@pytest.mark.parametrize("path", FAKES, ids=lambda path: path.name)
+@looped("path", FAKES)
 def test_the_simulator_imports_nothing_that_decides(path):
     imported = {
         node.module

@@ -2,7 +2,7 @@
 
 import ast
 
-import pytest
+from tests.helpers.loops import looped
 
 MOMENT_S = 0.01
 
@@ -25,8 +25,8 @@ def sleeps(source):
             yield call.lineno, ast.unparse(call.args[0])
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
+@looped(
+    "source, found",
     [
         ("time.sleep(0.2)", [(1, "0.2")]),
         ("await asyncio.sleep(2 * SWEEP_S)", [(1, "2 * SWEEP_S")]),

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.loops import looped
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
 WORDS_MAX = 2500
@@ -98,7 +100,7 @@ def test_modules_in_the_text_are_there():
     assert roots <= modules()
 
 
-@pytest.mark.parametrize("name", BEHAVIORS)
+@looped("name", BEHAVIORS)
 def test_a_behavior_is_where_the_page_says(name):
     assert definition(name) is not None
 

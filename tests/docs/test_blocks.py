@@ -52,7 +52,7 @@ def test_tests_that_read_a_page_name_it(page):
                 assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("page", PARSED)
+@looped("page", PARSED)
 def test_commands_that_are_not_run_are_understood(page):
     for block, check in checked(page):
         if isinstance(check, Parsed):

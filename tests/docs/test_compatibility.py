@@ -3,12 +3,11 @@
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from handshake.messages import WIRE_VERSION
 from kvflow.integrations.vllm.versions import NEWEST, OLDEST, features_of
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.leases.tickets import FORMAT
+from tests.helpers.loops import looped
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference" / "compatibility.md").read_text()
@@ -29,7 +28,7 @@ def test_the_range_of_vllm_is_named():
     assert [row[0] for row in ROWS if row[0].startswith("0.")] == RELEASES
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@looped("release", RELEASES)
 def test_each_release_of_vllm_is_described(release):
     reported, windows, hybrids, sleep, tested = row_of(release)
     features = features_of(f"{release}.0")

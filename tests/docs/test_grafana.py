@@ -9,6 +9,7 @@ import yaml
 from kvflow.config import WorkerConfig
 from kvflow.observability.metrics import METRICS
 from kvflow.tools.demo.__main__ import build_parser
+from tests.helpers.loops import looped
 
 from .dashboards import DASHBOARDS, dashboard
 from .pages import ROOT
@@ -40,7 +41,7 @@ def test_the_dashboard_is_that_of_the_source_and_the_page_names_it(kind):
     assert re.findall(METRIC, variable["query"]["query"])[0] in KNOWN_SERIES[kind]
 
 
-@pytest.mark.parametrize(("kind", "panel"), PANELS)
+@looped("kind, panel", PANELS)
 def test_every_query_asks_for_series_and_labels_that_exist(kind, panel):
     for query in (target["expr"] for target in panel["targets"]):
         names = re.findall(METRIC, query)
@@ -53,7 +54,7 @@ def test_every_query_asks_for_series_and_labels_that_exist(kind, panel):
         assert query.count("{") == query.count("}")
 
 
-@pytest.mark.parametrize(("kind", "panel"), PANELS)
+@looped("kind, panel", PANELS)
 def test_every_panel_has_what_grafana_needs(kind, panel):
     assert panel["description"].endswith(".")
     assert panel["fieldConfig"]["defaults"]["unit"]

@@ -13,6 +13,7 @@ import yaml
 from kvflow.config import SECRET_VARIABLE, WorkerConfig
 from kvflow.integrations.vllm.settings import HOST_VARIABLE, EngineFacts, read_settings
 from kvflow.tools.cli import build_parser, main
+from tests.helpers.loops import looped
 
 from .manifests import (
     ENGINES,
@@ -50,8 +51,8 @@ def test_every_object_has_the_fields_of_its_kind(version):
     ]
 
 
-@pytest.mark.parametrize(
-    ("path", "wrong"),
+@looped(
+    "path, wrong",
     [
         (("spec", "replicaCount"), 2),
         (("spec", "replicas"), "two"),
@@ -62,7 +63,6 @@ def test_every_object_has_the_fields_of_its_kind(version):
         (("spec", "template", "spec", "containers", 0, "lifecycle", "preStop", "exec", "command"), "sleep 30"),
         (("spec", "template", "spec", "shareProcessNamespaces"), True),
     ],
-    ids=lambda each: str(each[-1]) if isinstance(each, tuple) else "",
 )
 def test_a_wrong_name_or_type_is_noticed(path, wrong):
     document = copy.deepcopy(workload("prefill"))

@@ -12,6 +12,7 @@ import yaml
 from kvflow.errors import FailureCode
 from kvflow.events import Outcome
 from kvflow.observability.metrics import METRICS, Described
+from tests.helpers.loops import looped
 
 from .alerts import ALERTS, GENERATED, RULES, rules, table
 from .pages import ROOT
@@ -259,7 +260,7 @@ def test_the_rules_and_their_table_are_those_of_the_source():
     assert GENERATED.search((ROOT / PAGE).read_text())[0] == table(), "run make docs"
 
 
-@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule.name)
+@looped("rule", ALERTS)
 def test_alerts_ask_for_series_and_labels_that_exist(rule):
     recorded = {each.name for each in ALERTS if not each.says}
     names = set(re.findall(r"(?<!vllm:)\bkvflow[_:]\w+", rule.worker))

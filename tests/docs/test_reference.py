@@ -8,6 +8,7 @@ import pytest
 from kvflow.integrations.vllm.settings import OWN_KEYS
 from kvflow.observability.logs import LEVELS, logger_of
 from kvflow.report import TransferReport
+from tests.helpers.loops import looped
 
 from . import reference_tables
 from .reference_tables import PARITY, PARTS, Proof, event_name, page
@@ -23,7 +24,7 @@ def section(page, heading):
     return found[1]
 
 
-@pytest.mark.parametrize("name", PARTS)
+@looped("name", PARTS)
 def test_generated_parts_are_current(name):
     """If one differs: ``make docs``, and read what changed."""
     assert (REFERENCE / name).read_text() == page(name)
@@ -34,7 +35,7 @@ def test_settings_of_the_connector_of_vllm_are_documented():
     assert set(rows) == OWN_KEYS
 
 
-@pytest.mark.parametrize("kind", LEVELS, ids=event_name)
+@looped("kind", LEVELS)
 def test_docstrings_of_events_describe_every_field(kind):
     assert logger_of(kind).name == f"kvflow.{event_name(kind).partition('.')[0]}", "as the page says"
     assert list(reference_tables.attributes(kind)) == list(kind.__struct_fields__)

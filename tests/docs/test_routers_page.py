@@ -4,8 +4,6 @@ import json
 import re
 import shlex
 
-import pytest
-
 from kvflow.tools.cli import build_parser
 from tests.helpers.loops import looped
 from tests.vllm.replaying import facts
@@ -38,7 +36,7 @@ def test_the_proxy_understands_its_arguments():
     build_parser().parse_args(words[1:])
 
 
-@pytest.mark.parametrize("name", FACTS)
+@looped("name", FACTS)
 def test_every_fact_of_a_router_is_there(name):
     each = FACTS[name]
     further = REPLAYED_KEYS if each["how"] == "replayed" else set()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import pytest
 from msgspec import Meta, Struct
 from msgspec import inspect as kinds
 
@@ -280,7 +279,7 @@ def test_every_module_that_unpacks_says_whose_bytes_it_reads():
     assert modules(unpacks) == UNPACKED.keys() | NOT_UNPACKED.keys()
 
 
-@pytest.mark.parametrize("name", sorted(name for names in UNPACKED.values() for name in names))
+@looped("name", sorted(name for names in UNPACKED.values() for name in names))
 def test_what_is_unpacked_has_a_row(name):
     assert name in NAMED | {row[0] for row in ROWS}
 

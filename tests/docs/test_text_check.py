@@ -1,6 +1,6 @@
 """The check of texts finds what it looks for, and the texts of the repository pass it."""
 
-import pytest
+from tests.helpers.loops import looped
 
 from .text_check import (
     TERMS,
@@ -30,8 +30,8 @@ def test_every_term_has_an_alternative():
     assert all(advice for _, advice in LIST)
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
+@looped(
+    "text, found",
     [
         ("Whoever asks", "Whoever"),
         ("it is not used any\nmore.", "any more"),

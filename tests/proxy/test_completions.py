@@ -28,8 +28,8 @@ def prefilled(path="/v1/completions", **fields):
     return json.loads(prefill_body(read_completion(json.dumps(fields).encode()), path))
 
 
-@pytest.mark.parametrize(
-    ("asked", "sent"),
+@looped(
+    "asked, sent",
     [
         ({}, {"max_tokens": 1}),
         ({"max_tokens": None}, {"max_tokens": 1}),
@@ -41,7 +41,6 @@ def prefilled(path="/v1/completions", **fields):
         ({"temperature": 0.7, "stop": ["a"]}, {"temperature": 0.7, "stop": ["a"], "max_tokens": 1}),
         ({"kv_transfer_params": None}, {"max_tokens": 1}),
     ],
-    ids=str,
 )
 def test_a_prefill_server_is_asked_for_one_token_and_its_cache(asked, sent):
     assert prefilled(prompt="a", **asked) == {"prompt": "a", **sent, PARAMS: OFFER}
@@ -86,8 +85,8 @@ NO_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("size", [1, 7, 1000])
-@pytest.mark.parametrize("error", ERRORS, ids=repr)
+@looped("size", [1, 7, 1000])
+@looped("error", ERRORS)
 def test_an_error_in_a_stream_is_found_however_it_is_cut(error, size):
     found = StreamErrors()
     text = b"".join(NO_ERRORS) + error + b"data: [DONE]\n\n"
@@ -102,8 +101,8 @@ def test_words_in_a_stream_are_no_error(size):
     assert not any(found.find(text[begin : begin + size]) for begin in range(0, len(text), size))
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
+@looped(
+    "answer, message",
     [
         (b'{"error": {"message": "out of memory", "code": 500}}', "out of memory"),
         (b"<html>", "<html>"),
@@ -134,7 +133,7 @@ def test_a_null_for_a_ticket_is_no_ticket():
     assert decode_body(read_completion(b'{"prompt": "a", "kv_transfer_params": null}'), None) == b'{"prompt":"a"}'
 
 
-@pytest.mark.parametrize(
+@looped(
     "answer",
     [
         b"",
@@ -149,14 +148,13 @@ def test_a_null_for_a_ticket_is_no_ticket():
         b'{"kv_transfer_params": {"do_remote_prefill": true}',
         b'{"kv_transfer_params": ' + b"[" * 100_000,
     ],
-    ids=lambda answer: repr(answer[:60]),
 )
 def test_an_answer_without_a_ticket_has_none(answer):
     assert read_params(answer) is None
 
 
-@pytest.mark.parametrize(
-    ("fields", "alone"),
+@looped(
+    "fields, alone",
     [
         ({"prompt": "one"}, False),
         ({"prompt": ["one"]}, False),
@@ -171,13 +169,12 @@ def test_an_answer_without_a_ticket_has_none(answer):
         ({"input": [{"role": "user", "content": "a"}], "previous_response_id": None}, False),
         ({"input": "one", "previous_response_id": "resp_1"}, True),
     ],
-    ids=str,
 )
 def test_only_one_prompt_can_have_a_ticket(fields, alone):
     assert bool(read_completion(json.dumps(fields).encode()).alone) is alone
 
 
-@pytest.mark.parametrize("name", ["prompt", "messages", "prompt_embeds", "input", "instructions", "system"])
+@looped("name", ["prompt", "messages", "prompt_embeds", "input", "instructions", "system"])
 def test_what_the_model_is_given_may_be_long(name):
     assert read_completion(json.dumps({name: "x" * (OTHERS_BYTES_MAX + 1)}).encode()).fields
 
@@ -227,8 +224,8 @@ def test_a_long_list_of_prompts_makes_no_objects():
     assert most < 3 * len(body)  # 200,000 lists of lists take thirty times as much
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
+@looped(
+    "body, reason",
     [
         (b"", "truncated"),
         (b"prompt=a", "malformed"),
@@ -246,17 +243,14 @@ def test_a_long_list_of_prompts_makes_no_objects():
         (b'{"prompt": "a", "kv_transfer_params": null, "kv_transfer_params": {}}', "clients must not send"),
         (b'{"prompt": "a", "kv_transfer_p\\u0061rams": 0}', "clients must not send"),
     ],
-    ids=lambda value: repr(value[:50]),
 )
 def test_a_body_that_cannot_be_sent_on_is_refused_with_a_reason(body, reason):
     with pytest.raises(RequestMalformed, match=reason):
         read_completion(body)
 
 
-@pytest.mark.parametrize("failed", [False, True])
-@pytest.mark.parametrize(
-    "answer", [b"", b'{"id": 1}', b'{"id" : "\\u0041"}', b'{"error": {"message": "no such model"}}', b"<html>"]
-)
+@looped("failed", [False, True])
+@looped("answer", [b"", b'{"id": 1}', b'{"id" : "\\u0041"}', b'{"error": {"message": "no such model"}}', b"<html>"])
 def test_an_answer_that_does_not_speak_of_tickets_stays_as_it_is(answer, failed):
     assert without_params(answer, failed=failed) == answer
 

@@ -4,8 +4,6 @@ import re
 from pathlib import Path
 from typing import get_args
 
-import pytest
-
 from handshake import limits, messages
 from handshake.errors import CloseCode
 from handshake.limits import DEFAULT_LIMITS
@@ -15,6 +13,7 @@ from kvflow.leases import tickets
 from kvflow.reads.tcp import access, exporter, opening, wire
 from kvflow.rendezvous import questions
 from tests.docs.pages import fenced
+from tests.helpers.loops import looped
 from tests.wire.test_vectors import VERSIONS
 from tests.wire.vectors import GOLDEN
 
@@ -34,7 +33,7 @@ def examples():
                 yield "".join(columns)
 
 
-@pytest.mark.parametrize("example", list(examples()), ids=lambda example: example[:16])
+@looped("example", list(examples()))
 def test_an_example_is_a_vector(example):
     assert example in VECTORS
 

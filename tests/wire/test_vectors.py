@@ -92,7 +92,7 @@ def test_the_vectors_are_frozen():
     )
 
 
-@pytest.mark.parametrize("file", FILES)
+@looped("file", FILES)
 def test_kvflow_writes_each_vector_again(file):
     assert written(FILES[file]()) == (GOLDEN / file).read_text()
 
@@ -136,7 +136,7 @@ def test_both_prove_the_pass(vector):
         assert reader.prove(pass_, role.encode(), b"".join(nonces), certificate) == proof
 
 
-@pytest.mark.parametrize("vector", cases("tickets.json"))
+@looped("vector", cases("tickets.json"))
 def test_both_read_a_ticket(vector):
     secret = unhexed(vector, "secret").decode()
     security, params = ClusterSecurity.from_secret(secret), vector["kv_transfer_params"]
@@ -164,7 +164,7 @@ def test_digests_of_content_are_chained_as_the_page_says(vector):
     assert found == vector["digests_hex"]
 
 
-@pytest.mark.parametrize("vector", cases("manifests.json"))
+@looped("vector", cases("manifests.json"))
 def test_both_find_each_element_where_the_engine_has_it(vector):
     publication = Publication.of(unhexed(vector, "payload"), schema=vector["schema"])
     assert publication.digest == unhexed(vector, "digest")
@@ -195,7 +195,7 @@ def test_both_find_each_element_where_the_engine_has_it(vector):
         assert base + each["block"] * part.block_stride + pieces[piece] + byte == each["address"], each
 
 
-@pytest.mark.parametrize("vector", cases("manifests.json"))
+@looped("vector", cases("manifests.json"))
 def test_each_element_lies_in_the_stretch_that_the_client_asks_for(vector):
     advertisement = decode(Publication.of(unhexed(vector, "payload"), schema=vector["schema"]), peer="")
     layout = decode_envelope(advertisement.planes["tcp"], transport="tcp").blob
@@ -213,7 +213,7 @@ def test_each_element_lies_in_the_stretch_that_the_client_asks_for(vector):
         assert groups[each["group"]].resolve(run).starts == [each["address"]]
 
 
-@pytest.mark.parametrize("vector", cases("envelopes.json"))
+@looped("vector", cases("envelopes.json"))
 def test_a_message_is_read_and_written_again(vector):
     frame = unhexed(vector, "frame")
     found = codec.decode([frame], DEFAULT_LIMITS.frame_bytes_max)
@@ -222,7 +222,7 @@ def test_a_message_is_read_and_written_again(vector):
     assert msgspec.msgpack.decode(frame[1:]) == meant(vector["says"])
 
 
-@pytest.mark.parametrize("vector", cases("questions.json"))
+@looped("vector", cases("questions.json"))
 def test_a_question_and_an_answer_are_read_and_written_again(vector):
     kind = questions.PeerQuestion | questions.PeerAnswer
     found = msgspec.msgpack.decode(unhexed(vector, "encoded"), type=kind)
@@ -355,10 +355,9 @@ SIGNED_BY_A_MEMBER = {
 """What the client does not check: it needs the secret to be made."""
 
 
-@pytest.mark.parametrize(
+@looped(
     "vector",
     [each for each in load("refusals.json") if each["where"] == "ticket" and each["what"] not in SIGNED_BY_A_MEMBER],
-    ids=lambda each: each["what"],
 )
 def test_the_client_refuses_tickets_as_kvflow_does(vector):
     with pytest.raises(reader.Failed) as caught:

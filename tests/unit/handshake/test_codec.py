@@ -10,6 +10,7 @@ from handshake.codec import FORMAT, decode, encode
 from handshake.errors import LocalProtocolError, RemoteProtocolError
 from handshake.limits import PUBLICATION_BYTES_MAX
 from handshake.messages import LeaseAnswer, LeaseRef, Ping, Publication, Publish, Refuse, Release, Renewed
+from tests.helpers.loops import looped
 
 from .helpers import ANSWERS, EXAMPLES, LIMITS, PRODUCED, frames_of
 
@@ -29,7 +30,7 @@ def test_there_is_a_golden_frame_of_every_message():
     assert GOLDEN.keys() == EXAMPLES.keys()
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@looped("name", EXAMPLES)
 def test_the_bytes_of_version_2_never_change(name):
     frames = [bytes.fromhex(GOLDEN[name])]
     assert encode(EXAMPLES[name], LIMITS.frame_bytes_max) == frames
@@ -68,8 +69,8 @@ def test_how_a_lease_has_ended_is_bounded(bad):
     assert violation_of([FORMAT + msgspec.msgpack.encode(body)]) == "malformed"
 
 
-@pytest.mark.parametrize(
-    ("frames", "violation"),
+@looped(
+    "frames, violation",
     [
         ([], "frame_count"),
         ([FORMAT, b""], "frame_count"),
@@ -104,7 +105,7 @@ def test_the_largest_publication_passes_and_a_larger_one_does_not():
         encode(Publish(publication=Publication.of(bytes(PUBLICATION_BYTES_MAX + 1))), LIMITS.frame_bytes_max)
 
 
-@pytest.mark.parametrize(
+@looped(
     "message",
     [
         Release(read=True, leases=()),

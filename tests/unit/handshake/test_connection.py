@@ -231,7 +231,7 @@ def test_a_connection_ends_once():
     assert connection.take_events() == [ConnectionFailed(code="busy", reason="later")]
 
 
-@pytest.mark.parametrize(("role", "state"), [pair for pair in REACHABLE if pair[1] is not Progress.CLOSED])
+@looped("role, state", [pair for pair in REACHABLE if pair[1] is not Progress.CLOSED])
 def test_a_lost_transport_ends_every_state(role, state):
     connection = connection_in(role, state)
     connection.lost("the cable", code="connection_lost")

@@ -1,13 +1,12 @@
 from typing import get_args
 
-import pytest
-
 from handshake.messages import ConnectionClosed, ConnectionFailed, Ending, HandshakeEvent
+from tests.helpers.loops import looped
 
 PARTICIPLES = ("Ready", "Received", "Answered", "Asked", "Closed", "Failed")
 
 
-@pytest.mark.parametrize("kind", get_args(HandshakeEvent))
+@looped("kind", get_args(HandshakeEvent))
 def test_an_event_is_frozen_and_named_for_what_has_happened(kind):
     assert kind.__struct_config__.frozen
     assert kind.__name__.endswith(PARTICIPLES)

@@ -4,9 +4,8 @@ import sys
 import tokenize
 from pathlib import Path
 
-import pytest
-
 import handshake
+from tests.helpers.loops import looped
 
 PACKAGE = Path(handshake.__file__).parent
 PURE = ["messages", "codec", "states", "connection", "limits", "errors"]
@@ -35,7 +34,7 @@ def imported_words(path):
     return {after for word, after in itertools.pairwise(words) if word in ("import", "from")}
 
 
-@pytest.mark.parametrize("name", PURE)
+@looped("name", PURE)
 def test_the_core_does_no_io_and_keeps_no_time(name):
     assert not {"asyncio", "zmq", "time", "threading", "socket"} & imported_words(PACKAGE / f"{name}.py")
 

@@ -9,6 +9,7 @@ import pytest
 
 import handshake.intake
 from handshake.intake import SLACK_BYTES, Intake, watched, wire_bytes
+from tests.helpers.loops import looped
 
 HELD_MAX = 1 << 20
 
@@ -174,8 +175,8 @@ def test_a_connection_that_has_ended_is_forgotten():
     assert len(intake) == 0
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "secured", "expected"),
+@looped(
+    "nbytes, secured, expected",
     [(0, False, 2), (255, False, 257), (256, False, 265), (0, True, 35), (222, True, 257), (223, True, 265)],
 )
 def test_bytes_on_the_wire(nbytes, secured, expected):

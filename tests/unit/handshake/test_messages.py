@@ -6,6 +6,7 @@ import pytest
 
 from handshake.limits import PUBLICATION_BYTES_MAX
 from handshake.messages import AnyMessage, Hello, Identity, Message, Publication, Refuse, Release
+from tests.helpers.loops import looped
 
 from .helpers import CONSUMER, EXAMPLES
 
@@ -45,12 +46,12 @@ def bounded(field_type):
             raise AssertionError(field_type)
 
 
-@pytest.mark.parametrize("kind", get_args(AnyMessage))
+@looped("kind", get_args(AnyMessage))
 def test_every_field_is_bounded(kind):
     assert bounded(msgspec.inspect.type_info(kind))
 
 
-@pytest.mark.parametrize(
+@looped(
     "changes",
     [
         {"engine_id": ""},
@@ -81,7 +82,7 @@ def test_unknown_fields_are_skipped_and_missing_ones_need_a_default():
     assert refusal.remedy == ""
 
 
-@pytest.mark.parametrize("code", ["", "Busy", "busy now", "busy\n", "b" * 65])
+@looped("code", ["", "Busy", "busy now", "busy\n", "b" * 65])
 def test_a_refusal_has_a_stable_code(code):
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"type": "refuse", "code": code, "reason": ""}, Refuse)

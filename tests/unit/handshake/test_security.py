@@ -25,6 +25,7 @@ from handshake.security import (
     verify,
 )
 from handshake.sockets import running
+from tests.helpers.loops import looped
 
 from .helpers import OTHER_SECURITY, SECURITY, patiently
 
@@ -120,7 +121,7 @@ def test_a_signature_holds_for_its_data_and_key_only():
     assert not verify(SECURITY.ticket_key, b"data", b"")
 
 
-@pytest.mark.parametrize("length", [0, 1, 32, 63, 64, 65, 200])
+@looped("length", [0, 1, 32, 63, 64, 65, 200])
 def test_a_signature_is_the_hmac_of_any_key_every_time(length):
     key = bytes(range(length))
     for data in (b"", b"data", bytes(5000), b"data"):
@@ -132,9 +133,7 @@ def test_a_loopback_address_needs_no_security(bind):
     check_bind(bind, None)
 
 
-@pytest.mark.parametrize(
-    "bind", ["tcp://0.0.0.0:0", "tcp://*:5600", "tcp://eth0:5600", "tcp://10.0.0.1:5600", "tcp://[::]:5600"]
-)
+@looped("bind", ["tcp://0.0.0.0:0", "tcp://*:5600", "tcp://eth0:5600", "tcp://10.0.0.1:5600", "tcp://[::]:5600"])
 def test_any_other_address_needs_security_or_a_word(bind):
     check_bind(bind, SECURITY)
     check_bind(bind, None, insecure_allowed=True)
@@ -142,7 +141,7 @@ def test_any_other_address_needs_security_or_a_word(bind):
         check_bind(bind, None)
 
 
-@pytest.mark.parametrize(
+@looped(
     "bind",
     ["", "127.0.0.1:5600", "tcp://127.0.0.1", "tcp://127.0.0.1:65536", "tcp://:1", "ipc:///tmp/x", "tcp://::1:5"],
 )
@@ -162,7 +161,7 @@ def test_who_is_admitted_is_named_in_every_message_of_its_connection():
     assert answer_request(REQUEST, KEY) == [b"1.0", b"7", b"200", b"", KEY.encode(), b""]
 
 
-@pytest.mark.parametrize(
+@looped(
     "request_",
     [
         [],

@@ -5,6 +5,7 @@ import pytest
 from handshake.errors import LocalProtocolError
 from handshake.messages import AnyMessage, Bye, Hello, Message, Ping, Publish, Refuse, Release, Renewed, Welcome
 from handshake.states import TRANSITIONS, Occurrence, Progress, Received, Role, Sent, advance, budget_s, describe
+from tests.helpers.loops import looped
 
 from .helpers import LIMITS
 
@@ -28,7 +29,7 @@ def test_both_roles_pass_through_the_same_states(role, triggers):
     assert passed == [Progress.GREETED, Progress.WELCOMED, Progress.PUBLISHED, Progress.READY]
 
 
-@pytest.mark.parametrize(("role", "state"), TRANSITIONS)
+@looped("role, state", TRANSITIONS)
 def test_what_the_table_does_not_list_is_illegal(role, state):
     for trigger in TRIGGERS:
         if trigger in TRANSITIONS[role, state]:
@@ -49,8 +50,8 @@ def test_what_one_role_may_say_when_ready_the_other_may_hear():
     assert Received(Renewed) not in TRANSITIONS[Role.SERVER, Progress.READY]
 
 
-@pytest.mark.parametrize("role", Role)
-@pytest.mark.parametrize("state", [state for state in Progress if state not in (Progress.CLOSING, Progress.CLOSED)])
+@looped("role", Role)
+@looped("state", [state for state in Progress if state not in (Progress.CLOSING, Progress.CLOSED)])
 def test_a_living_connection_may_always_end(role, state):
     assert advance(role, state, Sent(Bye)) is Progress.CLOSING
     assert advance(role, state, Sent(Refuse)) is Progress.CLOSING

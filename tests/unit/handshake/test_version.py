@@ -1,10 +1,9 @@
-import pytest
-
 from handshake.messages import SUPPORTED, WIRE_VERSION, VersionRange, choose
+from tests.helpers.loops import looped
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "chosen"),
+@looped(
+    "ours, theirs, chosen",
     [
         ((1, 1), (1, 1), 1),
         ((1, 3), (2, 5), 3),

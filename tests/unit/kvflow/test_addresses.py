@@ -3,10 +3,11 @@
 import pytest
 
 from kvflow.addresses import AddressMalformed, host_and_port
+from tests.helpers.loops import looped
 
 
-@pytest.mark.parametrize(
-    ("address", "expected"),
+@looped(
+    "address, expected",
     [
         ("prefill-0:7000", ("prefill-0", 7000)),
         ("tcp://10.0.0.5:0", ("10.0.0.5", 0)),
@@ -19,7 +20,7 @@ def test_an_address_is_divided(address, expected):
     assert host_and_port(address) == expected
 
 
-@pytest.mark.parametrize(
+@looped(
     "address",
     [
         "",

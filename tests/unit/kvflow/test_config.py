@@ -32,7 +32,7 @@ def test_the_defaults_are_valid():
     config().check()
 
 
-@pytest.mark.parametrize(
+@looped(
     "settings",
     [
         {"rank": 3, "num_ranks": 4},
@@ -54,7 +54,6 @@ def test_the_defaults_are_valid():
         {"private_key": PRIVATE, "allowed_keys": ()},
         {"private_key": PRIVATE, "allowed_keys": ("a" * 64, "0" * 64)},
     ],
-    ids=repr,
 )
 def test_valid_settings(settings):
     config(**settings).check()
@@ -145,8 +144,8 @@ def test_what_cannot_be_used_is_named(settings, named):
     assert named in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("settings", "bind", "advertise"),
+@looped(
+    "settings, bind, advertise",
     [
         ({}, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0"),
         ({"bind": "tcp://10.0.0.7:5600"}, "tcp://10.0.0.7:0", "tcp://10.0.0.7:0"),
@@ -165,7 +164,6 @@ def test_what_cannot_be_used_is_named(settings, named):
             "tcp://node-7:31700",
         ),
     ],
-    ids=repr,
 )
 def test_the_tcp_plane_listens_beside_the_control_endpoint_by_default(settings, bind, advertise):
     told = config(**settings, tcp_connections=3, tcp_encryption="tls")
@@ -173,8 +171,8 @@ def test_the_tcp_plane_listens_beside_the_control_endpoint_by_default(settings, 
     assert told.tcp == TcpSettings(bind=bind, advertise=advertise, connections=3, encryption="tls")
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
+@looped(
+    "settings, named",
     [
         ({"bind": "tcp://0.0.0.0:5600", "advertise": "tcp://[fd00::1]:5600"}, "bind"),
         ({"bind": "tcp://*:5600", "advertise": "tcp://[::1]:5600"}, "bind"),
@@ -186,7 +184,6 @@ def test_the_tcp_plane_listens_beside_the_control_endpoint_by_default(settings, 
         ({"bind": "tcp://node-7:5600", "advertise": "tcp://[fd00::1]:5600"}, None),
         ({"tcp_bind": "tcp://[::]:5700", "tcp_advertise": "tcp://10.0.0.7:5700"}, None),
     ],
-    ids=repr,
 )
 def test_addresses_to_listen_at_and_for_peers_are_of_one_family(settings, named):
     if named is None:
@@ -285,8 +282,8 @@ def test_a_configuration_reaches_the_processes_of_an_engine():
     assert pickle.loads(pickle.dumps(config())) == config()
 
 
-@pytest.mark.parametrize(
-    ("settings", "wrong"),
+@looped(
+    "settings, wrong",
     [
         ({"bind": "tcp://127.0.0.1:5600", "tcp_bind": "tcp://127.0.0.1:5600"}, "bind is .* and tcp_bind is .*one port"),
         ({"bind": "tcp://127.0.0.1:5600", "tcp_bind": "tcp://0.0.0.0:5600"}, "two servers cannot listen at one port"),

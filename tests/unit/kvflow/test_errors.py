@@ -108,7 +108,7 @@ def test_a_better_remedy_replaces_the_default(kind):
     assert str(made(kind, remedy="Do this instead.")).endswith("Do this instead.")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ALL if issubclass(kind, errors.TransferFailed)])
+@looped("kind", [kind for kind in ALL if issubclass(kind, errors.TransferFailed)])
 def test_a_failed_transfer_says_whose_it_was_and_whether_blocks_must_wait(kind):
     error = kind("what happened", request_id="r", peer="p/0/x", quarantined=True)
     assert (error.request_id, error.peer, error.quarantined) == ("r", "p/0/x", True)
@@ -141,8 +141,8 @@ def test_typed_attributes():
     assert errors.RequestUnknown("r").request_id == "r"
 
 
-@pytest.mark.parametrize(
-    ("found", "text"),
+@looped(
+    "found, text",
     [
         (-1.0, "-1.0"),
         (1 << 40, "1099511627776"),

@@ -1,14 +1,14 @@
 """A peer is who answers at this endpoint with this key, and not any worker that claims its name."""
 
 import msgspec
-import pytest
 
 from kvflow.ids import Credentials, PeerId, agent_name, pass_of, worker_name
+from tests.helpers.loops import looped
 
 PEER = PeerId("prefill-0", 3, "ab" * 16, "tcp://127.0.0.1:5000", "12" * 32)
 
 
-@pytest.mark.parametrize(
+@looped(
     "change",
     [
         {"engine_id": "prefill-1"},
@@ -18,7 +18,6 @@ PEER = PeerId("prefill-0", 3, "ab" * 16, "tcp://127.0.0.1:5000", "12" * 32)
         {"public_key": "34" * 32},
         {"public_key": ""},
     ],
-    ids=str,
 )
 def test_whatever_differs_it_is_another_peer(change):
     other = msgspec.structs.replace(PEER, **change)

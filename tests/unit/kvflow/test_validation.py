@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 
 from kvflow.errors import suggest
 from kvflow.validation import SuggestingMeta, describe_refusal, find_fault
+from tests.helpers.loops import looped
 
 Name = Annotated[str, Meta(min_length=1, max_length=4)]
 Color = Enum("Color", {"RED": "red", "BLUE": "blue"})
@@ -48,8 +49,8 @@ class Whole(Struct, kw_only=True, metaclass=SuggestingMeta, forbid_unknown_field
     secret: Annotated[str, Meta(min_length=9)] = "0123456789"
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
+@looped(
+    "given, message",
     [
         ({"name": ""}, "name must be text of 1 to 4 characters, not ''"),
         ({"name": 3}, "name must be text of 1 to 4 characters, not 3"),
@@ -77,7 +78,6 @@ class Whole(Struct, kw_only=True, metaclass=SuggestingMeta, forbid_unknown_field
         ([1], "the value must be an object with named fields, not another list, which is not shown"),
         ({"secret": "0123"}, "secret must be text of at least 9 characters, not another str, which is not shown"),
     ],
-    ids=repr,
 )
 def test_a_refusal_names_the_field_both_values_and_the_closest_name(given, message):
     with pytest.raises(msgspec.ValidationError) as caught:
@@ -86,8 +86,8 @@ def test_a_refusal_names_the_field_both_values_and_the_closest_name(given, messa
     assert said.startswith(message.removesuffix("*")) if message.endswith("*") else said == message
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
+@looped(
+    "fields, message",
     [
         ({}, ""),
         ({"count": "3"}, "count must be an integer from 0 to 9, not '3'"),
@@ -104,7 +104,6 @@ def test_a_refusal_names_the_field_both_values_and_the_closest_name(given, messa
             "secret must be text of at least 9 characters, not another bytes, which is not shown",
         ),
     ],
-    ids=repr,
 )
 def test_an_object_is_checked_though_it_was_made_in_python(fields, message):
     assert find_fault(Whole(**fields), hidden={"secret"}) == message

@@ -22,6 +22,7 @@ from kvflow.integrations.vllm.engine import (
     require_own_device,
     required_layout,
 )
+from tests.helpers.loops import looped
 
 from .vllm_like import FullAttentionSpec
 
@@ -61,8 +62,8 @@ def test_eight_ranks_of_eight_heads_do_not_hold_replicas_of_four():
     assert [read_spec(name, spec, shape).num_kv_heads for name in heads] == [4, 8]
 
 
-@pytest.mark.parametrize(
-    ("config", "found"),
+@looped(
+    "config, found",
     [
         (strange(num_key_value_heads=2), 2),
         (strange(num_attention_heads=4), 2),

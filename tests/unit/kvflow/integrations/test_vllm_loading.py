@@ -10,6 +10,7 @@ from kvflow.integrations.vllm import loading as loading_module
 from kvflow.integrations.vllm.blocks import loaded_blocks, offered_blocks
 from kvflow.integrations.vllm.loading import Loading
 from kvflow.integrations.vllm.messages import Cancel, Fail, Found, GiveBack, Hold, Load, RenewLeases, pack, unpack
+from tests.helpers.loops import looped
 
 from .vllm_like import TOKENS_MAX, FullAttentionSpec, MambaSpec, SlidingWindowSpec, groups_of, new_ticket
 
@@ -218,10 +219,9 @@ def test_a_state_that_has_no_block_to_be_loaded_into_fails(listed):
         loaded_blocks(groups_of(MambaSpec()), [listed], end=47, num_tokens=47)
 
 
-@pytest.mark.parametrize(
-    ("listed", "scratch", "state"),
+@looped(
+    "listed, scratch, state",
     [([7], 0, 7), ([6, 7], 0, 7), ([0, 7, 8, 9], 2, 7), ([7], 2, 7), ([7, 8], 2, 7)],
-    ids=repr,
 )
 def test_a_state_is_in_the_last_block_before_those_for_speculation(listed, scratch, state):
     groups = groups_of(MambaSpec(num_speculative_blocks=scratch))

@@ -22,6 +22,7 @@ from kvflow.routing import (
     hinted_sources,
     read_params,
 )
+from tests.helpers.loops import looped
 
 from .vllm_like import SECRET, new_key, new_ticket
 
@@ -49,9 +50,7 @@ def test_the_ticket_alone_is_enough():
     assert read({"do_remote_prefill": True, **TICKET.to_params()}) == LoadWanted(TICKET)
 
 
-@pytest.mark.parametrize(
-    "params", [None, {}, {"do_remote_prefill": False}, {"do_remote_decode": None}, {"other": 1}, {1: 2}]
-)
+@looped("params", [None, {}, {"do_remote_prefill": False}, {"do_remote_decode": None}, {"other": 1}, {1: 2}])
 def test_a_request_may_want_nothing(params):
     assert read(params) is None
 
@@ -68,7 +67,7 @@ def nested(depth):
     return value
 
 
-@pytest.mark.parametrize(
+@looped(
     "change",
     [
         {"remote_engine_id": "another"},
@@ -84,13 +83,12 @@ def nested(depth):
         {"tp_size": 2},
         {"remote_num_tokens": 2**64},
     ],
-    ids=lambda change: next(iter(change)),
 )
 def test_a_field_that_only_routers_use_is_named_and_changes_nothing(change):
     assert read(PARAMS | change) == LoadWanted(TICKET, tuple(change))
 
 
-@pytest.mark.parametrize(
+@looped(
     "change",
     [
         {"remote_block_ids": [[10]]},
@@ -105,13 +103,12 @@ def test_a_field_that_only_routers_use_is_named_and_changes_nothing(change):
         {"remote_host": None, "remote_port": None, "remote_engine_id": None},
         {"": nested(5000), "color": "green"},
     ],
-    ids=lambda change: next(iter(change)),
 )
 def test_what_says_the_same_or_nothing_changes_nothing(change):
     assert read(PARAMS | change) == LoadWanted(TICKET)
 
 
-@pytest.mark.parametrize(
+@looped(
     "params",
     [
         "do_remote_prefill",
@@ -225,9 +222,9 @@ def lists_of(order, count, groups, pool):
     return [ids[at * count : (at + 1) * count] for at in range(groups)]
 
 
-@pytest.mark.parametrize("order", ["in order", "in short runs", "shuffled"])
-@pytest.mark.parametrize("groups", [1, 6])
-@pytest.mark.parametrize("context", CONTEXTS)
+@looped("order", ["in order", "in short runs", "shuffled"])
+@looped("groups", [1, 6])
+@looped("context", CONTEXTS)
 def test_parameters_are_about_as_long_as_those_of_nixl_connector(context, groups, order):
     """``pytest -s`` shows the table."""
     count = CONTEXTS[context] // BLOCK
@@ -330,7 +327,7 @@ def test_hints_name_the_sources_of_a_prompt():
     assert hinted_sources(six) == ["tcp://[fd00::7]:4"]
 
 
-@pytest.mark.parametrize(
+@looped(
     "params",
     [
         None,
@@ -344,7 +341,6 @@ def test_hints_name_the_sources_of_a_prompt():
         {"kv_hint": {"actions": {"payload": 1}}},
         {"remote_kv_source": {"remote_host": ["a"], "remote_port": 4}},
     ],
-    ids=lambda params: str(params)[:60],
 )
 def test_what_is_no_hint_names_no_source(params):
     assert hinted_sources(params, params) == []
@@ -353,8 +349,8 @@ def test_what_is_no_hint_names_no_source(params):
 LARGE = 2_000_000  # characters, or digits
 
 
-@pytest.mark.parametrize("port", [5600, "5600", "05600"])
-@pytest.mark.parametrize("host", ["decode-0", "::1", "[::1]", "h" * 255])
+@looped("port", [5600, "5600", "05600"])
+@looped("host", ["decode-0", "::1", "[::1]", "h" * 255])
 def test_a_host_and_a_port_are_read_as_routers_write_them(host, port):
     endpoint = f"tcp://{'[::1]' if ':' in host else host}:5600"
     params = {"do_remote_prefill": True, "remote_host": host, "remote_port": port}
@@ -362,7 +358,7 @@ def test_a_host_and_a_port_are_read_as_routers_write_them(host, port):
     assert hinted_sources({"remote_kv_source": params}) == [endpoint]
 
 
-@pytest.mark.parametrize(
+@looped(
     "change",
     [
         {"remote_port": "5" * LARGE},

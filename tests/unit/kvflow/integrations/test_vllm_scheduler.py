@@ -7,6 +7,7 @@ import pytest
 
 from kvflow import Ticket
 from kvflow.integrations.vllm.messages import Cancel, Fail, GiveBack, Hold, Load, Reset
+from tests.helpers.loops import looped
 
 from .vllm_like import (
     OFFER,
@@ -46,8 +47,8 @@ def test_a_prefilled_request_is_offered_and_its_blocks_are_kept():
     producer.on_reported(None, {"r"})
 
 
-@pytest.mark.parametrize(
-    ("headers", "carried"),
+@looped(
+    "headers, carried",
     [
         ({"traceparent": TRACEPARENT, "tracestate": "x=y"}, TRACEPARENT),
         ({"traceparent": TRACEPARENT + "-more"}, ""),
@@ -179,8 +180,8 @@ def test_tokens_that_a_draft_model_looks_ahead_are_left_to_decode():
     assert request.num_prompt_tokens == 45
 
 
-@pytest.mark.parametrize(
-    ("role", "params"),
+@looped(
+    "role, params",
     [
         ("kv_both", "absurd"),
         ("kv_both", {"do_remote_prefill": True}),
@@ -242,15 +243,15 @@ def outcome(params, *specs, prompt=48, **named):
     return commands[-1].code if isinstance(commands[-1], Fail) else "", GiveBack in map(type, commands)
 
 
-@pytest.mark.parametrize("named", [{}, ADAPTER, PICTURE, SALT, ADAPTER | PICTURE | SALT], ids=str)
+@looped("named", [{}, ADAPTER, PICTURE, SALT, ADAPTER | PICTURE | SALT])
 def test_a_ticket_is_good_for_its_own_prompt(named):
     params = prefilled(FullAttentionSpec(), **named)
     assert outcome(params, **named) == ("", False)
     assert outcome(params, prompt=60, **named) == ("", False)  # the prompt goes on, as a conversation does
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
+@looped(
+    "theirs, ours",
     [
         ({}, {"prompt": range(1, 49)}),
         ({}, {"prompt": [*range(47), 0]}),
@@ -267,7 +268,6 @@ def test_a_ticket_is_good_for_its_own_prompt(named):
         (PICTURE, {"media": ((18, "a picture"),)}),
         ({"media": ((1, "a picture"), (17, "another"))}, {"media": ((1, "a picture"), (17, "a third"))}),
     ],
-    ids=str,
 )
 def test_a_ticket_of_something_else_is_refused_and_given_back(theirs, ours):
     assert outcome(prefilled(FullAttentionSpec(), **theirs), **ours) == ("content_mismatch", True)

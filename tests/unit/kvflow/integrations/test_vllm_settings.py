@@ -19,6 +19,7 @@ from kvflow.integrations.vllm.settings import (
     read_own,
     read_settings,
 )
+from tests.helpers.loops import looped
 
 from .vllm_like import SECRET
 
@@ -69,7 +70,7 @@ def test_an_unknown_key_is_refused_with_the_one_that_is_meant():
 
 
 @pytest.mark.proves("several NIXL backends (`backends`)", engine="stand-in")
-@pytest.mark.parametrize("key", [*REPLACED, "lmcache.mp.port", "lmcache_rpc_port"])
+@looped("key", [*REPLACED, "lmcache.mp.port", "lmcache_rpc_port"])
 def test_a_key_of_another_connector_is_refused_with_what_replaces_it(key):
     with pytest.raises(ConfigInvalid, match=f"unknown setting: {re.escape(key)}, zz") as caught:
         read_settings({"cluster_secret": SECRET, "zz": 1, key: 1}, facts())
@@ -90,7 +91,7 @@ def test_a_setting_of_the_release_before_is_refused_by_name(key):
         read_settings({"cluster_secret": SECRET, key: 1}, facts())
 
 
-@pytest.mark.parametrize("key", ["engine_id", "rank", "num_ranks", "role", "sleep_mode"])
+@looped("key", ["engine_id", "rank", "num_ranks", "role", "sleep_mode"])
 def test_what_the_engine_decides_cannot_be_set(key):
     with pytest.raises(ConfigInvalid, match=key):
         read_settings({"cluster_secret": SECRET, key: "x"}, facts())
@@ -130,9 +131,7 @@ def test_a_port_that_is_too_high_with_the_ranks_is_refused():
         read_settings({"cluster_secret": SECRET, "bind": "tcp://127.0.0.1:65535"}, facts(port_offset=2))
 
 
-@pytest.mark.parametrize(
-    ("value", "wanted"), [(True, True), ("true", True), ("1", True), (False, False), ("False", False), (0, False)]
-)
+@looped("value, wanted", [(True, True), ("true", True), ("1", True), (False, False), ("False", False), (0, False)])
 def test_a_switch_may_be_text(value, wanted):
     assert read_own({"enable_cross_layers_blocks": value}).enable_cross_layers_blocks is wanted
 
@@ -179,9 +178,7 @@ WRONG = {
 """Setting of the connector -> what it must be, and values that it must not have."""
 
 
-@pytest.mark.parametrize(
-    ("name", "expected", "value"), [(name, told, value) for name, (told, values) in WRONG.items() for value in values]
-)
+@looped("name, expected, value", [(name, told, value) for name, (told, values) in WRONG.items() for value in values])
 def test_a_setting_of_the_connector_that_is_wrong_is_refused_by_name(name, expected, value):
     given = {"cluster_secret": SECRET, "log_file": "decode.jsonl", name: value}
     with pytest.raises(ConfigInvalid, match=rf"{name}(\[0\])? must be .*{re.escape(expected)}"):
@@ -402,8 +399,8 @@ def own_address():
         return probe.getsockname()[0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "doubts"),
+@looped(
+    "changes, doubts",
     [
         ({"bind": "tcp://127.0.0.1:0", "advertise": None}, []),
         ({"advertise": "tcp://node-7:5600"}, []),
@@ -413,7 +410,6 @@ def own_address():
         ({"advertise": "tcp://node-7:5600", "tcp_bind": "tcp://127.0.0.1:0"}, ["tcp_advertise"]),
         ({"advertise": "tcp://node-7:5600", "tcp_advertise": f"tcp://{HERE}:1"}, ["tcp_advertise"]),
     ],
-    ids=str,
 )
 def test_addresses_that_others_may_not_reach_are_doubted(changes, doubts):
     told = {key: value for key, value in (OPEN | changes).items() if value is not None}

@@ -8,6 +8,7 @@ from kvflow import MLA, ChunkedLocal, FullAttention, Mamba, SlidingWindow, State
 from kvflow.errors import LayoutMismatch, SpecInvalid
 from kvflow.integrations.vllm.caches import EngineShape, byte_format, read_groups, read_spec, state_block
 from kvflow.models import load
+from tests.helpers.loops import looped
 
 from .vllm_like import (
     BFLOAT16,
@@ -31,8 +32,8 @@ def quantized(mode):
     return SimpleNamespace(name=mode)
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
+@looped(
+    "theirs, ours",
     [
         (FullAttentionSpec(), FullAttention(**ATTENTION)),
         (FullAttentionSpec(page_size_padded=16384), FullAttention(**ATTENTION, page_bytes=16384)),
@@ -53,14 +54,13 @@ def quantized(mode):
         ),
         (MambaSpec(page_size_padded=196608), Mamba(block_size=1024, page_bytes=196608, states=STATES)),
     ],
-    ids=lambda spec: type(spec).__name__,
 )
 def test_every_kind_of_layer(theirs, ours):
     assert read_spec("layer", theirs, EngineShape(element_types={"layer": "float8_e4m3fn"})) == ours
 
 
-@pytest.mark.parametrize(
-    ("cache_dtype", "backend", "kept"),
+@looped(
+    "cache_dtype, backend, kept",
     [
         ("fp8", "FLASH_ATTN", "float8_e4m3fnuz"),
         ("fp8_e4m3", "FLASHINFER", "float8_e4m3fnuz"),
@@ -79,8 +79,8 @@ def test_bytes_are_named_by_what_vllm_keeps_in_them(cache_dtype, backend, kept):
     assert byte_format(cache_dtype, platform_fp8="float8_e4m3fnuz", backend=backend) == kept
 
 
-@pytest.mark.parametrize("kind", [FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MLAAttentionSpec])
-@pytest.mark.parametrize("other", ["float8_e5m2", "float8_e4m3fnuz"])
+@looped("kind", [FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MLAAttentionSpec])
+@looped("other", ["float8_e5m2", "float8_e4m3fnuz"])
 def test_caches_of_another_float8_format_are_refused_by_name(kind, other):
     def manifest(element_type):
         spec = kind(dtype=UINT8, kv_quant_mode=quantized("FP8_PER_TENSOR"))
@@ -151,9 +151,7 @@ def test_a_replicated_state_is_whole_on_every_rank():
     assert found.states == (State("state_0", (64, 3), "bfloat16", shard_axis=None),)
 
 
-@pytest.mark.parametrize(
-    ("held", "tp_size", "told", "total"), [(2, 1, 2, 2), (2, 4, 8, 8), (1, 4, 2, 2), (1, 4, 9, 4), (3, 2, 0, 6)]
-)
+@looped("held, tp_size, told, total", [(2, 1, 2, 2), (2, 4, 8, 8), (1, 4, 2, 2), (1, 4, 9, 4), (3, 2, 0, 6)])
 def test_heads_are_those_of_the_model(held, tp_size, told, total):
     spec = FullAttentionSpec(num_kv_heads=held, num_heads=held)
     assert read_spec("layer", spec, EngineShape(tp_size=tp_size, num_kv_heads={"layer": told})).num_kv_heads == total
@@ -165,8 +163,8 @@ def test_blocks_of_the_kernel_may_be_smaller():
 
 
 @pytest.mark.proves("DeepSeek V4.1, CSA, HiSparse, PLE", engine="stand-in")
-@pytest.mark.parametrize(
-    ("spec", "said"),
+@looped(
+    "spec, said",
     [
         (SinkFullAttentionSpec(), "SinkFullAttentionSpec"),
         (CircularBufferSpec(), "CircularBufferSpec"),  # of compressors: DeepSeek-V4.1, GLM with pooled indices
@@ -200,9 +198,7 @@ def test_groups_keep_their_order_and_name_their_kinds():
     ]
 
 
-@pytest.mark.parametrize(
-    ("ids", "scratch", "block"), [([7], 0, 7), ([0, 0, 5], 0, 5), ([0, 5, 8, 9], 2, 5), ([], 0, None), ([4], 1, 4)]
-)
+@looped("ids, scratch, block", [([7], 0, 7), ([0, 0, 5], 0, 5), ([0, 5, 8, 9], 2, 5), ([], 0, None), ([4], 1, 4)])
 def test_the_running_state_stands_before_the_blocks_for_speculation(ids, scratch, block):
     assert state_block(ids, MambaSpec(num_speculative_blocks=scratch)) == block
 

@@ -22,6 +22,7 @@ from kvflow.integrations.vllm.caches import (
 from kvflow.planning.assignment import assign_sources
 from kvflow.planning.bind import Binding
 from kvflow.planning.pairs import pair_units
+from tests.helpers.loops import looped
 
 from .vllm_like import (
     ChunkedLocalAttentionSpec,
@@ -107,9 +108,9 @@ def move(source, target, block):
         ctypes.memmove(to, at, nbytes)
 
 
-@pytest.mark.parametrize("source_first", [True, False])
-@pytest.mark.parametrize("target_first", [True, False])
-@pytest.mark.parametrize(("sources", "targets"), [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)])
+@looped("source_first", [True, False])
+@looped("target_first", [True, False])
+@looped("sources, targets", [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)])
 def test_states_of_any_number_of_ranks_fill_those_of_any_other(sources, targets, source_first, target_first):
     held = [rank_of(rank, sources, channels_first=source_first) for rank in range(sources)]
     for rank in range(targets):
@@ -156,8 +157,8 @@ def test_equal_blocks_move_whole():
     assert plan.descriptors(num_blocks=3, consecutive=True) == 1
 
 
-@pytest.mark.parametrize(
-    ("kernels", "tensor", "said"),
+@looped(
+    "kernels, tensor, said",
     [
         ({}, attention(4), ""),
         ({"a": "vec"}, attention(4), ""),
@@ -204,8 +205,8 @@ def test_every_quantization_that_is_not_described_moves_as_pages(mode):
     assert mode.lower() in pages(spec).manifest().groups[0].layers[0].components[0].role
 
 
-@pytest.mark.parametrize(
-    ("there", "here"),
+@looped(
+    "there, here",
     [
         ({"backend": "cuda_b12x"}, {}),
         ({"backend": "rocm_flashinfer"}, {}),
@@ -291,8 +292,8 @@ def test_windows_of_deepseek_v4_are_pages_and_its_states_are_not():
 
 
 @pytest.mark.proves("compressed caches (DeepSeek V4)", engine="stand-in")
-@pytest.mark.parametrize(
-    ("there", "here"),
+@looped(
+    "there, here",
     [
         ({"backend": "rocm_flashmla_sparse_dsv4"}, {}),
         ({"backend": "cuda_flashinfer_mla_sparse_dsv4"}, {}),

@@ -16,6 +16,7 @@ from kvflow.integrations.vllm.versions import (
     require_failures_told,
     require_sharing,
 )
+from tests.helpers.loops import looped
 
 
 @pytest.fixture
@@ -30,20 +31,20 @@ def release(monkeypatch):
     versions.features.cache_clear()
 
 
-@pytest.mark.parametrize("name", ["0.29.0", "0.31.0+cpu", "0.32.0", "0.32.0+cpu", "0.33.1", "0.33.0rc1"])
+@looped("name", ["0.29.0", "0.31.0+cpu", "0.32.0", "0.32.0+cpu", "0.33.1", "0.33.0rc1"])
 def test_supported_releases(name):
     check_release(name)
 
 
-@pytest.mark.parametrize("name", ["", "0.28.9", "0.34.0", "1.0.0", "dev"])
+@looped("name", ["", "0.28.9", "0.34.0", "1.0.0", "dev"])
 def test_other_releases_are_refused_with_the_range(name):
     with pytest.raises(ConfigInvalid, match=r"0\.29 to 0\.33") as caught:
         check_release(name)
     assert (name or "not installed") in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "has"),
+@looped(
+    "name, has",
     [
         ("0.29.0", set()),
         ("0.30.1", {"failed_requests", "shared_prefixes"}),
@@ -78,8 +79,8 @@ def draft(eagle, several):
     return SimpleNamespace(use_eagle=lambda: eagle, use_multi_module_mtp=lambda: several)
 
 
-@pytest.mark.parametrize(
-    ("config", "tokens"),
+@looped(
+    "config, tokens",
     [
         (SimpleNamespace(num_prefill_lookahead_tokens=3), 3),
         (SimpleNamespace(num_prefill_lookahead_tokens=0), 1),  # what vLLM says without a draft model

@@ -42,6 +42,7 @@ from kvflow.integrations.vllm.messages import (
 from kvflow.integrations.vllm.runtime import RankRuntime
 from kvflow.integrations.vllm.worker import RankWorker
 from kvflow.observability.logs import REPEATS_S, Repeats
+from tests.helpers.loops import looped
 from tests.helpers.waiting import wait_until
 
 from .vllm_like import SECRET, new_mint, new_ticket
@@ -240,8 +241,8 @@ def test_a_step_that_waits_gives_up_in_the_end(monkeypatch):
     assert 1 < len(rank.collect(idle=True).received) < 10
 
 
-@pytest.mark.parametrize(
-    ("parallel", "asynchronous", "waits"),
+@looped(
+    "parallel, asynchronous, waits",
     [(1, False, LOAD_WAIT), (1, None, LOAD_WAIT), (1, True, BRIEF_WAIT), (2, False, NO_WAIT), (2, True, NO_WAIT)],
 )
 def test_a_step_waits_less_where_others_wait_for_it(parallel, asynchronous, waits):
@@ -306,9 +307,9 @@ def test_steps_that_have_ended_meanwhile_are_all_seen_at_once():
     rank.stop()
 
 
-@pytest.mark.parametrize("consumes", [True, False])
-@pytest.mark.parametrize("batches", [1, 2, 3])
-@pytest.mark.parametrize(("draft", "hybrid"), [(None, False), (object(), False), (None, True)])
+@looped("consumes", [True, False])
+@looped("batches", [1, 2, 3])
+@looped("draft, hybrid", [(None, False), (object(), False), (None, True)])
 def test_a_load_waits_for_steps_where_vllm_does_not(draft, hybrid, batches, consumes):
     config = SimpleNamespace(
         speculative_config=draft,

@@ -1,6 +1,6 @@
 """A component reaches exactly the bytes that its strides say."""
 
-import pytest
+from tests.helpers.loops import looped
 
 from .helpers import component, state
 
@@ -8,8 +8,8 @@ APART = {"extents": (2, 4, 8), "strides": (100, 20, 2), "total": 2}
 """Two heads of four tokens of 16 bytes, with gaps behind tokens and heads."""
 
 
-@pytest.mark.parametrize(
-    ("part", "nbytes", "span"),
+@looped(
+    "part, nbytes, span",
     [
         (component(), 64, 64),
         (component(**APART), 128, 100 + 3 * 20 + 16),
@@ -23,8 +23,8 @@ def test_a_span_reaches_from_the_first_to_the_last_byte(part, nbytes, span):
     assert (part.nbytes, part.span) == (nbytes, span)
 
 
-@pytest.mark.parametrize(
-    ("part", "num_blocks", "kernel_blocks", "end"),
+@looped(
+    "part, num_blocks, kernel_blocks, end",
     [
         (component(), 1, 1, 64),
         (component(), 3, 1, 2 * 64 + 64),
@@ -38,16 +38,16 @@ def test_the_end_is_behind_the_last_byte_of_the_last_block(part, num_blocks, ker
     assert part.end(num_blocks, kernel_blocks) == end
 
 
-@pytest.mark.parametrize(
-    ("part", "block_size", "kernel_blocks"),
+@looped(
+    "part, block_size, kernel_blocks",
     [(component(), 4, 1), (component(), 8, 2), (component(), 64, 16), (state(), 1, 1), (state(), 64, 1)],
 )
 def test_a_block_has_as_many_kernel_blocks_as_its_tokens_fill(part, block_size, kernel_blocks):
     assert part.kernel_blocks(block_size) == kernel_blocks
 
 
-@pytest.mark.parametrize(
-    ("part", "held", "num_tokens"),
+@looped(
+    "part, held, num_tokens",
     [
         (component(extents=(2, 4, 8), first=3, total=8), (3, 2, 8), 4),
         (component(shard_axis=-1), (0, 1, 1), 4),

@@ -9,6 +9,7 @@ from kvflow.layout.component import Region
 from kvflow.layout.describe import fitted_specs, plan_cache
 from kvflow.layout.groups import Group, plan_groups
 from kvflow.layout.shards import Shard
+from tests.helpers.loops import looped
 
 from .helpers import full, mamba, model, sliding
 
@@ -45,8 +46,8 @@ def test_a_budget_is_filled_and_never_exceeded(memory_bytes, num_blocks):
     assert planned(model(layers=2, full_every=1), memory_bytes=memory_bytes).num_blocks == num_blocks
 
 
-@pytest.mark.parametrize(
-    ("budget", "words"),
+@looped(
+    "budget, words",
     [
         ({}, "exactly one"),
         ({"num_blocks": 1, "memory_bytes": 1 << 20}, "exactly one"),
@@ -120,8 +121,8 @@ def spans_of(plan):
     }
 
 
-@pytest.mark.parametrize("layout", ["BLHNC", "BHLNC", "LBNHC"])
-@pytest.mark.parametrize("kv", ["content", "split"])
+@looped("layout", ["BLHNC", "BHLNC", "LBNHC"])
+@looped("kv", ["content", "split"])
 def test_a_layer_apart_has_a_tensor_of_its_own_behind_what_is_shared(layout, kv):
     specs = model(layers=4, full_every=2)
     groups = plan_groups(specs, layout=layout)
@@ -143,8 +144,8 @@ def test_a_layer_apart_must_be_there():
         )
 
 
-@pytest.mark.parametrize(
-    ("layout", "alignment", "bytes_per_block"),
+@looped(
+    "layout, alignment, bytes_per_block",
     [
         ("BLHNC", 1, 3 * 768),
         ("BLHNC", 512, 2560),
@@ -194,8 +195,8 @@ def test_states_share_memory_with_attention(layout, second):
     assert plan.manifest(Region(4096, plan.nbytes)).aliases == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("spec", "group", "fitted"),
+@looped(
+    "spec, group, fitted",
     [
         (full(block_size=16), Group(("a",), "full", 64), (64, None)),
         (full(block_size=16, kernel_block_size=16), Group(("a",), "full", 64), (64, None)),

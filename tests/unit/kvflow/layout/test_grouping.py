@@ -147,8 +147,8 @@ def test_a_rank_with_fewer_heads_forms_the_groups_of_the_first(layout):
     assert first == second
 
 
-@pytest.mark.parametrize(
-    ("heads", "tp_size", "padded"),
+@looped(
+    "heads, tp_size, padded",
     [
         ((4, 4), 2, False),
         ((3, 3), 2, False),  # unequal ranks, but equal layers on each
@@ -173,8 +173,8 @@ def test_a_page_that_is_largest_on_one_rank_is_padded_like_the_others():
     assert [group.page_bytes for group in groups] == [1024, 1024]
 
 
-@pytest.mark.parametrize(
-    ("num_full", "num_sliding", "sizes"),
+@looped(
+    "num_full, num_sliding, sizes",
     [
         (4, 5, [4, 5]),  # 5 < 1.5 * 4: padding is cheaper than cutting
         (4, 6, [4, 3, 3]),  # 6 is not: buckets are cut at the shorter one's length
@@ -196,8 +196,8 @@ CHUNKED = ChunkedLocal(block_size=16, num_kv_heads=4, head_size=8, dtype="float1
 CROSS = CrossAttention(block_size=16, num_kv_heads=4, head_size=8, dtype="float16")
 
 
-@pytest.mark.parametrize(
-    ("specs", "expected"),
+@looped(
+    "specs, expected",
     [
         # full() and the others have pages of 2048 bytes.
         ([full(head_size=4), sliding()], [("full", 1, 32, 0), ("sliding", 1, 16, 0)]),

@@ -31,8 +31,8 @@ INDEX = MLA(block_size=16, head_size=12, dtype="float16")
 STATE = Mamba(block_size=16, states=(State("ssm", (1000,), "float16", None),))
 
 
-@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure["model"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@looped("figure", FIGURES)
+@looped("layout", LAYOUTS)
 def test_published_models_have_the_published_groups(figure, layout):
     specs = model(layers=figure["layers"], full_every=FULL_EVERY[figure["model"]])
     kinds = [spec.kind for spec in specs.values()]
@@ -52,8 +52,8 @@ def test_groups_carry_what_their_layers_have_in_common():
     assert groups == (Group(("a",), "full", 32, 0), Group(("b",), "sliding", 16, 7))
 
 
-@pytest.mark.parametrize(
-    ("specs", "expected"),
+@looped(
+    "specs, expected",
     [
         ([full()], "LBNHC"),
         ([full(), sliding()], "LBNHC"),
@@ -77,13 +77,13 @@ def test_auto_compares_the_pages_of_a_rank():
     assert resolve_layout(specs, "auto", shard=Shard(tp_rank=1, tp_size=2)) == "LBNHC"
 
 
-@pytest.mark.parametrize("switch", ["True", "false", "", 1, None, 0.5])
+@looped("switch", ["True", "false", "", 1, None, 0.5])
 def test_a_switch_that_is_no_bool_is_refused(switch):
     with pytest.raises(ArgumentInvalid, match="enable_cross_layers_blocks must be a bool, not"):
         resolve_layout({"a": full()}, "LBNHC", enable_cross_layers_blocks=switch)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@looped("layout", LAYOUTS)
 def test_a_layout_that_is_named_is_taken(layout):
     assert resolve_layout({"a": LATENT, "b": INDEX}, layout, enable_cross_layers_blocks=True) == layout
 
@@ -129,8 +129,8 @@ def test_window_blocks(kind, window, num_tokens, expected):
     assert read <= set(range(in_all - expected, in_all))
 
 
-@pytest.mark.parametrize(
-    ("chunk", "num_tokens", "expected"),
+@looped(
+    "chunk, num_tokens, expected",
     [
         (32, 1, 1),
         (32, 31, 2),
@@ -151,7 +151,7 @@ def test_a_chunk_needs_the_blocks_from_its_first_token_on(chunk, num_tokens, exp
     assert read <= set(range(in_all - expected, in_all))
 
 
-@pytest.mark.parametrize("kind", ["full", "mla", "cross", "opaque", "mixed"])
+@looped("kind", ["full", "mla", "cross", "opaque", "mixed"])
 def test_other_kinds_need_every_block(kind):
     assert window_blocks(Group(("a",), kind, 16), 33) == 3
 
@@ -170,8 +170,8 @@ GROUPS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("index", "changes"),
+@looped(
+    "index, changes",
     [
         (0, {}),
         (0, {"block_size": 48}),
@@ -192,8 +192,8 @@ def test_layers_of_several_kinds_may_share_a_mixed_group():
     check_groups(specs, [Group(tuple(specs), "mixed", 16)])
 
 
-@pytest.mark.parametrize(
-    ("index", "changes", "words"),
+@looped(
+    "index, changes, words",
     [
         (0, {"layers": ("a",)}, r"\['b'\]"),
         (0, {"layers": ("a", "b", "x")}, r"\['x'\]"),
@@ -225,8 +225,8 @@ def test_layers_whose_kernels_take_other_blocks_are_groups_of_their_own():
 HALF = Shard(dcp_rank=1, dcp_size=2, dcp_interleave=8)
 
 
-@pytest.mark.parametrize(
-    ("group", "divided"),
+@looped(
+    "group, divided",
     [
         (Group(("a",), "full", 16), True),
         (Group(("a",), "mla", 16), True),
@@ -237,7 +237,6 @@ HALF = Shard(dcp_rank=1, dcp_size=2, dcp_interleave=8)
         (Group(("a",), "cross", 16), False),
         (Group(("a",), "mamba", 16), False),
     ],
-    ids=lambda value: f"{value.kind} {value.window}" if isinstance(value, Group) else str(value),
 )
 def test_ranks_divide_tokens_where_every_block_is_kept(group, divided):
     assert stripe_of(group, HALF) == (HALF.stripe if divided else ALL_TOKENS)
@@ -272,7 +271,7 @@ def test_pages_of_an_unknown_kind_share_no_block_table(other):
     check_groups({"e": specs["e"]}, [Group(("e",), "mixed", 16)])
 
 
-@pytest.mark.parametrize("kind", ["full", "mla", "sliding", "chunked", "cross", "mamba", "opaque", "mixed"])
+@looped("kind", ["full", "mla", "sliding", "chunked", "cross", "mamba", "opaque", "mixed"])
 def test_blocks_settle_early_if_every_token_is_kept_where_it_was_written(kind):
     assert Group(("a",), kind, 16).settles == (kind in ("full", "mla"))
 
@@ -283,8 +282,8 @@ FULL, SLIDING, CHUNKED, STATES = (
 WIDE = Group((), "sliding", 32, 33)
 
 
-@pytest.mark.parametrize(
-    ("reaches", "lists", "most", "expected"),
+@looped(
+    "reaches, lists, most, expected",
     [
         ([[FULL]], [[1, 2, 3]], 48, [48, 32, 16]),
         ([[FULL]], [[1, 2, 3]], 47, [47, 32, 16]),

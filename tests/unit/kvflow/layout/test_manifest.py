@@ -120,8 +120,8 @@ def test_a_manifest_that_contradicts_itself_is_refused(wrong, words):
         wrong.check()
 
 
-@pytest.mark.parametrize(
-    ("right", "nbytes"),
+@looped(
+    "right, nbytes",
     [
         (manifest, 128),
         (partial(manifest, component(kernel_stride=64, block_stride=128), block_size=8), 256),
@@ -205,8 +205,8 @@ def group_at(name, offset, region=0):
     return ManifestGroup("full", 4, (Layer(name, "full", 0, (component(offset=offset, region=region),)),))
 
 
-@pytest.mark.parametrize(
-    ("places", "classes"),
+@looped(
+    "places, classes",
     [
         ([(0, 0), (0, 0)], (0, 0)),
         ([(0, 0), (64, 0)], (0, 1)),

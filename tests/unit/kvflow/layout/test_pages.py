@@ -6,14 +6,15 @@ from kvflow.errors import SpecInvalid
 from kvflow.layout.placement import bundles, content_bytes, item_alignment, page_bytes, side_by_side, states
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import MLA
+from tests.helpers.loops import looped
 
 from .helpers import full, mamba, opaque, quantized
 
 TP2 = Shard(tp_rank=1, tp_size=2)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
+@looped(
+    "sizes, expected",
     [
         ([(16, 2)], ([0], 16)),
         ([(6, 1), (4, 4)], ([0, 8], 12)),
@@ -30,8 +31,8 @@ def named(bundle):
     return [(part.role, part.dtype, offset) for part, offset in bundle.parts]
 
 
-@pytest.mark.parametrize(
-    ("spec", "expected"),
+@looped(
+    "spec, expected",
     [
         (full(head_size=8), [([("k", "float16", 0)], 16), ([("v", "float16", 0)], 16)]),
         (full(head_size=8, head_size_v=4), [([("k", "float16", 0)], 16), ([("v", "float16", 0)], 8)]),
@@ -55,7 +56,6 @@ def named(bundle):
             [([("latent", "uint8", 0), ("rope", "bfloat16", 8), ("scale", "uint8", 12)], 16)],
         ),
     ],
-    ids=lambda value: getattr(value, "quantization", None) or getattr(value, "kind", ""),
 )
 def test_a_cell_holds_keys_with_their_scales_then_values_with_theirs(spec, expected):
     assert [(named(bundle), bundle.cell_bytes) for bundle in bundles(spec)] == expected
@@ -71,8 +71,8 @@ def test_states_lie_one_after_the_other_each_aligned():
     assert [offset for _, offset in states(mamba(), TP2)] == [0, 18, 48]
 
 
-@pytest.mark.parametrize(
-    ("spec", "shard", "nbytes", "alignment"),
+@looped(
+    "spec, shard, nbytes, alignment",
     [
         (full(block_size=4, num_kv_heads=4), Shard(), 4 * 4 * 32, 2),
         (full(block_size=4, num_kv_heads=4), TP2, 4 * 2 * 32, 2),
@@ -86,7 +86,6 @@ def test_states_lie_one_after_the_other_each_aligned():
         (mamba(), TP2, 48 + 48, 4),
         (opaque(100), TP2, 100, 1),
     ],
-    ids=lambda value: getattr(value, "kind", str(value)),
 )
 def test_page_bytes(spec, shard, nbytes, alignment):
     assert (page_bytes(spec, shard), item_alignment(spec)) == (nbytes, alignment)

@@ -18,6 +18,7 @@ from kvflow.layout.placement import (
 )
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import MLA, State
+from tests.helpers.loops import looped
 
 from .helpers import full, mamba, opaque, quantized
 
@@ -61,7 +62,7 @@ def test_the_table_is_complete():
     assert STRIDES.keys() == {(layout, kv) for layout in LAYOUTS for kv in KV_FORMS}
 
 
-@pytest.mark.parametrize(("layout", "kv"), STRIDES)
+@looped("layout, kv", STRIDES)
 def test_strides(layout, kv):
     layer, block, head, token, k_to_v = STRIDES[layout, kv]
     for position, place in enumerate(placed(layout, kv)):
@@ -73,7 +74,7 @@ def test_strides(layout, kv):
         assert (values.role, values.offset) == ("v", position * layer + k_to_v)
 
 
-@pytest.mark.parametrize(("layout", "kv"), STRIDES)
+@looped("layout, kv", STRIDES)
 def test_components_end_within_the_allocation_and_the_last_one_at_its_end(layout, kv):
     ends = [part.end(5) for place in placed(layout, kv) for part in place.components]
     assert max(ends) == 5 * 3 * page_bytes(SPEC)
@@ -199,8 +200,8 @@ def test_what_is_opaque_is_bytes_that_every_rank_holds():
     assert shapes(placed) == [("uint8", (5, 100), (100, 1), 0)]
 
 
-@pytest.mark.parametrize(("layout", "strides"), [("LBNHC", (64, 16, 2)), ("BLHNC", (64, 16, 2))])
-@pytest.mark.parametrize("kv", KV_FORMS)
+@looped("layout, strides", [("LBNHC", (64, 16, 2)), ("BLHNC", (64, 16, 2))])
+@looped("kv", KV_FORMS)
 def test_a_latent_is_viewed_as_block_token_content(layout, strides, kv):
     spec = MLA(block_size=4, head_size=8, dtype="bfloat16")
     placed = alone(spec, kv=kv) if layout == "LBNHC" else in_row({"a": spec}, layout, kv)[0]["a"]
@@ -244,8 +245,8 @@ QUANTIZED = {
 """Spec; role, dtype, elements, offset in the cell and bytes of an element of each component; bytes of a cell."""
 
 
-@pytest.mark.parametrize("how", QUANTIZED)
-@pytest.mark.parametrize("kv", KV_FORMS)
+@looped("how", QUANTIZED)
+@looped("kv", KV_FORMS)
 def test_scales_lie_behind_their_elements_and_the_view_is_of_bytes(how, kv):
     spec, parts, cell = QUANTIZED[how]
     placed = alone(spec, "LBHNC", kv)
@@ -321,8 +322,8 @@ def test_layers_of_other_shapes_lie_behind_each_other_in_a_row():
     assert placed["a"].components[0].strides == (256, 32, 2)  # heads before layers, within their band
 
 
-@pytest.mark.parametrize(
-    ("other", "k_to_v"),
+@looped(
+    "other, k_to_v",
     [
         (full(block_size=4, num_kv_heads=2), 640),
         (full(block_size=2, num_kv_heads=4), 640),  # other heads and tokens, but cut at the same place

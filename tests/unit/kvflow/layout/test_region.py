@@ -4,9 +4,10 @@ import msgspec
 import pytest
 
 from kvflow.layout.component import ADDRESS_MAX, Region
+from tests.helpers.loops import looped
 
 
-@pytest.mark.parametrize(
+@looped(
     "wrong",
     [
         (-1, 1, "DRAM", 0),

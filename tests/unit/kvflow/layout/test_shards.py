@@ -5,6 +5,7 @@ import pytest
 
 from kvflow.errors import SpecInvalid
 from kvflow.layout.shards import ALL_TOKENS, Held, Shard, Stripe
+from tests.helpers.loops import looped
 
 
 def held(total, tp_size):
@@ -14,8 +15,8 @@ def held(total, tp_size):
     ]
 
 
-@pytest.mark.parametrize(
-    ("total", "tp_size", "expected"),
+@looped(
+    "total, tp_size, expected",
     [
         (8, 1, [(0, 8)]),
         (8, 2, [(0, 4), (4, 4)]),
@@ -64,8 +65,8 @@ def test_a_number_that_is_not_whole_is_refused_by_name(fields):
         Shard(**fields)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
+@looped(
+    "fields, words",
     [
         ({"dcp_rank": 1}, "dcp_rank is 1, but dcp_size is 1"),
         ({"dcp_rank": 2, "dcp_size": 2}, "dcp_rank is 2, but dcp_size is 2"),

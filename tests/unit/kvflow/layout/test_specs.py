@@ -60,7 +60,7 @@ def test_ranks_divide_a_state_along_its_axis(state, held, nbytes):
     assert (part.held_shape(shard), part.nbytes(shard)) == (held, nbytes)
 
 
-@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
+@looped("dtype", sorted(ITEM_BYTES))
 def test_a_torch_dtype_stands_for_its_name(dtype):
     given = getattr(torch, dtype)
     assert full(dtype=given) == full(dtype=dtype)
@@ -76,7 +76,7 @@ def test_a_torch_dtype_that_no_cache_has_is_refused_by_name(dtype):
         validate_specs({"a": full(dtype=dtype)})
 
 
-@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
+@looped("dtype", sorted(ITEM_BYTES))
 def test_item_bytes_are_those_of_torch(dtype):
     assert ITEM_BYTES[dtype] == getattr(torch, dtype).itemsize
 

@@ -3,9 +3,8 @@
 from math import inf
 from types import SimpleNamespace
 
-import pytest
-
 from kvflow.leases.held import Index, Lease
+from tests.helpers.loops import looped
 
 
 class Unsearched(dict):
@@ -91,7 +90,7 @@ WINDOWED = [
 ]
 
 
-@pytest.mark.parametrize(("held", "whole", "asked", "count"), WINDOWED)
+@looped("held, whole, asked, count", WINDOWED)
 def test_a_lease_is_found_by_where_its_windows_are_whole(held, whole, asked, count):
     index, lease = Index(), lease_of(0, *held, whole=(*whole,))
     index.add(lease)

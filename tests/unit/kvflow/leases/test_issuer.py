@@ -7,6 +7,7 @@ import pytest
 
 from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, CapacityExceeded, ConfigInvalid
 from kvflow.leases.issuer import Issuer
+from tests.helpers.loops import looped
 
 from .helpers import BASE, SLOTS, address, mint_of, sign, verify
 
@@ -68,7 +69,7 @@ def test_text_of_numpy_is_text():
     assert mint.retire("r")
 
 
-@pytest.mark.parametrize("name", [UUID(int=1), b"r", 7, None, ["unhashable"]], ids=repr)
+@looped("name", [UUID(int=1), b"r", 7, None, ["unhashable"]])
 def test_a_name_that_is_no_text_is_refused_and_costs_no_slot(name):
     """A UUID would fit the ticket, as text, and its slot would not be found under that text when the lease ends."""
     mint = mint_of(address(slots=1))
@@ -78,7 +79,7 @@ def test_a_name_that_is_no_text_is_refused_and_costs_no_slot(name):
     offer(mint)
 
 
-@pytest.mark.parametrize(
+@looped(
     "wrong",
     [
         {"num_tokens": 0},
@@ -104,7 +105,6 @@ def test_a_name_that_is_no_text_is_refused_and_costs_no_slot(name):
         {"request_id": "x" * 257},
         {"request_id": "\ud800"},
     ],
-    ids=repr,
 )
 def test_an_offer_that_no_ticket_can_carry_is_refused_and_costs_nothing(wrong):
     mint = mint_of()

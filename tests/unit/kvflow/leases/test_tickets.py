@@ -274,8 +274,8 @@ def test_a_signed_payload_without_its_mark_is_malformed():
         checked(forged)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
+@looped(
+    "fields, words",
     [
         ({"num_tokens": [48]}, "1 token counts for 2 groups"),
         ({"contents": [[16]]}, "malformed"),
@@ -310,8 +310,8 @@ def test_stages_with_fewer_groups_join():
     assert join_tickets([stage_of(16), ticket_of(num_tokens=(48, 16))]).grants[0].num_tokens == (16,)
 
 
-@pytest.mark.parametrize(
-    ("tickets", "words"),
+@looped(
+    "tickets, words",
     [
         ([], "no ticket"),
         ([ticket_of(), ticket_of()], "rank 0 is in two of the tickets"),
@@ -340,8 +340,8 @@ def test_what_a_producer_does_not_say_is_not_in_its_ticket():
     assert {path for path in PATHS if len(path) == 1} >= OPTIONAL
 
 
-@pytest.mark.parametrize(
-    ("age_s", "error_s", "over"),
+@looped(
+    "age_s, error_s, over",
     [
         (0.0, 0.0, False),
         (-1e6, 0.0, False),
@@ -370,8 +370,8 @@ def test_a_ticket_that_does_not_say_when_it_was_signed_never_seems_over():
     assert not ticket_of().grants[0].seems_over(1e12, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("num_blocks", "block_size", "num_tokens", "ends"),
+@looped(
+    "num_blocks, block_size, num_tokens, ends",
     [
         (3, 16, 48, [16, 32, 48]),
         (3, 16, 40, [16, 32, 40]),
@@ -394,8 +394,8 @@ def test_digests_go_with_their_blocks():
     assert [content.ends(48) for content in grant.contents] == [[16, 32, 48], [48]]
 
 
-@pytest.mark.parametrize(
-    ("digests", "error"),
+@looped(
+    "digests, error",
     [
         ([[b"a", b"b"], [b"c"]], ArgumentInvalid),  # one too few
         ([[b"a", b"b", b"c"]], ArgumentInvalid),  # a group too few
@@ -460,8 +460,8 @@ def with_runs(*lists):
     )
 
 
-@pytest.mark.parametrize(
-    ("lists", "words"),
+@looped(
+    "lists, words",
     [
         ([[0, -RUN_MAX, -2], [0, -RUN_MAX]], f"more than {BLOCKS_MAX} blocks"),
         ([[0, *[-RUN_MAX] * 1000]] * 256, "more than"),

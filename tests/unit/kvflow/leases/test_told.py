@@ -6,6 +6,7 @@ import pytest
 
 from kvflow.leases import told
 from kvflow.leases.told import END_BYTES, KeptEnds, ends_of
+from tests.helpers.loops import looped
 
 from .helpers import mint_of
 
@@ -60,8 +61,8 @@ def ends_at(num_tokens, block_size, *, listed=None):
     return sorted(int.from_bytes(each) for each in ends_of(digests, grant))
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "block_size", "listed", "expected"),
+@looped(
+    "num_tokens, block_size, listed, expected",
     [
         (160, 16, None, [160]),
         (2048, 16, None, [1024, 2048]),

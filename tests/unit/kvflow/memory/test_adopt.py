@@ -5,6 +5,7 @@ import torch
 
 import kvflow
 from kvflow.layout.groups import Group
+from tests.helpers.loops import looped
 
 B, R, H, N, D = 6, 2, 3, 4, 5
 SPLIT = ("KBNHC", "BKNHC", "KBHNC", "BKHNC")
@@ -52,7 +53,7 @@ def test_split_forms_are_found_by_their_extents(form):
     require(cache, "a", k=k, v=v)
 
 
-@pytest.mark.parametrize("form", PERMUTED)
+@looped("form", PERMUTED)
 def test_any_order_of_axes_can_be_named(form):
     k, v = keys_and_values(B, H, N, D)
     tensors = {"a": ordered(torch.stack([k, v]), "KBHNC", form)}
@@ -105,8 +106,8 @@ def test_a_rank_has_its_heads():
     assert cache.held("a", "v") == (2, 2, 4)
 
 
-@pytest.mark.parametrize("kind", [torch.int8, torch.uint8])
-@pytest.mark.parametrize("form", ["BHNC", *SPLIT])
+@looped("kind", [torch.int8, torch.uint8])
+@looped("form", ["BHNC", *SPLIT])
 def test_bytes_stand_for_elements(kind, form):
     k, v = keys_and_values(B, H, N, D)
     tensor = torch.cat([k, v], -1) if form == "BHNC" else ordered(torch.stack([k, v]), "KBHNC", form)
@@ -139,7 +140,7 @@ def test_nvfp4_has_a_scale_for_sixteen_elements():
     assert torch.equal(cache.component("a", "v_scale").view(torch.uint8), cells[1, ..., 16:].transpose(1, 2))
 
 
-@pytest.mark.parametrize("form", ["BHNC", *SPLIT])
+@looped("form", ["BHNC", *SPLIT])
 def test_kernel_blocks_count_as_blocks(form):
     k, v = keys_and_values(B * R, H, N, D)
     tensor = torch.cat([k, v], -1) if form == "BHNC" else ordered(torch.stack([k, v]), "KBHNC", form)
@@ -149,8 +150,8 @@ def test_kernel_blocks_count_as_blocks(form):
     require(cache, "a", k=k, v=v)
 
 
-@pytest.mark.parametrize("form", ["BRHNC", "BRKNHC", "BRKHNC"])
-@pytest.mark.parametrize("padding", [0, 7])
+@looped("form", ["BRHNC", "BRKNHC", "BRKHNC"])
+@looped("padding", [0, 7])
 def test_kernel_blocks_may_have_an_axis_of_their_own(form, padding):
     """It stays one unless one stride reaches them all; padding at the end of a block prevents that."""
     k, v = keys_and_values(B, R, H, N, D)
@@ -174,7 +175,7 @@ def test_a_group_may_have_larger_blocks_than_its_specs():
 CROSS_LAYER = ("LBHNC", "BLHNC", "LKBNHC", "LKBHNC", "BLKNHC", "BLKHNC", "LBKHNC", "KLBNHC")
 
 
-@pytest.mark.parametrize("form", CROSS_LAYER)
+@looped("form", CROSS_LAYER)
 def test_layers_of_one_group_may_share_a_tensor_with_an_axis_for_them(form):
     count = 3
     k, v = keys_and_values(count, B, H, N, D)

@@ -6,6 +6,7 @@ import pytest
 
 from kvflow.errors import SpecInvalid
 from kvflow.memory.overlap import LiveBytes, check_overlaps
+from tests.helpers.loops import looped
 
 B = 10
 
@@ -21,7 +22,7 @@ def check(*tensors, num_blocks=B):
     check_overlaps(live(*tensors), num_blocks=num_blocks, region_bytes=[1 << 40])
 
 
-@pytest.mark.parametrize(
+@looped(
     "tensors",
     [
         [(0, 0, 100, 100)],
@@ -37,8 +38,8 @@ def test_bytes_of_one_block_pass(tensors):
     check(*tensors)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "said"),
+@looped(
+    "tensors, said",
     [
         ([(0, 0, 100, 101)], "layers.0: stride of blocks is 100 bytes, but 101 bytes lie below it"),
         ([(0, 0, 100, 10, (5, 9))], "layers.0: stride of an axis of 5 is 9 bytes, but 10 bytes lie below it"),

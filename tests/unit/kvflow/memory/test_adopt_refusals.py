@@ -8,6 +8,7 @@ import torch
 import kvflow
 from kvflow.errors import ArgumentInvalid, SpecInvalid
 from kvflow.layout.groups import Group
+from tests.helpers.loops import looped
 
 B, H, N, D = 6, 3, 4, 5
 PAGE = H * N * 2 * D
@@ -68,8 +69,8 @@ def test_tensors_are_a_mapping(tensors):
         kvflow.adopt(tensors, {"a": full()})
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
+@looped(
+    "value, said",
     [
         (None, "a: found NoneType; expected a torch tensor"),
         (pages().numpy(), "a: found ndarray; expected a torch tensor"),
@@ -92,7 +93,7 @@ def test_a_latent_has_one_tensor():
     assert "a: found a list of 2 tensors; expected one" in refused({"a": [torch.zeros(B, N, D)] * 2}, {"a": spec})
 
 
-@pytest.mark.parametrize(
+@looped(
     "shape",
     [
         (B, H, N, D),  # only K
@@ -137,8 +138,8 @@ def test_all_layers_have_as_many_blocks(blocks):
     assert said in refused(tensors)
 
 
-@pytest.mark.parametrize(
-    ("axes", "said"),
+@looped(
+    "axes, said",
     [
         ({"b": "BHNC"}, "axes names layer 'b', which has no spec"),
         ({"a": "BHN"}, "a: axes is 'BHN'; expected each of B, H, N, C once"),
@@ -208,8 +209,8 @@ OTHER = {"a": full(), "b": sliding()}
 SAME = {"a": full(), "b": full()}
 
 
-@pytest.mark.parametrize("start", [0, PAGE, 7 * PAGE])
-@pytest.mark.parametrize("gap", [0, PAGE, 2 * PAGE])
+@looped("start", [0, PAGE, 7 * PAGE])
+@looped("gap", [0, PAGE, 2 * PAGE])
 def test_layers_beside_each_other_in_a_row_are_fine(start, gap):
     row = 2 * PAGE + gap
     for specs in (SAME, OTHER):
@@ -306,8 +307,8 @@ def ssm(*shape):
     return torch.zeros(shape or (B, 4, 2, 5))
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
+@looped(
+    "value, said",
     [
         ([ssm(), conv()], "m[0]: dtype is float32; expected float16, or int8 or uint8 as bytes"),
         ([conv()], "m: found 1 tensors; expected one for each of ['conv', 'ssm']"),

@@ -9,6 +9,7 @@ import torch
 import kvflow
 from kvflow.errors import SpecInvalid
 from kvflow.memory.cache import region_of
+from tests.helpers.loops import looped
 
 B, NBYTES = 4, 16
 
@@ -28,8 +29,8 @@ def ranges(cache, memory):
     return [(region.address - memory.data_ptr(), region.nbytes) for region in cache.manifest().regions]
 
 
-@pytest.mark.parametrize(
-    ("layers", "expected"),
+@looped(
+    "layers, expected",
     [
         ([(0, 16)], [(0, 64)]),
         ([(7, 16)], [(7, 64)]),
@@ -103,7 +104,7 @@ def test_memory_is_described_as_host_memory():
 
 
 @pytest.mark.proves("other devices (TPU, XPU, NPU)", engine="stand-in")
-@pytest.mark.parametrize("kind", ["xpu", "hpu", "xla", "mps", "privateuseone"])  # XLA: TPUs; the last one: NPUs
+@looped("kind", ["xpu", "hpu", "xla", "mps", "privateuseone"])  # XLA: TPUs; the last one: NPUs
 def test_memory_of_another_kind_of_device_is_refused_by_name(kind):
     storage = SimpleNamespace(device=torch.device(kind, 1), data_ptr=lambda: 4096, nbytes=64)
     with pytest.raises(SpecInvalid, match=f"'{kind}:1': expected cpu or cuda"):

@@ -10,6 +10,7 @@ from kvflow.layout.shards import ALL_TOKENS, Shard, Stripe
 from kvflow.layout.specs import ITEM_BYTES, MLA, FullAttention, Mamba, SlidingWindow, State
 from kvflow.memory.adopt import adopt
 from kvflow.memory.cache import allocate
+from tests.helpers.loops import looped
 
 LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC")
 FIGURES = (
@@ -55,8 +56,8 @@ def test_published_allocations(name, case, positions, how, repository):
             assert (two, token, element) == (block_size * size, size, 1)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kv", ["content", "split", "block_split"])
+@looped("layout", LAYOUTS)
+@looped("kv", ["content", "split", "block_split"])
 def test_views_and_components_are_the_same_bytes(layout, kv):
     cache = allocate(specs_of(2, 2), num_blocks=3, layout=layout, kv=kv)
     for name, view in cache.views.items():
@@ -84,7 +85,7 @@ def test_the_shape_of_a_view_does_not_depend_on_the_layout(kv, shape):
         assert cache.held("full.0", "v") == (2, 2, 4)
 
 
-@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
+@looped("dtype", sorted(ITEM_BYTES))
 def test_every_dtype_can_be_viewed(dtype):
     cache = allocate(specs_of(1, dtype=dtype), num_blocks=2)
     assert cache.views["full.0"].dtype == getattr(torch, dtype)
@@ -130,7 +131,7 @@ MAMBA = Mamba(
 )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@looped("layout", LAYOUTS)
 def test_states_are_a_list_of_views_each_cut_to_what_is_held(layout):
     shard = Shard(tp_rank=1, tp_size=2)
     cache = allocate(specs_of(1) | {"m": MAMBA}, num_blocks=3, layout=layout, shard=shard)
@@ -155,8 +156,8 @@ def test_one_state_is_a_list_as_well():
     assert view.shape == (3, 4, 2)
 
 
-@pytest.mark.parametrize(
-    ("how", "num_layers", "view", "component"),
+@looped(
+    "how, num_layers, view, component",
     [
         ({"layout": "LBNHC"}, 2, (12, 4, 4, 16), (12, 4, 4, 8)),
         ({"layout": "LBHNC", "kv": "split"}, 2, (2, 12, 4, 4, 8), (12, 4, 4, 8)),
@@ -184,7 +185,7 @@ def test_kernel_blocks_count_as_blocks_where_one_stride_reaches_them(how, num_la
     assert torch.equal(keys, seen)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@looped("layout", LAYOUTS)
 def test_a_latent_has_no_axis_of_heads_in_its_view(layout):
     specs = {name: MLA(block_size=16, head_size=12, dtype="bfloat16") for name in "ab"}
     cache = allocate(specs, num_blocks=3, layout=layout, shard=Shard(tp_rank=3, tp_size=4))

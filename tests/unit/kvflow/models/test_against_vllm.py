@@ -78,7 +78,7 @@ def test_every_layer_is_what_vllm_keeps(row):
     assert ours == {name: of_vllm(spec) for name, spec in told.items()}
 
 
-@pytest.mark.parametrize("family", sorted(REFUSED))
+@looped("family", sorted(REFUSED))
 def test_what_is_not_known_is_refused_by_its_name(family):
     rows = [row for row in TABLE["models"] if text_type(row) == family]
     assert rows

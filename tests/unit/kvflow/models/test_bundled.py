@@ -14,6 +14,7 @@ from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
 from kvflow.models import align_states, load, names
 from kvflow.models.families import FAMILIES
+from tests.helpers.loops import looped
 
 VLLM = Path(__file__).parents[3] / "data" / "vllm_groups.json"
 REFERENCE = Path(__file__).parents[4] / "docs" / "reference" / "models.md"
@@ -50,19 +51,19 @@ def test_every_bundled_model_is_checked_here():
     assert names() == tuple(FIGURES)
 
 
-@pytest.mark.parametrize("name", names())
+@looped("name", names())
 def test_layers_and_kinds(name):
     specs = load(name)
     assert (len(specs), Counter(spec.kind for spec in specs.values())) == FIGURES[name]
 
 
-@pytest.mark.parametrize("name", HEADS)
+@looped("name", HEADS)
 def test_heads(name):
     found = {(spec.num_kv_heads, spec.head_size) for spec in load(name).values() if spec.kind != "mamba"}
     assert found == {HEADS[name]}
 
 
-@pytest.mark.parametrize("name", names())
+@looped("name", names())
 def test_windows(name):
     found = {spec.window for spec in load(name).values() if spec.kind == "sliding"}
     assert found == ({WINDOWS[name]} if name in WINDOWS else set())
@@ -109,8 +110,8 @@ def test_families_and_bundled_models_are_documented():
     assert [name for name in (*FAMILIES, *names()) if f"`{name}`" not in text] == []
 
 
-@pytest.mark.parametrize(
-    ("recorded", "name", "options"),
+@looped(
+    "recorded, name, options",
     [
         ("gpt-2", "gpt-2", {}),
         ("llama-3.1-8b", "llama-3.1-8b", {}),

@@ -9,6 +9,7 @@ from kvflow.layout.placement import page_bytes
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import MLA, ChunkedLocal, FullAttention, SlidingWindow
 from kvflow.models import GuessWarning, from_hf_config
+from tests.helpers.loops import looped
 
 PLAIN = {
     "model_type": "llama",
@@ -53,8 +54,8 @@ def test_plain_attention_is_described_layer_by_layer():
     }
 
 
-@pytest.mark.parametrize(
-    ("change", "field", "value"),
+@looped(
+    "change, field, value",
     [
         ({"head_dim": 96}, "head_size", 96),
         ({"head_dim": None}, "head_size", 64),
@@ -74,8 +75,8 @@ def test_options_override_the_config():
     assert [state.dtype for state in mamba.states] == ["bfloat16", "bfloat16", "bfloat16", "float32"]
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
+@looped(
+    "config, expected",
     [
         ({"model_type": "mistral", "sliding_window": None}, [0, 0, 0, 0, 0, 0]),
         ({"model_type": "mistral", "sliding_window": 64}, [64] * 6),
@@ -100,7 +101,7 @@ def test_windows_follow_the_family(config, expected):
     assert windows(from_hf_config({**PLAIN, "num_hidden_layers": 6, **config})) == expected
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3", "gpt_oss", "cohere2", "exaone4"])
+@looped("family", ["llama", "qwen2", "gemma2", "gemma3", "gpt_oss", "cohere2", "exaone4"])
 def test_layer_types_come_before_the_rule_of_the_family(family):
     types = ["full_attention", "sliding_attention"]
     specs = from_hf_config({**PLAIN, "model_type": family, "layer_types": types, "sliding_window": 64})
@@ -112,8 +113,8 @@ def test_a_chunk_is_not_a_window():
     assert {type(spec) for spec in specs.values()} == {ChunkedLocal}
 
 
-@pytest.mark.parametrize(
-    ("config", "first"),
+@looped(
+    "config, first",
     [
         ({"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8}, "transformer.h.0.attn.attn"),
         ({**PLAIN, "model_type": "gpt_oss"}, "model.layers.0.attn.attn"),
@@ -207,8 +208,8 @@ def test_the_caller_overrides_the_dtype_of_states():
     assert state.dtype == "float16"
 
 
-@pytest.mark.parametrize(
-    ("config", "missing"),
+@looped(
+    "config, missing",
     [
         (PLAIN, "num_hidden_layers"),
         (PLAIN, "num_attention_heads"),
@@ -233,8 +234,8 @@ def test_a_missing_key_is_named_with_the_model_type(config, missing):
     assert repr(config["model_type"]) in refused.value.message
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
+@looped(
+    "change, said",
     [
         ({"num_hidden_layers": "2"}, "num_hidden_layers is '2', expected a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
@@ -264,8 +265,8 @@ def test_a_null_in_a_nested_text_model_is_no_missing_key():
     assert windows(from_hf_config({"model_type": "llama4", "text_config": llama4})) == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("change", "found"),
+@looped(
+    "change, found",
     [
         ({"model_type": "falcon", "multi_query": True, "num_attention_heads": 71, "hidden_size": 4544}, (1, 64, 0)),
         ({"model_type": "falcon", "multi_query": False}, (8, 64, 0)),
@@ -285,8 +286,8 @@ def test_one_kv_head_for_all_is_described_as_one(change, found):
     assert {(spec.num_kv_heads, spec.head_size, spec.window) for spec in specs} == {found}
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
+@looped(
+    "change, expected",
     [
         ({"model_type": "cohere2", "sliding_window": 64, "sliding_window_pattern": 2}, [65, 0, 65, 0, 65, 0]),
         ({"model_type": "cohere2"}, [4097, 4097, 4097, 0, 4097, 4097]),
@@ -358,7 +359,7 @@ def test_a_known_family_needs_no_guess(recwarn):
 FP8_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
-@pytest.mark.parametrize(
+@looped(
     "quantization",
     [
         {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": FP8_SCHEME}},
@@ -368,9 +369,8 @@ FP8_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": F
         {"quantization_config": {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}},
         {"quantization_config": {"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}},
     ],
-    ids=repr,
 )
-@pytest.mark.parametrize("nested", [False, True])
+@looped("nested", [False, True])
 def test_a_cache_that_the_checkpoint_quantizes_is_read(quantization, nested):
     config = {**PLAIN, **quantization}
     if nested:
@@ -379,8 +379,8 @@ def test_a_cache_that_the_checkpoint_quantizes_is_read(quantization, nested):
     assert {spec.dtype for spec in from_hf_config(config, cache_dtype="bfloat16").values()} == {"bfloat16"}
 
 
-@pytest.mark.parametrize(
-    ("quantization", "key"),
+@looped(
+    "quantization, key",
     [
         ({"kv_cache_scheme": {**FP8_SCHEME, "num_bits": 4}}, "kv_cache_scheme"),
         ({"kv_cache_scheme": {**FP8_SCHEME, "type": "int"}}, "kv_cache_scheme"),
@@ -392,7 +392,6 @@ def test_a_cache_that_the_checkpoint_quantizes_is_read(quantization, nested):
         ({"quantization": {"kv_cache_quant_algo": "INT8"}}, "kv_cache_quant_algo"),
         ({"quant_method": "quark", "export": {"kv_cache_group": ["*k_proj", "*v_proj"]}}, "kv_cache_group"),
     ],
-    ids=repr,
 )
 def test_a_quantized_cache_that_is_not_known_is_refused_by_its_name(quantization, key):
     config = {**PLAIN, "quantization_config": quantization}
@@ -402,9 +401,7 @@ def test_a_quantized_cache_that_is_not_known_is_refused_by_its_name(quantization
     assert {spec.dtype for spec in from_hf_config(config, cache_dtype="int8").values()} == {"int8"}
 
 
-@pytest.mark.parametrize(
-    "says_nothing", [None, {}, "fp8", {"kv_cache_scheme": None}, {"export": {"kv_cache_group": []}}]
-)
+@looped("says_nothing", [None, {}, "fp8", {"kv_cache_scheme": None}, {"export": {"kv_cache_group": []}}])
 def test_quantized_weights_alone_change_nothing(says_nothing):
     assert from_hf_config({**PLAIN, "quantization_config": says_nothing}) == from_hf_config(PLAIN)
 
@@ -463,7 +460,7 @@ def test_layers_that_share_the_cache_of_others_keep_nothing():
             from_hf_config({**e2b, "num_kv_shared_layers": odd})
 
 
-@pytest.mark.parametrize(
+@looped(
     "model_type",
     ["kimi_k3", "kimi_linear", "minimax_m3", "minimax_m3_vl", "qwen4_exp", "qwen4_exp_text", "step3p5", "step3p7"],
 )
@@ -472,8 +469,8 @@ def test_models_of_another_structure_are_refused_by_name(model_type):
         from_hf_config({**PLAIN, "model_type": model_type})
 
 
-@pytest.mark.parametrize("guess", [False, True])
-@pytest.mark.parametrize(
+@looped("guess", [False, True])
+@looped(
     "change",
     [
         {"v_head_dim": 128},
@@ -487,7 +484,6 @@ def test_models_of_another_structure_are_refused_by_name(model_type):
         {"hybrid_layer_pattern": [0, 1]},
         {"mamba_d_state": 16},
     ],
-    ids=lambda change: next(iter(change)),
 )
 def test_a_key_that_is_not_understood_is_refused_by_its_name(change, guess):
     (key,) = change
@@ -496,7 +492,7 @@ def test_a_key_that_is_not_understood_is_refused_by_its_name(change, guess):
             from_hf_config({**PLAIN, "model_type": model_type, **change}, guess=guess)
 
 
-@pytest.mark.parametrize("value", [None, False, 0, [], ""])
+@looped("value", [None, False, 0, [], ""])
 def test_a_key_that_says_nothing_is_no_reason_to_refuse(value):
     assert from_hf_config({**PLAIN, "num_kv_shared_layers": value}) == from_hf_config(PLAIN)
 
@@ -545,8 +541,8 @@ def test_layers_without_a_cache_are_left_out(said):
     assert [state.shape for state in specs["model.layers.0.mixer"].states] == [(32, 3), (32, 3), (32, 3), (4, 8, 16)]
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
+@looped(
+    "config, said",
     [
         ({**NEMOTRON, "hybrid_override_pattern": "MX"}, "hybrid_override_pattern is 'MX'"),
         (NEMOTRON, "hybrid_override_pattern is None"),

@@ -3,10 +3,12 @@
 import msgspec
 import pytest
 
+from tests.helpers.loops import looped
+
 from .examples import EVENTS
 
 
-@pytest.mark.parametrize("event", EVENTS.values(), ids=list(EVENTS))
+@looped("event", EVENTS.values(), ids=list(EVENTS))
 def test_events_are_frozen_and_json_safe(event):
     with pytest.raises(AttributeError):
         setattr(event, event.__struct_fields__[0], "changed")

@@ -8,6 +8,7 @@ import kvflow
 from kvflow.errors import ConfigInvalid
 from kvflow.events import LeaseEnded, OnlyEvents, TransferCompleted, WorkerOpened, WorkerStopped
 from kvflow.observability.logs import check_hooks
+from tests.helpers.loops import looped
 from tests.helpers.settings import flat_config
 
 SPECS = {"layers.0": kvflow.FullAttention(block_size=16, num_kv_heads=2, head_size=8, dtype="float32")}
@@ -33,7 +34,7 @@ class TakesTime:
         """Take an event."""
 
 
-@pytest.mark.parametrize(
+@looped(
     "hook",
     [
         takes_time,

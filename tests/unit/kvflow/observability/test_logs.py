@@ -35,6 +35,7 @@ from kvflow.observability.logs import (
     configure_logging,
     event_fields,
 )
+from tests.helpers.loops import looped
 
 from .examples import EVENTS, PEER
 
@@ -58,7 +59,7 @@ def test_every_event_has_a_level_and_an_example():
     assert LEVELS.keys() == known == {type(event) for event in EVENTS.values()}
 
 
-@pytest.mark.parametrize("name", EVENTS)
+@looped("name", EVENTS)
 def test_names_follow_from_the_types(name):
     assert event_name(type(EVENTS[name])) == name
 

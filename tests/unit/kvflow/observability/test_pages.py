@@ -14,6 +14,7 @@ import kvflow
 from kvflow.errors import ConfigInvalid
 from kvflow.events import LeaseEnded, OnlyEvents, WorkerOpened
 from kvflow.observability import pages
+from tests.helpers.loops import looped
 from tests.helpers.settings import flat_config
 
 from .test_http import PATIENCE_S, exchange, request
@@ -117,7 +118,7 @@ async def test_no_server_is_started_unless_a_setting_says_so():
         assert opened[0].http == ""
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:9400", "*:9400", "[::]:0", "192.0.2.1:9400", "example.org:0"])
+@looped("address", ["0.0.0.0:9400", "*:9400", "[::]:0", "192.0.2.1:9400", "example.org:0"])
 def test_addresses_that_others_reach_need_a_second_setting(address):
     with pytest.raises(ConfigInvalid, match="which other hosts may reach") as caught:
         config("p", http=address).check()
@@ -125,7 +126,7 @@ def test_addresses_that_others_reach_need_a_second_setting(address):
     config("p", http=address, http_public=True).check()
 
 
-@pytest.mark.parametrize("address", ["9400", "127.0.0.1", "127.0.0.1:70000", "tcp://127.0.0.1:1", "a b:1:2"])
+@looped("address", ["9400", "127.0.0.1", "127.0.0.1:70000", "tcp://127.0.0.1:1", "a b:1:2"])
 def test_malformed_addresses_are_refused(address):
     with pytest.raises(ConfigInvalid, match="http"):
         config("p", http=address).check()

@@ -17,6 +17,7 @@ from kvflow.reads.reach import judge_rate
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
 from tests.helpers.async_backend import AsyncTransport, LinkModel
+from tests.helpers.loops import looped
 from tests.unit.kvflow.worker.helpers import PATIENCE_S, SECRET
 
 SPECS = {name: FullAttention(block_size=256, num_kv_heads=8, head_size=128, dtype="float16") for name in "abcd"}
@@ -87,8 +88,8 @@ def told(carrier, gb_per_s, memories=("VRAM", "VRAM")):
     return list(judge_rate(rate, carrier))
 
 
-@pytest.mark.parametrize(
-    ("carrier", "word"),
+@looped(
+    "carrier, word",
     [
         (Carrier("tcp", "kind", "tcp"), "TCP"),
         (Carrier("cuda_ipc", "addresses", "nixl"), "NVLink"),

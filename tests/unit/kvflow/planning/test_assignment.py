@@ -20,8 +20,8 @@ def shared(sources, target=(0, 1), specs=SPECS, rotation=0):
     )
 
 
-@pytest.mark.parametrize(
-    ("sources", "target", "expected"),
+@looped(
+    "sources, target, expected",
     [
         ([(0, 1)], (0, 1), (0,)),
         ([(0, 2), (1, 2)], (0, 2), (0,)),

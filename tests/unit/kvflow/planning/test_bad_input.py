@@ -85,7 +85,7 @@ DISAGREEMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", DISAGREEMENTS)
+@looped("name", DISAGREEMENTS)
 def test_a_disagreement_names_the_field_and_both_values_from_either_side(name):
     one, other, field, values = DISAGREEMENTS[name]
     source, target = (each if isinstance(each, Manifest) else manifest_of({"a": each}) for each in (one, other))

@@ -11,6 +11,7 @@ from kvflow.layout.component import Region
 from kvflow.planning.bind import DESCRIPTORS_MAX, ROWS_MAX, Rows
 from kvflow.planning.plan import plan_transfer
 from kvflow.planning.runs import Units
+from tests.helpers.loops import looped
 
 from .helpers import binding_of, full, manifest_of, unit_pairs
 
@@ -67,8 +68,8 @@ def test_a_region_gives_address_memory_and_device():
     assert (moved.table - binding.source.table).tolist() == [[5000, 0, 3, 0, 0]]
 
 
-@pytest.mark.parametrize(
-    ("budgets", "cuts"),
+@looped(
+    "budgets, cuts",
     [
         ({"chunk_bytes": 2048}, [0, 2, 4, 5]),
         ({"chunk_bytes": 2047}, [0, 1, 2, 3, 4, 5]),

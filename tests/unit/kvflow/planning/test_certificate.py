@@ -9,6 +9,7 @@ from kvflow.planning.certificate import Missing, PlannedGroup, certify
 from kvflow.planning.match import match_groups
 from kvflow.planning.plan import plan_transfer
 from kvflow.planning.runs import RunTable, Units, cut_fragments, group_by_shape
+from tests.helpers.loops import looped
 
 from .helpers import full, manifest_of, sliding
 
@@ -51,8 +52,8 @@ def test_of_many_layers_of_one_shape_the_wrong_one_is_named(monkeypatch, proven_
         certify(cache, [PlannedGroup(pair, runs, whole, whole)])
 
 
-@pytest.mark.parametrize(
-    ("side", "row", "words"),
+@looped(
+    "side, row, words",
     [
         ("source", 0, "read from elsewhere"),
         ("source", 1, "read from elsewhere"),

@@ -59,8 +59,8 @@ def test_both_ranks_of_two_fill_one():
     assert filled == [[(0, 2), (8, 6), (10, 7)], [(1, 2), (9, 6), (11, 7)]]
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "unit", "units"),
+@looped(
+    "source, target, unit, units",
     [
         ((0, 2, 1), (0, 1, 1), 1, (16, 16)),
         ((0, 2, 16), (0, 1, 1), 16, (1, 1)),
@@ -76,8 +76,8 @@ def test_units_divide_what_lies_together(source, target, unit, units):
     assert (group.unit_tokens, (group.source_units, group.target_units)) == (unit, units)
 
 
-@pytest.mark.parametrize(
-    ("source_ids", "target_ids", "num_tokens", "expected"),
+@looped(
+    "source_ids, target_ids, num_tokens, expected",
     [
         ([7, 8], [1, 2], 64, [(1, 7), (2, 8)]),
         ([7, 8], [1, 2], 33, [(1, 7)]),  # tokens 32 and on are the other rank's
@@ -224,8 +224,8 @@ def test_a_certificate_names_the_tokens_of_other_ranks():
     assert plan_transfer(latents(1, 2, 1), latents(3, 4, 1)).certificate.complete
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "block_size", "blocks", "counts"),
+@looped(
+    "source, target, block_size, blocks, counts",
     [
         ((0, 1, 1), (0, 2, 1), 16, 2, (32, 32)),  # neighbors here are every other token there
         ((0, 2, 1), (0, 1, 1), 16, 2, (16, 16)),

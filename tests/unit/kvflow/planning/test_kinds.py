@@ -350,8 +350,8 @@ def test_a_certificate_names_the_slices_of_states_that_a_rank_lacks():
     ]
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "runs", "consecutive"),
+@looped(
+    "source, target, runs, consecutive",
     [
         # Alone, kernel blocks are blocks of 16: whatever the block tables say, neighbors merge.
         (Side(*attention(64, **KERNELS), layout="LBNHC"), Side(*attention(16), layout="LBNHC"), 2, 2),

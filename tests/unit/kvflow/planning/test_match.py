@@ -9,6 +9,7 @@ from kvflow.layout.manifest import Layer, Manifest, ManifestGroup, Provenance
 from kvflow.layout.specs import MLA, Mamba, Opaque, State
 from kvflow.planning.match import count_unread_layers, match_groups, omitted_layers
 from kvflow.planning.plan import plan_transfer
+from tests.helpers.loops import looped
 
 from .helpers import full, manifest_of, sliding
 
@@ -25,8 +26,8 @@ def match(source, target):
     return match_groups(manifest_of(source), manifest_of(target))
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "field", "values"),
+@looped(
+    "source, target, field, values",
     [
         ({"a": full(head_size=8)}, {"a": full(head_size=16)}, "a.k.head_size", (8, 16)),
         ({"a": full(dtype="float16")}, {"a": full(dtype="bfloat16")}, "a.k.dtype", ("float16", "bfloat16")),
@@ -149,8 +150,8 @@ def drafting(*drafts, names="ab"):
     return replace(manifest_of(specs), rebuilt=drafts)
 
 
-@pytest.mark.parametrize(
-    ("sources", "target", "told"),
+@looped(
+    "sources, target, told",
     [
         ([drafting()], drafting("x"), [("target", "x")]),
         ([drafting("x")], drafting(), [("source", "x")]),

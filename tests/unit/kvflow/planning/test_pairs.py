@@ -53,7 +53,7 @@ def test_what_is_not_a_flat_list_of_known_blocks_is_refused(wrong):
     assert caught.value.group == 1
 
 
-@pytest.mark.parametrize(
+@looped(
     "right",
     [
         [3, 4, -1],
@@ -64,7 +64,6 @@ def test_what_is_not_a_flat_list_of_known_blocks_is_refused(wrong):
         np.array([3, 4], np.uint8),
         [],
     ],
-    ids=repr,
 )
 def test_any_sequence_of_integers_will_do(right):
     (checked,) = check(right)
@@ -73,8 +72,8 @@ def test_any_sequence_of_integers_will_do(right):
     assert checked is not right or isinstance(right, tuple), "what the caller does to his list later is not our concern"
 
 
-@pytest.mark.parametrize("form", [list, tuple, np.array])
-@pytest.mark.parametrize("unique", [True, False])
+@looped("form", [list, tuple, np.array])
+@looped("unique", [True, False])
 def test_few_ids_are_a_tuple_and_many_an_array(form, unique):
     for count in (FEW_IDS, FEW_IDS + 1):
         given = form(range(count))
@@ -114,9 +113,9 @@ def test_a_block_is_a_target_once_and_a_source_as_often_as_it_is_listed(lists, a
     assert len(check(*lists, aliases=aliases, unique=False)) == len(lists)
 
 
-@pytest.mark.parametrize("unique", [True, False], ids=["targets", "sources"])
-@pytest.mark.parametrize(
-    ("lists", "aliases", "named"),
+@looped("unique", [True, False], ids=["targets", "sources"])
+@looped(
+    "lists, aliases, named",
     [
         ([[3], [4, 3]], [0, 0], "block 3 is in groups 0 and 1"),
         ([[1], [2], [5, 2]], [0, 1, 1], "block 2 is in groups 1 and 2"),
@@ -149,8 +148,8 @@ def paired(plan, source, target, num_tokens):
     return found
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "num_tokens", "expected"),
+@looped(
+    "source, target, num_tokens, expected",
     [
         ([5, 6, 7], [1, 2, 3], 48, [(1, 5), (2, 6), (3, 7)]),
         ([5, 6, 7], [1, 2, 3], 33, [(1, 5), (2, 6), (3, 7)]),
@@ -178,8 +177,8 @@ def test_a_ticket_with_a_block_too_many_is_refused_and_not_shifted():
         paired(group_plan(), [5, 6, 7, 9], [1, 2, 3], 48)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "source", "target", "num_tokens", "expected"),
+@looped(
+    "sizes, source, target, num_tokens, expected",
     [
         # 16 -> 64: unit u of target block b is 4 b + u.
         ((16, 64), [9, 8, 7, 6, 5], [0, 1], 80, [(0, 9), (1, 8), (2, 7), (3, 6), (4, 5)]),
@@ -197,8 +196,8 @@ def test_lists_of_unequal_blocks(sizes, source, target, num_tokens, expected):
     assert paired(group_plan(*sizes), source, target, num_tokens) == expected
 
 
-@pytest.mark.parametrize(
-    ("sizes", "source", "target", "num_tokens", "token"),
+@looped(
+    "sizes, source, target, num_tokens, token",
     [
         ((16, 16), [6, 7], [1, 2, 3], 48, 0),
         ((16, 16), [5, -1, 7], [1, 2, 3], 48, 16),
@@ -234,8 +233,8 @@ def test_targets_before_token_0_are_refused(target, num_tokens):
     assert caught.value.group == 0
 
 
-@pytest.mark.parametrize(
-    ("sizes", "source", "target", "num_tokens", "expected"),
+@looped(
+    "sizes, source, target, num_tokens, expected",
     [
         # The last 29 tokens of 80, from token 51 on: the source has let go of all before 48, in the block of 64.
         ((16, 64), [6, 5], [0, 1], 80, [(3, 6), (4, 5)]),
@@ -250,8 +249,8 @@ def test_what_lies_before_a_window_in_its_first_block_may_be_gone(sizes, source,
     assert paired(plan, source, target, num_tokens) == expected
 
 
-@pytest.mark.parametrize(
-    ("window", "units"),
+@looped(
+    "window, units",
     [
         (33, [3, 4]),  # from token 48 on, the first of unit 3
         (34, [2, 3, 4]),  # from token 47 on, the last of unit 2

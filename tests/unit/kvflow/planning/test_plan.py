@@ -7,6 +7,7 @@ from kvflow.layout.groups import Group
 from kvflow.layout.specs import Opaque
 from kvflow.planning.pairs import pair_units
 from kvflow.planning.plan import PlanCache, PlanLimits, plan_transfer
+from tests.helpers.loops import looped
 
 from .helpers import full, ids, manifest_of, sliding
 
@@ -25,8 +26,8 @@ def test_published_descriptor_counts(blocks, per_layer, packed):
     assert plan_transfer(split, split).descriptors(blocks, consecutive=True) == 56
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kv", ["content", "split"])
+@looped("layout", LAYOUTS)
+@looped("kv", ["content", "split"])
 def test_equal_caches_merge_as_far_as_they_are_dense(layout, kv):
     specs = {name: full(num_kv_heads=4) for name in ("a", "b", "c")}
     cache = manifest_of(specs, layout=layout, kv=kv)

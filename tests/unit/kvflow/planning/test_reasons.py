@@ -5,6 +5,7 @@ from msgspec.structs import replace
 
 from kvflow.layout.specs import MLA, Mamba, State
 from kvflow.planning.plan import plan_transfer
+from tests.helpers.loops import looped
 
 from .helpers import full, manifest_of
 
@@ -21,8 +22,8 @@ def said(source, target):
     return plan_transfer(source, target).explain().splitlines()
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "words"),
+@looped(
+    "source, target, words",
     [
         ({}, {}, "1 run of 131,072 bytes for each unit of 16 tokens (1 per source block, 1 per target block)"),
         ({}, {}, "all that moves lies together on both sides; 1 of 1 merge over consecutive blocks"),

@@ -1,11 +1,11 @@
 """Runs join only where both sides are dense and move alike."""
 
 import numpy as np
-import pytest
 
 from kvflow.layout.specs import MLA, Mamba, State
 from kvflow.planning.match import ComponentPair, match_groups
 from kvflow.planning.runs import Run, RunTable, Side, Units, cut_fragments, merge_runs
+from tests.helpers.loops import looped
 
 from .helpers import full, manifest_of
 
@@ -22,8 +22,8 @@ def shapes(runs):
     return [(run.nbytes, run.source.offset, run.target.offset) for run in runs]
 
 
-@pytest.mark.parametrize(
-    ("runs", "expected"),
+@looped(
+    "runs, expected",
     [
         ([(4, 0, 0), (4, 4, 4)], [(8, 0, 0)]),
         ([(4, 4, 4), (4, 0, 0)], [(8, 0, 0)]),  # order of the target, whatever was given
@@ -37,8 +37,8 @@ def test_neighbors_on_both_sides_join(runs, expected):
     assert shapes(merge_runs([table(*runs)])) == expected
 
 
-@pytest.mark.parametrize("row", [0, 2, 3, 4])
-@pytest.mark.parametrize("side", ["source", "target"])
+@looped("row", [0, 2, 3, 4])
+@looped("side", ["source", "target"])
 def test_what_moves_differently_does_not_join(side, row):
     runs = table((4, 0, 0), (4, 4, 4))
     getattr(runs, side)[row, 1] += 1
@@ -71,8 +71,8 @@ def test_fragments_of_a_part_start_at_its_heads_on_both_sides():
     assert merge_runs([runs]).unit_bytes == 32
 
 
-@pytest.mark.parametrize(
-    ("units", "offsets"),
+@looped(
+    "units, offsets",
     [
         (Units(16, 1, 1), [0]),
         (Units(0, 1, 1), [0]),  # a state
@@ -87,8 +87,8 @@ def test_units_lie_kernel_block_by_kernel_block(units, offsets):
     assert units.offsets(kernel_stride, unit_stride).tolist() == [[offset, 0] for offset in offsets]
 
 
-@pytest.mark.parametrize(
-    ("units", "strides", "step", "even"),
+@looped(
+    "units, strides, step, even",
     [
         (Units(16, 1, 1), (1000, 0, 0), 1000, True),
         (Units(0, 1, 1), (1000, 0, 0), 1000, True),

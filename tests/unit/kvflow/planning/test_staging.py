@@ -12,6 +12,7 @@ from kvflow.planning.bind import StagedBinding, bind_plan
 from kvflow.planning.plan import plan_transfer
 from kvflow.planning.staging import STAGING_BUFFERS, buffer_bytes_of
 from tests.fakes.staging import Costs, PlansAt, plan_at
+from tests.helpers.loops import looped
 
 from .helpers import full, manifest_of, unit_pairs
 
@@ -54,8 +55,8 @@ def test_without_staging_memory_a_plan_does_not_compare():
     assert "staged" not in plan.explain()
 
 
-@pytest.mark.parametrize(
-    ("layers", "heads", "target", "is_staged"),
+@looped(
+    "layers, heads, target, is_staged",
     [
         # Half of the heads of token-major pages: pieces of 256 B, 512 B, 1 KiB, 2 KiB and 4 KiB.
         (32, 2, {"layout": "LBNHC", "tp": (0, 2)}, True),
@@ -94,8 +95,8 @@ def test_small_pieces_in_memory_of_devices_are_read_directly():
 CHEAP, EVEN = replace(DEAR, descriptor_s=1e-9), replace(DEAR, descriptor_s=2e-7)
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
+@looped(
+    "how, words",
     [
         ({}, "direct takes 128 descriptors and about 525 us, staged 8 descriptors, 1 copy and about 75 us; staged"),
         ({}, "staged, because it is 7.0 times cheaper"),
@@ -194,15 +195,15 @@ def test_a_buffer_has_a_bounded_number_of_places():
     assert group.staged.places == 4096
 
 
-@pytest.mark.parametrize("staging_bytes", [0, 1, 8 * 4096 - 1, 8 * 4096, 8 * 4096 + 1, 1 << 30])
+@looped("staging_bytes", [0, 1, 8 * 4096 - 1, 8 * 4096, 8 * 4096 + 1, 1 << 30])
 def test_buffers_are_whole_pages_and_no_more_than_was_given(staging_bytes):
     nbytes = buffer_bytes_of(staging_bytes)
     assert nbytes % 4096 == 0
     assert staging_bytes - STAGING_BUFFERS * 4096 < nbytes * STAGING_BUFFERS <= staging_bytes
 
 
-@pytest.mark.parametrize(
-    ("pairs", "chunk_descriptors", "cuts", "merged"),
+@looped(
+    "pairs, chunk_descriptors, cuts, merged",
     [
         (range(6), 256, [0, 4, 6], 8),
         (range(0, 12, 2), 256, [0, 4, 6], 48),

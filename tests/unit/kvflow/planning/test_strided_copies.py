@@ -16,6 +16,7 @@ from kvflow.planning.staging import (
     StridedCopies,
     room_left,
 )
+from tests.helpers.loops import looped
 
 
 def table_of(*runs, slot_stride=4096, region=0):
@@ -43,8 +44,8 @@ def moved(boxes):
     return sorted(pieces)
 
 
-@pytest.mark.parametrize(
-    ("runs", "axes"),
+@looped(
+    "runs, axes",
     [
         ([(8, 0, 0)], [[]]),
         ([(8, 0, 0), (8, 16, 8)], [[(2, 16, 8)]]),
@@ -71,7 +72,7 @@ def test_a_box_keeps_what_leads_from_unit_to_unit():
     assert StridedCopies(table_of((8, 0, 0), region=3)).region.tolist() == [3]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@looped("seed", range(20))
 def test_whatever_is_folded_every_piece_is_moved_once(seed):
     rng = np.random.default_rng(seed)
     steps = rng.integers(8, 2000, (3, 2))
@@ -125,8 +126,8 @@ def test_more_axes_than_there_are_columns_make_more_boxes():
     assert moved(boxes) == sorted(runs)
 
 
-@pytest.mark.parametrize(
-    ("room", "axes", "left"),
+@looped(
+    "room, axes, left",
     [
         (0, [(1, 0)], 0),
         (100, [(5, 25)], 0),

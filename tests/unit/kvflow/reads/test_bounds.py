@@ -25,6 +25,7 @@ from kvflow.reads.bounds import (
     merge,
 )
 from kvflow.reads.contract import PreparedList
+from tests.helpers.loops import looped
 
 numbers = st.one_of(
     st.integers(-2, 70),
@@ -190,8 +191,8 @@ def test_exactly_the_units_that_both_sides_have_pass(source, target, many):
             check_pairs(pairs, 8, 9)
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
+@looped(
+    "source, target",
     [
         (np.array([0, 1]), np.array([0])),
         (np.array([], np.int64), np.array([], np.int64)),

@@ -8,6 +8,7 @@ from kvflow.layout.component import Region
 from kvflow.reads import thread
 from kvflow.reads.loopback import LoopbackBackend
 from kvflow.reads.thread import PLANES, copy_threads_for, create_transport
+from tests.helpers.loops import looped
 from tests.helpers.settings import flat_config
 from tests.unit.kvflow.reads.test_planes import Memory
 
@@ -62,6 +63,6 @@ def test_a_tcp_plane_with_an_address_must_be_there(monkeypatch):
         opened(monkeypatch, absent=["tcp"], tcp_bind="tcp://127.0.0.1:5700")
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (4, 2), (64, 2)])
+@looped("cores, threads", [(1, 1), (2, 1), (3, 1), (4, 2), (64, 2)])
 def test_a_second_thread_copies_where_the_engine_leaves_a_core(cores, threads):
     assert copy_threads_for(cores) == threads

@@ -1,9 +1,9 @@
 """What facts of both sides promise, and why a peer that they promise more for is read over TCP."""
 
-import pytest
 from msgspec.structs import replace
 
 from kvflow.reads.reach import RDMA, HostFacts, allows, host_facts, reach, unreached
+from tests.helpers.loops import looped
 
 FACTS = HostFacts(
     host="a", boot_id="boot", pid_namespace="pid:[1]", pid=1, ptrace_scope="1", network_cards=(), variables={}
@@ -18,8 +18,8 @@ def facts(**changes):
     return replace(FACTS, **changes)
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "carrier", "words"),
+@looped(
+    "ours, theirs, carrier, words",
     [
         ({}, {}, "cma", []),
         ({"on_device": True}, {"on_device": True}, "cuda_ipc", []),
@@ -53,8 +53,8 @@ def test_what_the_addresses_refuse_is_explained_by_the_facts():
     assert "both have RDMA devices" in remedy
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "words"),
+@looped(
+    "ours, theirs, words",
     [
         ({**GPU, **WITHOUT_CUDA}, GPU, "Unset UCX_TLS"),
         (GPU, {**GPU, "pid_namespace": "pid:[2]"}, "one PID namespace"),
@@ -70,8 +70,8 @@ def test_tcp_between_gpus_or_hosts_with_rdma_has_a_remedy(ours, theirs, words):
     assert bool(words) == bool(remedy)
 
 
-@pytest.mark.parametrize(
-    ("value", "cma", "rdma", "cuda_ipc"),
+@looped(
+    "value, cma, rdma, cuda_ipc",
     [
         ("all", True, True, True),
         ("tcp,cma", True, False, False),

@@ -11,6 +11,7 @@ from kvflow.planning.pairs import UnitPairs
 from kvflow.reads import pulls
 from kvflow.reads.contract import Part, RankRead, ReadEnded
 from kvflow.report import PHASES, TransferReport
+from tests.helpers.loops import looped
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_a_pull_that_moved_nothing_has_neither_descriptors_nor_phases():
     assert report.timings_s == {"handshake": 0.5, "total": 8.5}
 
 
-@pytest.mark.parametrize(
+@looped(
     "read",
     [
         repr,

@@ -15,6 +15,7 @@ from kvflow.reads.bounds import check_rows, check_scatter
 from kvflow.reads.contract import CancelReads, Part, PeerAddress, PreparedList, RankRead, ReadEnded
 from kvflow.reads.core import PostReads, ReadCore, RemovePeer, ResetReader
 from kvflow.reads.staging import Scatterer, StagingMemory, evenly_spaced
+from tests.helpers.loops import looped
 from tests.unit.kvflow.reads.test_core import EPOCHS, ScriptedBackend
 
 from .lane_reads import Units
@@ -23,8 +24,8 @@ PIECE, SLOTS, UNITS = 16, 8, 32
 BUFFER = 4096
 
 
-@pytest.mark.parametrize(
-    ("places", "stretches"),
+@looped(
+    "places, stretches",
     [
         ([], []),
         ([5], [(0, 1, 5, 0)]),

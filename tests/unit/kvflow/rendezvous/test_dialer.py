@@ -15,6 +15,7 @@ from kvflow.rendezvous.listener import Listener
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.producer import LeaseManager
 from kvflow.worker.runtime import open_worker
+from tests.helpers.loops import looped
 from tests.unit.kvflow.worker.helpers import lease_of
 from tests.unit.kvflow.worker.pulling import FaultyNetwork
 
@@ -231,8 +232,8 @@ async def test_an_older_producer_says_no_more_than_that_a_lease_has_ended(monkey
         assert (end, end.words) == (LeaseEnd("unknown", None), "it ended, reason unknown")
 
 
-@pytest.mark.parametrize(
-    ("ended_by", "words"),
+@looped(
+    "ended_by, words",
     [
         ("expired", "it expired 12.500 s ago"),
         ("revoked", "the producer revoked it 12.500 s ago"),

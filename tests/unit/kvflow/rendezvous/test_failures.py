@@ -1,16 +1,15 @@
 """Every error of the handshake becomes one of ours, with its words, its remedy and whom it is about."""
 
-import pytest
-
 from handshake import errors as theirs
 from kvflow import errors as ours
 from kvflow.rendezvous.endpoint import Distrusted, NotDialed, as_kvflow_error
+from tests.helpers.loops import looped
 
 PEER = "tcp://127.0.0.1:5000"
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
+@looped(
+    "error, kind",
     [
         (theirs.AddressInvalid("m", remedy="do"), ours.ConfigInvalid),
         (theirs.Unauthenticated("m", remedy="do"), ours.AuthenticationFailed),

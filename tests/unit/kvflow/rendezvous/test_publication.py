@@ -181,7 +181,7 @@ def test_a_lie_is_a_violation(path, value):
     refused(with_(path, value))
 
 
-@pytest.mark.parametrize(
+@looped(
     "endpoint",
     [
         *("node-7:5700", "tcp://node-7", "tcp://node-7:0", "tcp://node-7:65536", "tcp://:5700", "tcp://a/b:5700"),
@@ -229,10 +229,9 @@ def test_a_manifest_of_ours_that_nobody_would_read_is_not_published():
         encode(advertisement(manifest=manifest))
 
 
-@pytest.mark.parametrize(
+@looped(
     "payload",
     [b"", b"\xc1", b"\x81", b"\x91" * 100_000, b"\x81\xa1\xff\x01", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff"],
-    ids=lambda payload: repr(payload[:8]),
 )
 def test_bytes_that_are_no_message_are_a_violation(payload):
     with pytest.raises(ProtocolViolation):

@@ -30,6 +30,7 @@ from kvflow.rendezvous.issuer import TicketMint
 from kvflow.rendezvous.listener import Listener
 from kvflow.rendezvous.questions import AnswerHeld, AskHeld
 from kvflow.worker.answers import Answers
+from tests.helpers.loops import looped
 
 from .helpers import INCARNATION, OURS, PATIENCE_S, SECRET, SECURITY, config, linked, producing
 
@@ -358,7 +359,7 @@ async def test_a_question_of_a_newer_release_is_answered_with_nothing(answers):
     assert len(answers[1]) == 1
 
 
-@pytest.mark.parametrize(
+@looped(
     "encoded",
     [
         b"\xc1",
@@ -380,7 +381,7 @@ def test_a_worker_that_does_not_know_the_question_holds_nothing():
     assert questions.decode_kept(b"", peer="somebody") is None
 
 
-@pytest.mark.parametrize(
+@looped(
     "answer",
     [{"new": b"x" * 12}, {"gone": b"x" * 7}, {"new": bytes(8 * 4097)}, {"until": -1}, {"begun": 1 << 63}],
     ids=["new", "gone", "too many", "before all", "behind all"],

@@ -16,6 +16,7 @@ from kvflow.worker.snapshot import (
     decode_inspection,
     encode_inspection,
 )
+from tests.helpers.loops import looped
 
 from .helpers import PULL
 
@@ -83,7 +84,7 @@ def test_keys_of_peers_that_wait_are_not_told():
 NEGATIVE = {"leases": -1, "pulls": 0, "quarantined": []}
 
 
-@pytest.mark.parametrize(
+@looped(
     "report",
     [
         b"\xc1",

@@ -13,6 +13,7 @@ from kvflow.leases.held import OpenGroups
 from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.threaded import run_worker
+from tests.helpers.loops import looped
 
 from .helpers import PATIENCE_S, SECRET, Reports
 from .pulling import config, opened
@@ -144,7 +145,7 @@ async def test_too_few_blocks_do_not_seal(worker, short, minted):
     assert worker.snapshot().held_leases[0].num_blocks == 6
 
 
-@pytest.mark.parametrize("short", SHORT)
+@looped("short", SHORT)
 def test_the_worker_of_a_thread_refuses_too_few_blocks(short):
     with run_worker(config(), cache_of()) as worker:
         for call in (

@@ -19,6 +19,7 @@ from kvflow.reads.nixl.metadata import (
     inspect,
     is_within_a_host,
 )
+from tests.helpers.loops import looped
 
 CORPUS = Path(__file__).parents[4] / "fuzz" / "corpus"
 VALID = bytes.fromhex((CORPUS / "metadata-valid.txt").read_text())
@@ -64,14 +65,14 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.parametrize("name", IMPOSSIBLE)
+@looped("name", IMPOSSIBLE)
 def test_what_cannot_be_is_refused(name):
     blob, why = IMPOSSIBLE[name]
     with pytest.raises(ValueError, match=why):
         inspect(blob, AGENT)
 
 
-@pytest.mark.parametrize("line", (CORPUS / "metadata.txt").read_text().split())
+@looped("line", (CORPUS / "metadata.txt").read_text().split())
 def test_what_has_crashed_nixl_is_refused(line):
     blob = bytes.fromhex(line)
     with pytest.raises(ValueError, match="invalid "):
@@ -144,7 +145,7 @@ BY_FLAGS = [
 ]
 
 
-@pytest.mark.parametrize(("ours", "theirs", "carrier"), BY_FLAGS)
+@looped("ours, theirs, carrier", BY_FLAGS)
 def test_nvlink_between_hosts_and_pods_follows_from_flags(ours, theirs, carrier):
     near = {**theirs, **ours}.keys() <= {"flags"}  # then cma reaches the peer, too
     found = carrier_between(on_gpu(**ours), on_gpu(**theirs), lambda _: near)
@@ -170,12 +171,12 @@ NEVER = {
 }
 
 
-@pytest.mark.parametrize(("ours", "theirs", "carrier"), [*NEAR, *FAR])
+@looped("ours, theirs, carrier", [*NEAR, *FAR])
 def test_what_carries_the_bytes_follows_from_what_both_have(ours, theirs, carrier):
     assert carrier_between(ours, theirs, lambda _: True) == carrier
 
 
-@pytest.mark.parametrize("name", NEVER)
+@looped("name", NEVER)
 def test_what_the_other_process_would_have_to_send_is_carried_by_nothing(name):
     assert carrier_between(*NEVER[name], lambda _: True) is None
 
@@ -196,7 +197,7 @@ def test_what_is_within_a_host_needs_no_encryption(ours, theirs, carrier):
     assert gpus or not is_within_a_host(ours, theirs, lambda _: False)
 
 
-@pytest.mark.parametrize(("ours", "theirs", "carrier"), FAR)
+@looped("ours, theirs, carrier", FAR)
 def test_what_is_between_hosts_needs_encryption(ours, theirs, carrier):
     assert not is_within_a_host(ours, theirs, lambda _: False)
 
@@ -217,8 +218,8 @@ def test_only_a_network_card_reaches_beyond_the_host():
 SETTINGS = {"NIXL": "1.5", "UCX_POSIX_FIFO_SIZE": "64"}
 
 
-@pytest.mark.parametrize(
-    ("theirs", "words"),
+@looped(
+    "theirs, words",
     [
         (SETTINGS, "^$"),
         ({**SETTINGS, "NIXL": "1.6"}, "^NIXL is '1.5' here and '1.6' at the peer; install the same release on both"),

@@ -9,6 +9,7 @@ import pytest
 from kvflow.reads.tcp import exporter as module
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.stream import Stream
+from tests.helpers.loops import looped
 from tests.unit.kvflow.reads.tcp.peers import EPOCH, PATIENCE_MS, SLOTS, Producer, block
 
 BIG = 1 << 20
@@ -536,7 +537,7 @@ def test_closing_ends_every_connection_and_every_read_of_the_cache(make):
     assert "kvflow-tcp-0" not in [thread.name for thread in threading.enumerate()]
 
 
-@pytest.mark.parametrize(("cores", "senders"), [(None, 1), (1, 1), (4, 1), (8, 2), (64, 4)])
+@looped("cores, senders", [(None, 1), (1, 1), (4, 1), (8, 2), (64, 4)])
 def test_senders_leave_cores_to_the_engine(cores, senders):
     assert module.senders_for(cores) == senders
 

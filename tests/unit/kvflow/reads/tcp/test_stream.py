@@ -12,6 +12,7 @@ import pytest
 
 from kvflow.reads.tcp import stream as module
 from kvflow.reads.tcp.stream import ByteRows, ChannelClosed, PlainStream, prepare_socket, rows_of
+from tests.helpers.loops import looped
 
 PATIENCE_MS = 60_000
 
@@ -63,7 +64,7 @@ def test_rows_arrive_in_the_rows_of_the_other_side(pair, seed):
     assert content_of(tables[0].tolist()) == content_of(tables[1].tolist())
 
 
-@pytest.mark.parametrize("seed", range(20))
+@looped("seed", range(20))
 def test_cuts_take_every_byte_once_and_in_order(seed):
     choose = random.Random(seed)
     memory = np.random.default_rng(seed).integers(0, 256, 40_000, np.uint8)

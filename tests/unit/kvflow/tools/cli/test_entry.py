@@ -11,6 +11,7 @@ import pytest
 
 from kvflow.tools.cli import INTERRUPTED, build_parser, main
 from kvflow.tools.demo.__main__ import build_parser as build_engine_parser
+from tests.helpers.loops import looped
 
 SERVERS = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2")
 
@@ -31,7 +32,7 @@ def examples(parser):
     return [line.strip() for line in lines]
 
 
-@pytest.mark.parametrize(("name", "parser"), [*commands(build_parser())])
+@looped("name, parser", [*commands(build_parser())])
 def test_every_command_has_a_description_and_an_example_that_parses(name, parser):
     assert parser.description.endswith(".")
     for example in examples(parser):
@@ -50,15 +51,13 @@ def flags(parser):
     return [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
 
 
-@pytest.mark.parametrize(
-    ("name", "parser"), [*commands(build_parser()), ("python -m kvflow.tools.demo", build_engine_parser())]
-)
+@looped("name, parser", [*commands(build_parser()), ("python -m kvflow.tools.demo", build_engine_parser())])
 def test_commands_and_flags_are_kebab_case(name, parser):
     assert WORDS.fullmatch(name.split()[-1].rpartition(".")[2])
     assert [flag for flag in flags(parser) if not WORDS.fullmatch(flag.removeprefix("--"))] == []
 
 
-@pytest.mark.parametrize(("name", "parser"), [*commands(build_parser())])
+@looped("name, parser", [*commands(build_parser())])
 def test_commands_with_results_print_them_as_json(name, parser):
     has_subcommands = any(isinstance(action, argparse._SubParsersAction) for action in parser._actions)
     assert ("--json" in flags(parser)) == (not has_subcommands and name not in WITHOUT_RESULTS)

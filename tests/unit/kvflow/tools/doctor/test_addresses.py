@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from kvflow.tools.doctor import facts
+from tests.helpers.loops import looped
 from tests.ports import free_port
 
 FOREIGN = "192.0.2.7"
@@ -69,8 +70,8 @@ def test_an_address_of_another_host_cannot_be_bound(host):
     assert facts.check_bind(f"{host}:7000").code == "bind_impossible"
 
 
-@pytest.mark.parametrize(
-    ("address", "code"),
+@looped(
+    "address, code",
     [
         ("0.0.0.0", "advertise_unreachable"),
         ("127.0.0.1:0", "advertise_unreachable"),

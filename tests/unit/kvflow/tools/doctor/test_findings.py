@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from kvflow.errors import AuthenticationFailed, FailureCode
 from kvflow.tools.cli.doctor import line_of
 from kvflow.tools.doctor.codes import CODES, Finding, exit_status, failure, found, ok, summarized
@@ -26,8 +24,8 @@ def test_codes_of_errors_are_not_used_for_something_else():
     assert set(CODES) & set(FailureCode) <= {"transfer_failed"}  # of an engine: the error that it reports
 
 
-@pytest.mark.parametrize(
-    ("statuses", "strict", "status"),
+@looped(
+    "statuses, strict, status",
     [
         ((), False, 0),
         (("ok", "note"), True, 0),

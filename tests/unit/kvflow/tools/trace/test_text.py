@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvflow.tools.trace.records import Phase, PullTrace, RequestTrace, Routed
 from kvflow.tools.trace.text import printable, shown_bytes, shown_ms, title_of
+from tests.helpers.loops import looped
 
 SECONDS = {
     "prefill": 0.640,
@@ -61,7 +62,7 @@ def test_the_parts_of_a_time_add_up_as_they_are_shown(seconds):
         assert float(shown[name] or "0") == pytest.approx(each * 1e3, abs=max(0.0011, sum(seconds) * 10.01))
 
 
-@pytest.mark.parametrize("hostile", ["\x1b[2J", "a\nb", "\u202egpj", "\x00", "\x9b31m"])
+@looped("hostile", ["\x1b[2J", "a\nb", "\u202egpj", "\x00", "\x9b31m"])
 def test_a_name_moves_no_cursor(hostile):
     assert printable(hostile).isprintable()
 
@@ -70,8 +71,6 @@ def test_long_names_are_cut():
     assert printable("x" * 1000, 20) == "x" * 17 + "..."
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "shown"), [(1, "1 B"), (4096, "4.1 kB"), (150_000, "150 kB"), (2e6, "2.0 MB"), (3.21e11, "321 GB")]
-)
+@looped("nbytes, shown", [(1, "1 B"), (4096, "4.1 kB"), (150_000, "150 kB"), (2e6, "2.0 MB"), (3.21e11, "321 GB")])
 def test_sizes(nbytes, shown):
     assert shown_bytes(nbytes) == shown
