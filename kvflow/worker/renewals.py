@@ -14,8 +14,8 @@ from kvflow.worker.peers import PeerPool
 RENEWALS_PER_LEASE = 3  # two may be lost before a lease runs out
 TICK_S = 0.02  # renewals are due at ticks. The first is due at the second tick, and most pulls end before
 REDIAL_S = 0.5  # until the next renewal of a lease whose peer is not connected
-RELEASE_PAUSE_S = 0.002  # collects releases: a message costs as much as several fences, and delays the next pull
-RELEASE_PAUSES_MAX = 10  # releases wait for one pause more while others join them, at most for so many
+RELEASE_PAUSE_S = 0.0005  # collects releases: a message costs as much as several fences, and delays the next pull
+RELEASE_PAUSES_MAX = 40  # releases wait for one pause more while others join them, at most for so many
 RELEASES_MAX = 256  # more than this many waiting releases are sent at once
 HELD_MAX = 65536  # as many leases as a producer's lease table remembers
 NEW = -1  # the tick of leases whose first renewal is not planned yet
