@@ -56,7 +56,7 @@ define install-vllm
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install -qq --disable-pip-version-check --upgrade 'pip>=25.1'
 	$(@D)/bin/pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(@D)/bin/pip install -qq --disable-pip-version-check --requirement tests/vllm/requirements.txt structlog --group test
+	$(@D)/bin/pip install -qq --disable-pip-version-check --requirement tests/vllm/requirements.txt structlog --group test --group coverage
 	$(@D)/bin/pip install -qq --disable-pip-version-check --no-deps --requirement $< --editable .
 	touch $@
 endef
@@ -170,9 +170,12 @@ compose-demo:
 test-compose: $(INSTALLED)
 	KVFLOW_TEST_COMPOSE=1 $(BIN)/python -m pytest --quiet -o faulthandler_timeout=500 tests/compose
 
+# `make test-vllm COVERED=1` also prints which lines of kvflow/integrations/vllm real engines run; it takes a third longer.
 .PHONY: test-vllm test-vllm-full test-ray bench-vllm
+test-vllm: export COVERAGE_RCFILE := tests/vllm/coverage.ini
 test-vllm: $(VLLM)/.installed $(ROUTERS)/.installed $(TRANSFORMERS)/.installed
-	KVFLOW_TEST_VLLM=usual $(VLLM)/bin/python -m pytest --quiet -o timeout=600 -o faulthandler_timeout=0 tests/vllm
+	KVFLOW_TEST_VLLM=usual $(VLLM)/bin/python $(if $(COVERED),-m coverage run) -m pytest --quiet -o timeout=600 -o faulthandler_timeout=0 tests/vllm
+	$(if $(COVERED),$(VLLM)/bin/python -m coverage combine --quiet && $(VLLM)/bin/python -m coverage report)
 
 test-vllm-full: $(VLLM)/.installed $(OLDER:%=$(VLLM)-%/.installed) $(ROUTERS)/.installed $(TRANSFORMERS)/.installed
 	KVFLOW_TEST_VLLM=full $(VLLM)/bin/python -m pytest --quiet -o timeout=900 -o faulthandler_timeout=0 tests/vllm
