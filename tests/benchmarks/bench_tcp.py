@@ -45,9 +45,9 @@ from kvflow.reads.thread import create_transport
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.worker import Worker
 from tests.benchmarks.loop import lag_during
-from tests.chaos.wire import address, enter, ip
 from tests.integration.flood_process import OF_DATA
 from tests.ports import free_port
+from tests.world.wire import address, enter, ip
 
 MIB = 1 << 20
 BLOCK = 16 << 10

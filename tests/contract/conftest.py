@@ -38,8 +38,8 @@ from kvflow.reads.contract import (
 from tests.contract.kinds import KINDS, credentials, serving
 from tests.devices import REAL, cache_of
 from tests.helpers.copying import copied_in_small_pieces
-from tests.integration.forked import ForkedProcess
 from tests.stopping import Mortal
+from tests.world.forked import ForkedProcess
 
 PATIENCE_S = 60.0
 SLOTS = 64

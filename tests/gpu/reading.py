@@ -8,7 +8,7 @@ import msgspec
 import kvflow
 from kvflow.leases.tickets import Ticket
 from tests.helpers.settings import flat_config
-from tests.integration.forked import ForkedProcess
+from tests.world.forked import ForkedProcess
 
 from .memory import PACKED, SECRET, build
 

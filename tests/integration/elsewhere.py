@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from tests.stopping import Mortal
+from tests.world.forked import ForkedProcess, whole_name
 
-from .forked import ForkedProcess, whole_name
 from .producing import Producer
 
 TESTS = Path(__file__).parents[1]

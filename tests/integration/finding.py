@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 import kvflow
 from kvflow import errors
 from kvflow.worker.environment import PRODUCTION
+from tests.world.words import Words, origin
 
 from .producing import configured
 from .reading import Tally
 from .recycling import NUM_BLOCKS, TARGET
-from .words import Words, origin
 
 
 class Host:

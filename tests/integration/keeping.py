@@ -15,10 +15,10 @@ from collections import deque
 import uvloop
 
 import kvflow
+from tests.world.words import Words, digests_of
 
 from .producing import configured
 from .recycling import NUM_BLOCKS, TARGET
-from .words import Words, digests_of
 
 CONVERSATIONS = 32
 BLOCKS_MAX = 8

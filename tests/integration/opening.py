@@ -17,11 +17,11 @@ import uvloop
 
 import kvflow
 from kvflow.events import LeaseEnded, OnlyEvents
+from tests.world.words import Words, digests_of
 
 from .keeping import SWITCH_S
 from .producing import configured
 from .recycling import NUM_BLOCKS, TARGET
-from .words import Words, digests_of
 
 BLOCKS_MAX = 12
 """Of one prompt."""

@@ -13,10 +13,10 @@ import kvflow
 from kvflow import errors
 from kvflow.events import TransferRetried
 from kvflow.worker.environment import PRODUCTION
+from tests.world.words import Words, latest_request, origin
 
 from .producing import configured
 from .recycling import NUM_BLOCKS, PATHS, TARGET
-from .words import Words, latest_request, origin
 
 TESTS = Path(__file__).parents[1]
 AT_ONCE = 2

@@ -24,10 +24,10 @@ from msgspec import Struct
 
 import kvflow
 from kvflow import errors
+from tests.world.words import Words, digests_of
 
 from .producing import SECRET, configured
 from .shapes import Shape
-from .words import Words, digests_of
 
 NUM_BLOCKS = 512
 REVOKED = 0.6

@@ -14,12 +14,12 @@ import pytest
 import kvflow
 from kvflow.worker.environment import PRODUCTION
 from tests.benchmarks.fenceless import without_fence
+from tests.world.words import digests_of
 
 from .finding import Finder, find_all, hosted
 from .keeping import BLOCKS_MAX, CONVERSATIONS
 from .producing import configured
 from .recycling import TARGET
-from .words import digests_of
 
 FETCHES = int(os.environ.get("KVFLOW_TEST_READS", "1500"))
 READERS = 4

@@ -11,10 +11,10 @@ from itertools import count
 import pytest
 
 from tests.helpers.waiting import PATIENCE_S
+from tests.world.words import digests_of
 
 from .finding import Finder, find_all, hosted
 from .opening import BLOCKS_MAX, WINDOW_BLOCKS
-from .words import digests_of
 
 OFFERS = int(os.environ.get("KVFLOW_TEST_READS", "1500"))
 READERS = 6

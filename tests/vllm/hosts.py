@@ -24,7 +24,7 @@ CONTROL_PORT = 5600
 """Of the first rank of an engine."""
 
 FIRST = "198.18.16"
-"""Network of the hosts. Source: RFC 2544, addresses for tests of networks; ``tests.chaos.wire`` has others of them."""
+"""Network of the hosts. Source: RFC 2544, addresses for tests of networks; ``tests.world.wire`` has others of them."""
 NAMESPACES = ("--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 BOOT = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 

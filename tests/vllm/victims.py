@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from tests.chaos.proxy import proxy
+from tests.world.proxy import proxy
 
 from .engines import ANSWER_S, KVFLOW, STOP_S, Engine, Nursery, Options, free_port
 
@@ -94,7 +94,7 @@ class Held:
 
 
 class Wire:
-    """The control connections to a port of this host, which can be held back and cut; see ``tests.chaos.proxy``.
+    """The control connections to a port of this host, which can be held back and cut; see ``tests.world.proxy``.
 
     Attributes:
         endpoint: what stands for the port.

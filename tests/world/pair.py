@@ -18,9 +18,9 @@ import kvflow
 from kvflow import errors
 from tests.integration.producing import configured
 from tests.integration.shapes import Shape
-from tests.integration.words import Words
-from tests.soak.processes import thread_pool
 from tests.stopping import stop_process
+from tests.world.processes import thread_pool
+from tests.world.words import Words
 
 from .descriptors import descriptors
 from .engine import RIGHT, WRONG

@@ -20,8 +20,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def whole_name(module):
-    """Return the name under which a child finds a module: of this folder, if it names no other."""
-    return module if "." in module else f"{Path(__file__).parent.name}.{module}"
+    """Return the name under which a child finds a module: of the integration tests, if it names no other."""
+    return module if "." in module else f"integration.{module}"
 
 
 def run(module, arguments, environment, stdin, stdout):
@@ -54,7 +54,7 @@ class ForkedProcess:
     """As much of ``subprocess.Popen`` as a child needs.
 
     Args:
-        module: whose ``main`` it runs: of this folder, or the one that its whole name says.
+        module: whose ``main`` it runs: of the integration tests, or the one that its whole name says.
         environment: more variables. Those that count while Python starts come too late.
         arguments: of its command line.
     """
@@ -68,7 +68,7 @@ class ForkedProcess:
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
         try:
             context.set_forkserver_preload([whole_name(name) for name in [*MODULES, module]])
-            target = importlib.import_module(whole_name("forked")).run
+            target = importlib.import_module("tests.world.forked").run
             (their_stdin, self.stdin), (self.stdout, their_stdout) = self._pipe("w"), self._pipe("r")
             told = (whole_name(module), list(arguments), environment, their_stdin, their_stdout)
             self._process = context.Process(target=target, args=told, daemon=True)

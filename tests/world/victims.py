@@ -4,8 +4,8 @@ import asyncio
 import time
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
-from tests.integration.forked import ForkedProcess
 from tests.ports import free_port
+from tests.world.forked import ForkedProcess
 
 from .engine import BLOCKS_MAX, RIGHT
 from .nodes import Node, NodeDied

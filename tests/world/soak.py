@@ -16,7 +16,7 @@ from kvflow import errors
 from tests.integration.producing import configured
 from tests.integration.recycling import NUM_BLOCKS, TARGET, Path
 from tests.integration.shapes import Shape
-from tests.integration.words import digests_of
+from tests.world.words import digests_of
 
 from .hosting import AwayError, Engine, Host
 from .measuring import more, sample
@@ -73,7 +73,7 @@ class Soak:
     """
 
     def __init__(self, seed, transport):
-        near, far = Host("tests.soak.engine_process"), Host("tests.soak.engine_process")
+        near, far = Host("tests.world.engine_process"), Host("tests.world.engine_process")
         self.tally = Tally()
         self.pulls = 0
         self.took_s = 0.0
@@ -88,7 +88,7 @@ class Soak:
         self._transport = transport
         self._spare = 0 if transport == "auto" else SPARE
         self._rng = random.Random(f"soak {seed}")
-        self._far, self._other = far, Host("tests.soak.reader_process")
+        self._far, self._other = far, Host("tests.world.reader_process")
         self._hosts = {"producer": near, "producer that is killed": far, "reader that is killed": self._other}
         early, pieces = {"computing": COMPUTING}, {"source": MANY_PIECES}
         self._engines = [

@@ -12,7 +12,7 @@ from kvflow import errors
 from kvflow.events import PullFailed, TransferCompleted, TransferRetried, TransferStarted
 from tests.integration.producing import configured
 from tests.integration.recycling import TARGET
-from tests.integration.words import Words, digests_of, origin
+from tests.world.words import Words, digests_of, origin
 
 from .processes import PLANES
 

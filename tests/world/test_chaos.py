@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.integration.shapes import Shape
-from tests.integration.words import Words
+from tests.world.words import Words
 
 from . import driver, victims
 from .blame import foreign

@@ -19,7 +19,7 @@ import uvloop
 import kvflow
 from tests.integration.producing import configured
 from tests.integration.recycling import NUM_BLOCKS, THREADS, Path, Recycler
-from tests.integration.words import Words
+from tests.world.words import Words
 
 from .processes import PLANES, one_arena, thread_pool
 

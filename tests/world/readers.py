@@ -1,5 +1,5 @@
 # ruff: noqa: T201 - a script prints what it finds
-"""``python -m tests.chaos.readers``: does a producer survive whatever its readers do? See docs/contributing/faults.md.
+"""``python -m tests.world.readers``: does a producer survive whatever its readers do? See docs/contributing/faults.md.
 
 A try is a producer and a reader, each a process with a real worker, and one thing that happens to the reader in the
 middle of a large pull, while the producer runs or is stopped. Afterwards the producer must live, serve a new reader the
@@ -413,7 +413,7 @@ def table(rows):
 
 def arguments(words=None):
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.readers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.world.readers", description=__doc__)
     of_config = typing.get_args(WorkerConfig.__annotations__["transport"])
     transports = [name for name in of_config if name != "loopback"]  # which moves bytes within a process only
     parser.add_argument("--transport", choices=transports, default=WorkerConfig(engine_id="any").transport)

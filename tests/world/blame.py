@@ -1,7 +1,7 @@
 """Of wrong words, whose they are."""
 
 from tests.integration.shapes import UNTOUCHED
-from tests.integration.words import origin
+from tests.world.words import origin
 
 SHOWN = 3
 NOBODYS = int.from_bytes(bytes([UNTOUCHED]) * 8, "little", signed=True)

@@ -1,6 +1,6 @@
 """One worker and the engine around it, which reuses its blocks as soon as it may, and notices what it should not find.
 
-Every element of its cache says whose it is (``tests.integration.words``). Numbers name requests, and nothing
+Every element of its cache says whose it is (``tests.world.words``). Numbers name requests, and nothing
 else has a number that another thing has: what was on offer is written over with its successor's number in the moment
 its lease has ended, and the target of a pull with a mark of its own when nothing may write to it any more. So a byte
 that comes from a block too late, or goes into one, is seen, and tells where it comes from.
@@ -16,7 +16,7 @@ import kvflow
 from kvflow import errors
 from tests.integration.producing import configured
 from tests.integration.shapes import Shape
-from tests.integration.words import Words, digests_of
+from tests.world.words import Words, digests_of
 
 from .blame import foreign
 from .descriptors import descriptors

@@ -1,4 +1,4 @@
-"""``python -m tests.soak``: pull for ten minutes, and say what became of it. See docs/contributing/faults.md.
+"""``python -m tests.world.soaking``: pull for ten minutes, and say what became of it. See docs/contributing/faults.md.
 
 With ``--offers`` nobody is disturbed, and the memory of a producer is watched over so many offers.
 """
@@ -24,7 +24,7 @@ PROGRESS = 10
 
 
 def arguments():
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.world.soaking", description=__doc__)
     parser.add_argument("--pulls", type=int, default=100_000)
     parser.add_argument("--round", type=int, default=1000, help="pulls between two looks at everybody at rest")
     parser.add_argument("--seed", type=int, default=0)

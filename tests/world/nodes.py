@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.integration.elsewhere import Child
 
-MODULE = "tests.chaos.node"
+MODULE = "tests.world.node"
 
 
 class NodeDied(Exception):

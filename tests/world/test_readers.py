@@ -1,4 +1,4 @@
-"""A few of the tries that ``python -m tests.chaos.readers`` does by hundreds, and that it sees what must not be."""
+"""A few of the tries that ``python -m tests.world.readers`` does by hundreds, and that it sees what must not be."""
 
 import os
 import signal

@@ -85,7 +85,7 @@ class Wired:
 async def wired(seed):
     """Make a wire; it and its namespaces end with this."""
     process = subprocess.Popen(  # noqa: ASYNC220 - it takes milliseconds
-        [sys.executable, "-m", "tests.chaos.wire", str(seed)],
+        [sys.executable, "-m", "tests.world.wire", str(seed)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
