@@ -158,10 +158,10 @@ fuzz: $(INSTALLED)
 		--tcp-frames $${FRAMES:-1000000} --tcp-answers $${LIES:-10000}
 
 soak: $(INSTALLED)
-	$(BIN)/python -m tests.world.soaking --pulls $${PULLS:-100000} --seed $${SEED:-0} --transport $${TRANSPORT:-auto} --offers $${OFFERS:-0}
+	$(BIN)/python -m tests.world soak --pulls $${PULLS:-100000} --seed $${SEED:-0} --transport $${TRANSPORT:-auto} --offers $${OFFERS:-0}
 
 chaos: $(INSTALLED)
-	$(BIN)/python -m tests.world --minutes $${MINUTES:-3} $${SEED:+--seed $$SEED}
+	$(BIN)/python -m tests.world chaos --minutes $${MINUTES:-3} $${SEED:+--seed $$SEED}
 
 # Only the image kvflow:local remains.
 compose-demo:

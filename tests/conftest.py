@@ -35,11 +35,6 @@ lines many times over: to measure them takes minutes, and adds half a percent.""
 SLOW: dict[str, list[str]] = {
     "architecture/test_wheel.py::test_every_installed_module_can_be_imported_without_a_checkout": [],
     "architecture/test_wheel.py::test_the_demo_runs_without_a_checkout": [],
-    "world/test_chaos.py::test_a_proxy_does_the_harm_that_it_is_told_to": [],
-    "world/test_chaos.py::test_a_proxy_that_refuses_listens_again_at_the_same_address": [],
-    "world/test_chaos.py::test_whoever_is_harmed_gets_well_and_nobody_else_notices": [],
-    "world/test_readers.py::test_a_producer_survives_whatever_its_readers_do": [],
-    "world/test_readers.py::test_a_producer_that_is_aborted_is_counted": [],
     "contract/test_processes.py::test_a_peer_killed_between_two_reads_fails_the_rest_of_them": ["tcp"],
     "contract/test_processes.py::test_a_peer_that_is_gone_fails_its_reads_and_nobody_elses": [],
     "contract/test_processes.py::test_a_peer_that_lives_can_be_removed_and_added_again": [],
@@ -135,10 +130,15 @@ SLOW: dict[str, list[str]] = {
     "integration/test_wrong_place.py::test_a_worker_refuses_calls_on_another_loop": [],
     "simulation/test_planted.py::test_a_planted_bug_is_found": ["first_check_left_out", "quarantine_skipped"],
     "simulation/test_planted.py::test_what_an_exporter_has_not_served_is_read_again": [],
+    "unit/kvflow/tools/cli/test_explain.py::test_the_change_that_is_named_has_the_count_that_is_named": [],
+    "world/test_chaos.py::test_a_producer_survives_whatever_its_readers_do": [],
+    "world/test_chaos.py::test_a_producer_that_is_aborted_or_keeps_a_reader_is_seen": [],
+    "world/test_chaos.py::test_a_proxy_does_the_harm_that_it_is_told_to": [],
+    "world/test_chaos.py::test_a_proxy_that_refuses_listens_again_at_the_same_address": [],
+    "world/test_chaos.py::test_whoever_is_harmed_gets_well_and_nobody_else_notices": [],
     "world/test_soak.py::test_memory_that_does_not_level_off_is_missed": [],
     "world/test_soak.py::test_offers_end_released_and_memory_is_looked_at": [],
     "world/test_soak.py::test_pulls_that_are_disturbed_in_every_way_leave_nothing_behind": [],
-    "unit/kvflow/tools/cli/test_explain.py::test_the_change_that_is_named_has_the_count_that_is_named": [],
 }
 """Tests that take seconds, mostly because they start processes, and the cases of them that ``make test`` runs all the
 same: one of each topic. ``make test-full`` runs every test, and ``make test`` every test that is not named here."""

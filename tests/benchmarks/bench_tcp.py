@@ -45,8 +45,9 @@ from kvflow.reads.thread import create_transport
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.worker import Worker
 from tests.benchmarks.loop import lag_during
-from tests.integration.flood_process import OF_DATA
+from tests.integration.flooding import OF_DATA, flooding
 from tests.ports import free_port
+from tests.world.node import Node
 from tests.world.wire import address, enter, ip
 
 MIB = 1 << 20
@@ -336,20 +337,12 @@ def floods(reader: Reader, options: Options, rounds: int) -> Iterator[str]:
         return float(np.quantile([timed(partial(reader.read, few, few)) for _ in range(rounds)], 0.99))
 
     def flooded_p99(kind: str) -> float:
-        words = (kind, f"tcp://{options.host}:{options.port}", str(FLOODED), "")
-        flood = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.flood_process", *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        flood = Node(forked=False)
         try:
-            assert flood.stdout is not None
-            flood.stdout.readline()
+            flood.open_now(flooding, kind, f"tcp://{options.host}:{options.port}", FLOODED, "")
             return p99()
         finally:
-            flood.kill()
-            flood.communicate()
+            flood.end()
 
     for kind in OF_DATA:
         pairs = [(p99(), flooded_p99(kind)) for _ in range(FLOODS)]

@@ -14,12 +14,9 @@ import argparse
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from queue import SimpleQueue
 
 import msgspec
@@ -42,11 +39,12 @@ from kvflow.reads.contract import (
 )
 from kvflow.reads.nixl.binding import Agent, load_binding
 from tests.benchmarks.blocks import Blocks
+from tests.contract.exporting import exporting
 from tests.helpers.transports import nixl_transport
+from tests.world.node import Node
 
 CACHE_BYTES = 192 << 20
 PEER = PeerId("p", 0, "0" * 32, "tcp://127.0.0.1:1", "")
-EXPORTER = Path(__file__).parents[1] / "contract" / "exporter_process.py"
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -101,15 +99,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.tls:
         os.environ["UCX_TLS"] = args.tls
-    options = ["--kind=nixl", f"--name=bench-{os.getpid()}", f"--nbytes={CACHE_BYTES}", "--slots=8", "--seed=1"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(EXPORTER), *options]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as child:
-        assert child.stdout is not None
-        about = msgspec.msgpack.decode(bytes.fromhex(child.stdout.readline().decode()))
+    child = Node()
+    try:
+        child.open_now(exporting, "nixl", f"bench-{os.getpid()}", nbytes=CACHE_BYTES, slots=8, seed=1)
         print(f"{platform.platform()}, {os.cpu_count()} cores, {args.tls or 'default transports'}")
         print(f"{'':26}{'bare us':>10}{'kvflow us':>11}{'kvflow GB/s':>13}{'bare/kvflow':>13}")
-        measure(about, args.rounds)
+        measure(child.about_now(), args.rounds)
+    finally:
+        child.go()
 
 
 def measure(about: dict[str, object], rounds: int) -> None:

@@ -9,6 +9,7 @@ with the processor ends the process.
 ``KVFLOW_TEST_MEMORY=VRAM`` runs it with every cache on a GPU instead, for the planes that reach one: NIXL and TCP.
 """
 
+import base64
 import contextlib
 import itertools
 import threading
@@ -35,11 +36,11 @@ from kvflow.reads.contract import (
     ReadEnded,
     ResetDone,
 )
+from tests.contract.exporting import exporting
 from tests.contract.kinds import KINDS, credentials, serving
 from tests.devices import REAL, cache_of
 from tests.helpers.copying import copied_in_small_pieces
-from tests.stopping import Mortal
-from tests.world.forked import ForkedProcess
+from tests.world.node import Node
 
 PATIENCE_S = 60.0
 SLOTS = 64
@@ -180,7 +181,7 @@ class RemoteCache:
         self.region, self._exporter = exporter.region, exporter
 
     def bytes(self):
-        return np.frombuffer(bytes.fromhex(self._exporter.ask("content")), np.uint8)
+        return np.frombuffer(base64.b64decode(self._exporter.content_now()), np.uint8)
 
 
 class RemoteEpochs:
@@ -199,14 +200,14 @@ class RemoteEpochs:
             self._set(slot, self._values[slot])
 
 
-class Elsewhere(Mortal):
+class Elsewhere(Node):
     """An exporter in another process. It has the attributes of an ``End`` that is only read from."""
 
     def __init__(self, kind, seed, nbytes, slots, memory, env):  # noqa: PLR0917
-        arguments = {"kind": kind, "name": uuid.uuid4().hex, "nbytes": nbytes, "slots": slots, "seed": seed}
-        options = [f"--{key}={value}" for key, value in (arguments | {"memory": memory}).items()]
-        self.process = ForkedProcess("tests.contract.exporter_process", env, options)
-        about = msgspec.msgpack.decode(bytes.fromhex(self.process.stdout.readline()))
+        super().__init__(**env)
+        name = uuid.uuid4().hex
+        self.open_now(exporting, kind, name, nbytes=nbytes, slots=slots, seed=seed, memory=memory)
+        about = self.about_now()
         self.published = msgspec.convert(about["published"], Published)
         self.epochs_region = msgspec.convert(about["epochs"], Region)
         self.region = msgspec.convert(about["cache"], Region)
@@ -217,24 +218,8 @@ class Elsewhere(Mortal):
     def address(self, peer, **changed):
         return address_of(peer, self.published, self.epochs_region, **changed)
 
-    def ask(self, command):
-        """Return what the process answers to a command."""
-        self.process.stdin.write(f"{command}\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
-
     def set_epoch(self, slot, value):
-        assert self.ask(f"epoch {slot} {value}") == "ok"
-
-    def go(self):
-        """End politely, and return when the process is gone."""
-        if self.process.poll() is None:
-            self.resume()
-            self.process.stdin.write("close\n")
-            self.process.stdin.flush()
-            self.process.wait(PATIENCE_S)
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self.set_epoch_now(int(slot), int(value))
 
 
 class Descriptors:

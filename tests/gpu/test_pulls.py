@@ -36,7 +36,7 @@ LAYOUTS = {
 def test_every_byte_arrives(devices, name):
     theirs, ours = LAYOUTS[name]
     with reading(devices, theirs=theirs, ours=ours) as (source, worker, cache):
-        source.do("pattern")
+        source.pattern_now()
         ticket = source.offer("request", SOURCES)
         report = worker.pull(ticket, [TARGETS]).result(PATIENCE_S)
         assert report.plane == "nixl"
@@ -57,13 +57,13 @@ def test_no_read_delivers_what_a_kernel_writes_after_the_lease(device):
     large = msgspec.structs.replace(PACKED, num_blocks=256)
     blocks = list(range(200))  # 13 MiB
     with reading([device, device], theirs=large, ours=large) as (source, worker, cache):
-        source.do("fill", blocks=blocks, value=0)
+        source.fill_now(blocks=blocks, value=0)
         for version in range(ROUNDS[device]):
             ticket = source.offer(f"request-{version}", blocks)
             patient = version % 2 == 0
             if not patient:
                 told = {"request": f"request-{version}", "blocks": blocks, "value": version + 1}
-                source.begin("recycle", **told, delay_s=draw.uniform(0, 3e-3))
+                recycling = source.begin("recycle", **told, delay_s=draw.uniform(0, 3e-3))
             fill(cache, blocks, ENGINES)
             pull = worker.pull(ticket, [blocks])
             try:
@@ -74,9 +74,9 @@ def test_no_read_delivers_what_a_kernel_writes_after_the_lease(device):
                 delivered += 1
                 assert (rows(cache)[blocks] == version).all()
             if patient:
-                source.do("fill", blocks=blocks, value=version + 1)
+                source.fill_now(blocks=blocks, value=version + 1)
             else:
-                source.end()
+                recycling.result(PATIENCE_S)
     assert delivered >= ROUNDS[device] // 2
     assert stale > 0
 
@@ -91,18 +91,18 @@ def test_a_write_that_is_queued_is_read_only_behind_its_event(device, behind_eve
 
     blocks = list(range(8))
     with reading([device, device], hooks=[hook]) as (source, worker, cache):
-        source.do("fill", blocks=blocks, value=1)
+        source.fill_now(blocks=blocks, value=1)
         ticket = source.offer("late", blocks, "offer_late", value=2, behind_event=behind_event)
         pull = worker.pull(ticket, [blocks])
         if behind_event:
             assert retried.wait(PATIENCE_S), "it was read before it was admitted"
-            source.do("release")
+            source.release_now()
             assert pull.result(PATIENCE_S).early > 0
             assert (rows(cache)[blocks] == 2).all()
         else:  # or the test above could not fail
             pull.result(PATIENCE_S)
             assert (rows(cache)[blocks] == 1).all()
-            source.do("release")
+            source.release_now()
 
 
 def test_nothing_is_written_after_a_worker_was_closed(device):
@@ -110,7 +110,7 @@ def test_nothing_is_written_after_a_worker_was_closed(device):
     large = msgspec.structs.replace(PACKED, num_blocks=size)
     blocks = list(range(size))
     with reading([device, device], theirs=large, ours=large) as (source, worker, cache):
-        source.do("fill", blocks=[0], value=3)
+        source.fill_now(blocks=[0], value=3)
         worker.pull(source.offer("first", [0]), [[0]]).result(PATIENCE_S)  # connects
         pull = worker.pull(source.offer("second", blocks), [blocks])
         worker.close()

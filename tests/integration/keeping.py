@@ -1,18 +1,15 @@
-"""An engine that keeps conversations and reuses their blocks as fast as it can, in a process of its own.
+"""An engine that keeps conversations and reuses their blocks as fast as it can.
 
-``python -m tests.integration.keeping TRANSPORT SEED`` prints its endpoint. At the end of the input it prints what it
-has counted, and ends. The bytes of a block say which conversation it is of, and which block of it.
+The bytes of a block say which conversation it is of, and which block of it.
 """
 
 import asyncio
-import json
 import logging
 import random
 import sys
 import threading
 from collections import deque
-
-import uvloop
+from contextlib import asynccontextmanager
 
 import kvflow
 from tests.world.words import Words, digests_of
@@ -63,27 +60,40 @@ class Keeper:
         self._stopping.set()
 
 
-async def main(transport, seed):
+class Kept:
+    """Such an engine, while it runs."""
+
+    def __init__(self, worker, keeper):
+        self._worker = worker
+        self._keeper = keeper
+        self._running = asyncio.create_task(asyncio.to_thread(keeper.run))
+        self._checking = asyncio.create_task(check_often(worker, self._running))
+        self.endpoint = worker.endpoint
+
+    async def counted(self):
+        """Stop it; return what it has counted."""
+        self._keeper.stop()
+        await self._running
+        await self._checking
+        self._worker.check()
+        snapshot = self._worker.snapshot()
+        return {"recycled": self._keeper.recycled, "found": snapshot.found, "not_held": snapshot.not_held}
+
+
+async def check_often(worker, running):
+    """Check the references to blocks again and again."""
+    while not running.done():
+        worker.check()
+        await asyncio.wait([running], timeout=CHECK_S)
+
+
+@asynccontextmanager
+async def keeping(transport, seed=0):
+    """Open one."""
     sys.setswitchinterval(SWITCH_S)
     logging.getLogger("kvflow").setLevel(logging.CRITICAL)  # lease.ended, thousands of times a second
-    loop, lines = asyncio.get_running_loop(), asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     cache = TARGET.build()
     async with kvflow.open_worker(configured("keeper", transport=transport), cache) as worker:
-        keeper = Keeper(worker, Words(cache), seed)
-        running, ended = asyncio.create_task(asyncio.to_thread(keeper.run)), asyncio.create_task(lines.read())
-        sys.stdout.write(f"{worker.endpoint}\n")
-        sys.stdout.flush()
-        while not (ended.done() or running.done()):
-            worker.check()
-            await asyncio.wait([ended, running], timeout=CHECK_S, return_when=asyncio.FIRST_COMPLETED)
-        keeper.stop()
-        await running
-        worker.check()
-        snapshot = worker.snapshot()
-    counted = {"recycled": keeper.recycled, "found": snapshot.found, "not_held": snapshot.not_held}
-    sys.stdout.write(json.dumps(counted) + "\n")
-
-
-if __name__ == "__main__":
-    uvloop.run(main(*sys.argv[1:]))
+        kept = Kept(worker, Keeper(worker, Words(cache), seed))
+        yield kept
+        await kept.counted()

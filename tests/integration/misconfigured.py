@@ -21,13 +21,14 @@ from handshake.sockets import ZeroMqNetwork
 from kvflow.config import VARIABLES
 from kvflow.worker.environment import PRODUCTION
 from tests.unit.kvflow.tools.doctor import faces
+from tests.world.forked import ROOT
+from tests.world.node import Node
 
-from .elsewhere import TESTS, Child
+from .misconfigured_worker import misconfigured
 from .producing import SECRET
 from .saying import Said, Sayings
 from .shapes import Shape
 
-ROOT = TESTS.parent
 MAIN = "import sys; from kvflow.tools.cli import main; sys.exit(main())"
 BLOCKS = [[0, 1], [2, 3]]
 NUM_TOKENS = 8
@@ -118,21 +119,20 @@ class Scene:
     async def child(self, *, settings=None, shape=TINY, before=(), forked=True, site=None, **environment):
         """Open a worker in a process with these variables; return the process and the worker's endpoint."""
         environment = {VARIABLES["cluster_secret"]: SECRET, **environment}
-        command = {"shape": msgspec.to_builtins(shape), "settings": settings or {}}
         if site is not None:
-            environment |= {"PYTHONPATH": os.pathsep.join([str(site), str(TESTS), str(ROOT)]), "PYTHONNOUSERSITE": "1"}
+            environment |= {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]), "PYTHONNOUSERSITE": "1"}
             forked = False
         options = () if site is None else ("-S",)
-        child = Child("misconfigured_process", forked=forked, before=before, options=options, **environment)
+        child = Node(forked=forked, before=before, options=options, **environment)
         self._stack.callback(child.go)
-        answer = await child.ask("open", **command)
-        self.heard.said += [Said(*each) for each in answer["said"]]
-        return child, answer["endpoint"]
+        await child.open(misconfigured, shape, settings or {})
+        self.heard.said += [Said(*each) for each in await child.said()]
+        return child, child.endpoint
 
     async def fails_to_pull_from(self, child, **settings):
         """Have a worker here fail to pull what a child offers."""
         consumer = await self.worker("decode-0", **settings)
-        params = await child.ask("offer", block_ids=BLOCKS, num_tokens=NUM_TOKENS)
+        params = await child.offer(BLOCKS, NUM_TOKENS)
         await self.fails_with(consumer, params)
 
     async def command(self, *arguments, before=(), site=None, who="", **environment):
@@ -141,9 +141,10 @@ class Scene:
         if before or site:
             printed = await asyncio.to_thread(self._run, arguments, before, site, environment)
         else:
-            child = Child("misconfigured_process", forked=True, **environment)
+            child = Node(**environment)
             self._stack.callback(child.go)
-            printed = await child.ask("command", arguments=[*arguments, "--json"])
+            await child.open(misconfigured, TINY, None)
+            printed = await child.command([*arguments, "--json"])
         self.heard.said += findings(who or f"kvflow {arguments[0]}", json.loads(printed))
 
     def _run(self, arguments, before, site, environment):

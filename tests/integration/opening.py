@@ -1,25 +1,20 @@
-"""An engine that offers prompts while it computes them, and preempts some at random moments, in its own process.
+"""An engine that offers prompts while it computes them, and preempts some at random moments.
 
-``python -m tests.integration.opening TRANSPORT SEED HOW`` prints its endpoint. Each line ``[7, 5]`` on standard input
-is one more prompt, number 7, of five blocks: peers find it by its content. It prints ``7`` once that lease has ended.
-At the end of the input it prints what it has counted, and ends. The bytes of a block say whose it is. HOW is ``right``,
-or ``early``: settled, then written.
+Peers find a prompt by its content. The bytes of a block say whose it is. It may also settle first, and then write.
 """
 
 import asyncio
-import json
 import logging
 import queue
 import random
 import sys
-
-import uvloop
+from contextlib import asynccontextmanager
 
 import kvflow
 from kvflow.events import LeaseEnded, OnlyEvents
 from tests.world.words import Words, digests_of
 
-from .keeping import SWITCH_S
+from .keeping import SWITCH_S, check_often
 from .producing import configured
 from .recycling import NUM_BLOCKS, TARGET
 
@@ -32,7 +27,6 @@ OTHER = 0
 """The number of what a block holds when it is nobody's."""
 LEASE_S = 2.0
 """Of what nobody finds any more."""
-CHECK_S = 0.05
 
 
 class Prompt:
@@ -130,50 +124,58 @@ class Computer:
         self._free += blocks[0] + blocks[1]
 
 
-async def main(transport, seed, how):
+class Opener:
+    """Such an engine, while it runs."""
+
+    def __init__(self, worker, computer, ended):
+        self._worker = worker
+        self._computer = computer
+        self._running = asyncio.create_task(asyncio.to_thread(computer.run))
+        self._checking = asyncio.create_task(check_often(worker, self._running))
+        self._ended = ended
+        self.endpoint = worker.endpoint
+
+    async def compute(self, number, num_blocks):
+        """Offer one more prompt of so many blocks; return when its lease has ended."""
+        ended = self._ended[str(number)] = asyncio.get_running_loop().create_future()
+        self._computer.todo.put((number, num_blocks))
+        await asyncio.wait([ended, self._running], return_when=asyncio.FIRST_COMPLETED)
+
+    async def counted(self):
+        """Stop it; return what it has counted."""
+        self._computer.todo.put(None)
+        await self._running
+        await self._checking
+        self._worker.check()
+        return {
+            "preempted": self._computer.preempted,
+            "sealed": self._computer.sealed,
+            "found": self._worker.snapshot().found,
+        }
+
+
+@asynccontextmanager
+async def opening(transport, how, seed=0):
+    """Open one. ``how``: ``right``, or ``early``: settled, then written."""
     sys.setswitchinterval(SWITCH_S)
     logging.getLogger("kvflow").setLevel(logging.CRITICAL)  # lease.ended, thousands of times a second
-    loop, lines = asyncio.get_running_loop(), asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    cache, ended = TARGET.build(), queue.SimpleQueue()
+    cache, ended, awaited = TARGET.build(), queue.SimpleQueue(), {}
+    loop = asyncio.get_running_loop()
+
+    def tell(name):
+        if (waiting := awaited.pop(name, None)) is not None and not waiting.done():
+            waiting.set_result(None)
 
     def on_ended(event):
         ended.put(event.request_id)
-        say(event.request_id)
+        loop.call_soon_threadsafe(tell, event.request_id)
 
-    hooks = [OnlyEvents(LeaseEnded, on_ended)]
-    async with kvflow.open_worker(
-        configured("opener", transport=transport, lease_s=LEASE_S), cache, hooks=hooks
-    ) as worker:
+    config = configured("opener", transport=transport, lease_s=LEASE_S)
+    async with kvflow.open_worker(config, cache, hooks=[OnlyEvents(LeaseEnded, on_ended)]) as worker:
         words = Words(cache)
         words.write(OTHER, [list(range(NUM_BLOCKS)), []])
         words.write(OTHER, [[], list(range(NUM_BLOCKS))])
         computer = Computer(worker, words, ended, cache.groups[1], early=how == "early", seed=seed)
-        running = asyncio.create_task(asyncio.to_thread(computer.run))
-        checking = asyncio.create_task(check_often(worker))
-        say(worker.endpoint)
-        while (line := await lines.readline()) and not running.done():
-            computer.todo.put(json.loads(line))
-        computer.todo.put(None)
-        await running
-        checking.cancel()
-        worker.check()
-        snapshot = worker.snapshot()
-    counted = {"preempted": computer.preempted, "sealed": computer.sealed, "found": snapshot.found}
-    say(json.dumps(counted))
-
-
-def say(line):
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
-async def check_often(worker):
-    """Check the references to blocks again and again."""
-    while True:
-        worker.check()
-        await asyncio.sleep(CHECK_S)
-
-
-if __name__ == "__main__":
-    uvloop.run(main(*sys.argv[1:]))
+        opener = Opener(worker, computer, awaited)
+        yield opener
+        await opener.counted()

@@ -10,7 +10,7 @@ from kvflow.leases.tickets import Grant
 from kvflow.worker.environment import PRODUCTION
 from tests.helpers.settings import flat_config
 
-from .shapes import whole, write
+from .shapes import Shape, whole, write
 
 SECRET = "the secret of the test cluster"
 
@@ -38,11 +38,11 @@ class Producer:
         """What a mint in another process needs to know."""
         return msgspec.to_builtins(self.worker.rank_address)
 
-    async def admit(self, grant):
+    async def admit(self, grant: Grant):
         """Hold a lease that a mint has signed."""
-        self.worker.admit(msgspec.convert(grant, Grant))
+        self.worker.admit(grant)
 
-    async def refusal(self, grant):
+    async def refusal(self, grant: Grant):
         """Say why a lease that a mint has signed is not held."""
         try:
             await self.admit(grant)
@@ -88,7 +88,7 @@ class Producer:
 
 
 @asynccontextmanager
-async def producing(shape, *, engine_id="prefill-0", alike=False, **settings):
+async def producing(shape: Shape, *, engine_id="prefill-0", alike=False, **settings):
     """Open a producer in this process; all that are ``alike`` have one incarnation, and the same epochs."""
     cache = shape.build()
     environment = msgspec.structs.replace(PRODUCTION, draw_bits=lambda _bits: 7) if alike else PRODUCTION

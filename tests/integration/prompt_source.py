@@ -1,10 +1,7 @@
-"""A process that keeps the prompts of ``test_prefixes_found``: ``python -m tests.integration.prompt_source [busy]``.
+"""A worker that keeps the prompts of ``test_prefixes_found``, beside a thread that computes in Python, or alone."""
 
-It prints its control endpoint, and ends with its standard input. ``busy``: another thread of it computes in Python.
-"""
-
-import sys
 import threading
+from contextlib import contextmanager
 
 from kvflow.layout.specs import FullAttention
 from kvflow.memory.cache import allocate
@@ -22,8 +19,9 @@ def prompt(num_tokens):
     return range(num_tokens, 2 * num_tokens)
 
 
-def main(is_busy):
-    """See above."""
+@contextmanager
+def keeping_prompts(is_busy):
+    """Open one."""
     spec = FullAttention(block_size=SIZE, num_kv_heads=1, head_size=8, dtype="float16")
     cache = allocate({"layers.0": spec}, num_blocks=1 + sum(PROMPTS) // SIZE, layout="BLHNC")
     config = flat_config(engine_id="decode-0", cluster_secret=SECRET, transport="tcp", bind="tcp://127.0.0.1:0")
@@ -36,15 +34,9 @@ def main(is_busy):
             first += len(blocks)
         if is_busy:
             threading.Thread(target=_compute, daemon=True).start()
-        sys.stdout.write(f"{worker.endpoint}\n")
-        sys.stdout.flush()
-        sys.stdin.read()
+        yield worker
 
 
 def _compute():
     while True:
         sum(range(1000))
-
-
-if __name__ == "__main__":
-    main("busy" in sys.argv)

@@ -1,102 +1,141 @@
-"""Whoever reads from engines that recycle: every read that is delivered is compared, word by word."""
+"""Whoever reads from engines that take their blocks back: every read that is delivered is compared, word by word."""
 
 import asyncio
-import json
-import os
 import random
-import sys
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 
 import kvflow
 from kvflow import errors
 from kvflow.events import TransferRetried
 from kvflow.worker.environment import PRODUCTION
-from tests.world.words import Words, latest_request, origin
+from tests.world.ledger import Ledger
+from tests.world.node import hosted
+from tests.world.words import Words, latest_request
 
 from .producing import configured
-from .recycling import NUM_BLOCKS, PATHS, TARGET
+from .recycling import NUM_BLOCKS, PATHS, TARGET, recycling, threads_to_recycle
 
-TESTS = Path(__file__).parents[1]
 AT_ONCE = 2
 """Reads at the same time on one path: enough to share batches, and few enough to end within their leases."""
-SHOWN = 3
 
 
 @dataclass
-class Tally:
-    """What became of reads.
+class Tally(Ledger):
+    """What became of reads from engines that take their blocks back.
 
     Attributes:
         chunks: of all delivered reads.
-        delivered: reads that ended with a report.
-        stale: reads that ended with ``StaleLease``.
-        wrong: delivered reads with a wrong word.
+        misread: delivered reads with a wrong word.
         torn: those of them with right words, too.
         caught: stale reads after which the target held words of a later request: wrong, had they been delivered.
         retried: fences that found a lease not admitted yet.
-        examples: the first wrong words.
     """
 
     chunks: int = 0
-    delivered: int = 0
-    stale: int = 0
-    wrong: int = 0
+    misread: int = 0
     torn: int = 0
     caught: int = 0
     retried: int = 0
-    examples: list = field(default_factory=list)
+
+    @property
+    def delivered(self):
+        return self.ends["completed"]
+
+    @property
+    def stale(self):
+        return self.ends["stale_lease"]
 
     @property
     def reads(self):
         return self.delivered + self.stale
 
-    def add(self, other):
-        """Count what another tally has counted."""
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
-
     def __str__(self):
-        counts = ("reads", "delivered", "stale", "wrong", "torn", "caught", "retried")
+        counts = ("reads", "delivered", "stale", "misread", "torn", "caught", "retried")
         text = ", ".join(f"{getattr(self, name):,} {name}" for name in counts)
         return "; ".join([text, *self.examples])
 
 
-class Recyclers:
-    """The process of the engines that recycle."""
+class Reader:
+    """Reads one thing after the other into blocks where nobody else writes.
 
-    def __init__(self, process, seed):
-        self._process = process
-        self.seed = seed
-        self._turn = asyncio.Lock()
+    Args:
+        worker: that pulls.
+        words: of its cache.
+        blocks: as above.
+        rng: of all that is random.
+        tally: to count in.
+    """
 
-    async def offer(self, path, num_blocks):
-        """Have one more request offered."""
-        async with self._turn:
-            self._process.stdin.write(json.dumps([path, num_blocks, self.seed]).encode() + b"\n")
-            answer = await self._process.stdout.readline()
-        assert answer, "the recycling process has ended"
-        return json.loads(answer)
+    def __init__(self, worker, words, blocks, rng, tally):
+        self.worker, self.blocks, self.rng, self.tally = worker, blocks, rng, tally
+        self._words = words
+
+    async def read(self, source, enough):
+        """Have something offered, or find it, and read it, until ``enough(tally)``."""
+        raise NotImplementedError
+
+    async def pull(self, number, ticket, targets, absent=0):
+        """Read, and compare; ``absent``: blocks of each group, the last ones, that are not read."""
+        tally = self.tally
+        try:
+            report = await self.worker.pull(ticket, [each + [-1] * absent for each in targets])
+        except errors.StaleLease as stale:
+            report, quarantined = None, stale.quarantined
+        if report is None:
+            assert not quarantined
+            tally.ends["stale_lease"] += 1
+            # Numbers grow: a later one is of whoever got the blocks, an earlier one was there before the read.
+            tally.caught += latest_request(self._words.wrong(number, targets)) > number
+            return
+        tally.ends["completed"] += 1
+        tally.chunks += report.reads
+        wrong = tally.compare("wrong", self._words, number, targets)
+        if len(wrong):
+            tally.misread += 1
+            tally.torn += len(wrong) < self._words.count(targets)
 
 
-@asynccontextmanager
-async def recyclers(seed):
-    """Start them, and end them."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        f"{Path(__file__).parent.name}.recycling",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
-        limit=1 << 20,
-    )
-    try:
-        yield Recyclers(process, seed)
-    finally:
-        process.stdin.close()
-        await process.wait()
+async def read_all(source, reader, at_once, enough, *, environment=PRODUCTION, name="", tally=None, **settings):
+    """Have so many readers of a class read from a source until ``enough(tally)``; return the tally."""
+    tally, cache = tally or Tally(), TARGET.build()
+
+    def count_retries(event):
+        tally.retried += isinstance(event, TransferRetried)
+
+    async with kvflow.open_worker(
+        configured("reader", **settings), cache, hooks=[count_retries], environment=environment
+    ) as worker:
+        async with asyncio.TaskGroup() as tasks:
+            share = NUM_BLOCKS // at_once
+            for number in range(at_once):
+                blocks = range(number * share, (number + 1) * share)
+                one = reader(worker, Words(cache), blocks, random.Random(f"{name} {number}"), tally)
+                tasks.create_task(one.read(source, enough))
+        snapshot = worker.snapshot()
+        assert (snapshot.pulls, snapshot.quarantined) == (0, ())
+    return tally
+
+
+class Recycled(Reader):
+    """Reads what an engine of ``recycling`` offers, on one path."""
+
+    def __init__(self, *given, blocks_max):
+        super().__init__(*given)
+        self._blocks_max = blocks_max
+
+    async def read(self, source, enough):
+        """Read until it is enough. The first read, which dials, outlasts its lease: it counts for nothing."""
+        (offer,) = await source.offer(1)
+        with suppress(errors.StaleLease):
+            await self.worker.pull(kvflow.Ticket.from_params(offer["params"]), [[block] for block in self.blocks[:2]])
+        while not enough(self.tally):
+            num_blocks = self.rng.randint(1, self._blocks_max)
+            ids = self.rng.sample(self.blocks, 2 * num_blocks)
+            (offer,) = await source.offer(num_blocks)
+            ticket = kvflow.Ticket.from_params(offer["params"])
+            await self.pull(offer["number"], ticket, [ids[:num_blocks], ids[num_blocks:]])
 
 
 async def read(*, until, paths=tuple(PATHS), seed=0, environment=PRODUCTION):
@@ -105,81 +144,11 @@ async def read(*, until, paths=tuple(PATHS), seed=0, environment=PRODUCTION):
     Returns a tally for each path.
     """
     tallies = {path: Tally() for path in paths}
-    async with recyclers(seed) as source, asyncio.TaskGroup() as tasks:
+    async with hosted(threads_to_recycle) as node, asyncio.TaskGroup() as tasks:
         for path, tally in tallies.items():
-            tasks.create_task(_read_on(path, tally, source, lambda: until(tallies), environment))
+            source = await node.open_another(recycling, path, PATHS[path], seed)
+            reader = partial(Recycled, blocks_max=PATHS[path].blocks_max)
+            how = {"name": f"{path} {seed}", "tally": tally, "copy_threads": 2, **PATHS[path].target}
+            enough = lambda _tally: until(tallies)  # noqa: E731
+            tasks.create_task(read_all(source, reader, AT_ONCE, enough, environment=environment, **how))
     return tallies
-
-
-async def _read_on(path, tally, source, until, environment):
-    """Read on one path."""
-    cache = TARGET.build()
-
-    def count_retries(event):
-        tally.retried += isinstance(event, TransferRetried)
-
-    config = configured("reader", copy_threads=2, **PATHS[path].target)
-    async with kvflow.open_worker(config, cache, hooks=[count_retries], environment=environment) as worker:
-        share = NUM_BLOCKS // AT_ONCE
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(AT_ONCE):
-                blocks = range(number * share, (number + 1) * share)
-                reader = Reader(worker, Words(cache), blocks, random.Random(f"{path} {source.seed} {number}"), tally)
-                tasks.create_task(reader.read(path, source, until))
-        snapshot = worker.snapshot()
-        assert (snapshot.pulls, snapshot.quarantined) == (0, ())
-
-
-class Reader:
-    """Reads one request after the other.
-
-    Args:
-        worker: that pulls.
-        words: of its cache.
-        blocks: where nobody else writes.
-        rng: chooses among them.
-        tally: to count in.
-    """
-
-    def __init__(self, worker, words, blocks, rng, tally):
-        self._worker = worker
-        self._words = words
-        self._blocks = blocks
-        self._rng = rng
-        self._tally = tally
-
-    async def read(self, path, source, until):
-        """Read until it is enough. The first read, which dials, outlasts its lease: it counts for nothing."""
-        await self._pull(await source.offer(path, 1), [[block] for block in self._blocks[:2]])
-        while not until():
-            num_blocks = self._rng.randint(1, PATHS[path].blocks_max)
-            ids = self._rng.sample(self._blocks, 2 * num_blocks)
-            targets = [ids[:num_blocks], ids[num_blocks:]]
-            offer = await source.offer(path, num_blocks)
-            report = await self._pull(offer, targets)
-            self._count(report, offer["number"], targets)
-
-    async def _pull(self, offer, targets):
-        """Return what was delivered: a report, or None."""
-        try:
-            return await self._worker.pull(kvflow.Ticket.from_params(offer["params"]), targets)
-        except errors.StaleLease as error:
-            stale = error
-        assert not stale.quarantined
-        return None
-
-    def _count(self, report, number, targets):
-        tally = self._tally
-        wrong = self._words.wrong(number, targets)
-        if report is None:
-            tally.stale += 1
-            # Numbers grow: a later one is of whoever got the blocks, an earlier one was there before the read.
-            tally.caught += latest_request(wrong) > number
-            return
-        tally.delivered += 1
-        tally.chunks += report.reads
-        if len(wrong):
-            tally.wrong += 1
-            tally.torn += len(wrong) < self._words.count(targets)
-            if len(tally.examples) < SHOWN:
-                tally.examples.append(f"request {number} got {origin(int(wrong[0]))}")

@@ -3,23 +3,17 @@
 An offer lives until its reader has released it, until its lease of a few milliseconds has run out, or until it is
 revoked at a random moment about when a read of it may go on. In the last two cases its blocks are written over at once.
 Some are offered before they are computed. What is preempted then is offered again, in other blocks.
-
-``["one rank", 4, 0]`` on standard input (path, blocks of each group, seed) is answered by one more offer: the number
-that names its bytes, and what a router would carry. The end of the input ends the process.
 """
 
 import asyncio
-import json
 import logging
 import random
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from itertools import count
 
 import msgspec
-import uvloop
 from msgspec import Struct
 
 import kvflow
@@ -104,11 +98,17 @@ class Recycler:
         words: of each rank's cache.
         rng: of all that is random.
         first: number of the first request.
+
+    Attributes:
+        endpoint: of each rank.
     """
 
     def __init__(self, name, path, workers, words, rng, *, first=1):
         self._path = path
         self._workers = workers
+        self.endpoint = [worker.endpoint for worker in workers]
+        self._turn = asyncio.Lock()
+        self._is_over = False
         self._words = words
         self._rng = rng
         self._free = list(range(NUM_BLOCKS))
@@ -127,8 +127,31 @@ class Recycler:
     async def __aexit__(self, *error):
         return await self._tasks.__aexit__(*error)
 
-    async def offer(self, num_blocks):
-        """Offer so many blocks of each group; return their request's number and parameters, and if it is revoked."""
+    async def offer(self, *num_blocks):
+        """Offer once for each number of blocks of each group, unless it is being closed.
+
+        Returns:
+            Of each request its number and parameters, and whether it is revoked.
+        """
+        async with self._turn:
+            return [] if self._is_over else [await self._offer(number) for number in num_blocks]
+
+    async def end(self):
+        """Let no more be offered."""
+        async with self._turn:
+            self._is_over = True
+
+    def check(self):
+        """Check the law of blocks; return how many blocks are not free."""
+        for worker in self._workers:
+            worker.check()
+        return NUM_BLOCKS - len(self._free)
+
+    async def outcome(self, number):
+        """Wait until the lease of an offer has ended, and say how."""
+        return await self._workers[0].wait_offer(str(number))
+
+    async def _offer(self, num_blocks):
         block_ids = await self._take(num_blocks)
         number, num_tokens = next(self._numbers), num_blocks * TARGET.block_size
         name = str(number)
@@ -245,10 +268,6 @@ class Recycler:
         for words in self._words:
             words.write(number, block_ids)
 
-    def free(self):
-        """Return how many blocks nobody reads."""
-        return len(self._free)
-
     async def _take(self, num_blocks):
         """Take so many blocks for each group, which nobody reads, at random."""
         while len(self._free) < 2 * num_blocks:
@@ -260,35 +279,24 @@ class Recycler:
 
 
 @asynccontextmanager
-async def recycling(name, seed):
-    """Open the engine of one path."""
-    path = PATHS[name]
-    async with AsyncExitStack() as stack:
+async def recycling(name, path: Path, seed, *, endpoints=(), first=1, **settings):
+    """Open an engine, on the addresses of an earlier one if there are any; its end ends all leases."""
+    logging.getLogger("kvflow").setLevel(logging.CRITICAL)  # every second lease runs out or is revoked
+    async with AsyncExitStack() as followed, AsyncExitStack() as opened:
         workers, words = [], []
         for rank in range(path.ranks):
             cache = msgspec.structs.replace(path.source, tp_rank=rank, tp_size=path.ranks).build()
-            config = configured(name, rank=rank, num_ranks=path.ranks, lease_s=path.lease_s, **path.source_settings)
-            workers.append(await stack.enter_async_context(kvflow.open_worker(config, cache)))
+            more = path.source_settings | settings | ({"bind": endpoints[rank]} if endpoints else {})
+            config = configured(name, rank=rank, num_ranks=path.ranks, lease_s=path.lease_s, **more)
+            workers.append(await opened.enter_async_context(kvflow.open_worker(config, cache)))
             words.append(Words(cache))
-        async with Recycler(name, path, workers, words, random.Random(f"{name} {seed}")) as recycler:
-            yield recycler
+        recycler = Recycler(name, path, workers, words, random.Random(f"{name} {first} {seed}"), first=first)
+        yield await followed.enter_async_context(recycler)
+        await recycler.end()
 
 
-async def main():
-    logging.getLogger("kvflow").setLevel(logging.CRITICAL)  # every second lease runs out or is revoked
-    loop = asyncio.get_running_loop()
-    loop.set_default_executor(ThreadPoolExecutor(THREADS))
-    lines = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    async with AsyncExitStack() as stack:
-        recyclers = {}
-        while line := await lines.readline():
-            path, num_blocks, seed = json.loads(line)
-            if path not in recyclers:
-                recyclers[path] = await stack.enter_async_context(recycling(path, seed))
-            sys.stdout.write(json.dumps(await recyclers[path].offer(num_blocks)) + "\n")
-            sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    uvloop.run(main())
+@contextmanager
+def threads_to_recycle():
+    """Give a process a thread for each moment that is awaited at the same time."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
+    yield

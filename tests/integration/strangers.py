@@ -71,16 +71,3 @@ async def of_newer_release():
 def connection_of_newer_release(role):
     publication = handshake.Publication.of(b"of the future")
     return Conversation(role, IDENTITY, publication, limits=DEFAULT_LIMITS, now=time.monotonic(), versions=NEWER)
-
-
-@asynccontextmanager
-async def dialing(endpoint, *, security=SECURITY):
-    """A bare DEALER socket that is connected to a worker."""
-    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        if security is not None:
-            dealer.setsockopt(zmq.CURVE_SERVERKEY, security.server.public)
-            dealer.setsockopt(zmq.CURVE_PUBLICKEY, security.client.public)
-            dealer.setsockopt(zmq.CURVE_SECRETKEY, security.client.private)
-        dealer.connect(endpoint)
-        yield dealer

@@ -15,11 +15,12 @@ from handshake.states import Role
 from kvflow import errors
 from kvflow.leases.tickets import MAC_BYTES, RankAddress
 from tests.simulation import tickets
+from tests.unit.handshake.helpers import raw_dealer
 
 from .consuming import works
 from .producing import SECRET
 from .shapes import Shape
-from .strangers import IDENTITY, connection_of_newer_release, dialing, of_newer_release, publishing, ticket_to
+from .strangers import IDENTITY, SECURITY, connection_of_newer_release, of_newer_release, publishing, ticket_to
 
 BLOCKS = [[0, 1], [2, 3]]
 OTHER_SECRET = "the secret of another cluster"
@@ -308,7 +309,7 @@ async def test_a_reader_of_another_release_is_told_so(near_world):
     async with near_world.producing() as producer, near_world.consuming() as consumer:
         newer = connection_of_newer_release(Role.CLIENT)
         newer.greet(time.monotonic())
-        async with dialing(producer.endpoint) as dealer:
+        async with raw_dealer(producer.endpoint, SECURITY) as dealer:
             for frames in newer.take_outgoing():
                 await dealer.send_multipart(frames)
             answer = codec.decode(await dealer.recv_multipart(), DEFAULT_LIMITS.frame_bytes_max)
@@ -333,7 +334,7 @@ GARBAGE = {
 @pytest.mark.parametrize("case", GARBAGE)
 async def test_garbage_on_the_listener(world, case):
     async with world.producing() as producer, world.consuming() as consumer:
-        async with dialing(producer.endpoint) as dealer:
+        async with raw_dealer(producer.endpoint, SECURITY) as dealer:
             await dealer.send_multipart(GARBAGE[case])
             answer = codec.decode(await dealer.recv_multipart(), DEFAULT_LIMITS.frame_bytes_max)
         assert isinstance(answer, Refuse)

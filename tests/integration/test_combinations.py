@@ -18,11 +18,12 @@ import kvflow
 from kvflow.leases.tickets import RankAddress
 from kvflow.planning.plan import dense_runs
 from tests.helpers.settings import flat_config
+from tests.world.node import Node
 
 from .combinations import COMBINATIONS
-from .elsewhere import Child
 from .engines import opened
 from .producing import SECRET
+from .sources import sources
 
 # A machine with fewer cores than ranks takes its time: nothing here is about deadlines.
 SETTINGS = {"cluster_secret": SECRET, "connect_s": 30.0, "handshake_s": 30.0}
@@ -115,22 +116,22 @@ def units_of(block_ids, units, num_tokens):
 @pytest.fixture(scope="module")
 def prefill():
     """A process for the source engines of all combinations."""
-    child = Child("combination_process")
-    yield child
-    child.go()
+    node = Node()
+    yield node
+    node.go()
 
 
-async def offered(child, targets, addresses):
+async def offered(node, targets):
     """Put the request of a combination on offer; return its ticket as a router brings it."""
     name, combination = targets.name, targets.combination
     if combination.joined:
-        tickets = [kvflow.Ticket.from_params(params) for params in await child.ask("offer", request=name)]
+        tickets = [kvflow.Ticket.from_params(params) for params in await node.offer(name)]
         ticket = kvflow.join_tickets(tickets)
     else:
-        ranks = msgspec.convert(addresses, list[RankAddress])
+        ranks = msgspec.convert(await node.addresses(), list[RankAddress])
         mint = kvflow.TicketMint("prefill-0", ranks, cluster_secret=SECRET)
         ticket, grant = mint.offer(name, block_ids=targets.offered[0], num_tokens=combination.num_tokens)
-        await child.ask("admit", grant=msgspec.to_builtins(grant))
+        await node.admit(grant)
     return kvflow.Ticket.from_params(json.loads(json.dumps(ticket.to_params())))
 
 
@@ -144,15 +145,16 @@ async def opened_here(name):
 
 
 @asynccontextmanager
-async def pulled(child, name, *, salted=False):
+async def pulled(node, name, *, salted=False):
     """Open both engines at the same time, and let every rank pull.
 
     The source stays open until the next one is opened: whoever reads leaves first, as engines of a cluster do.
     """
     settings = {"engine_id": "prefill-0", **settings_of(name)}
-    opening = asyncio.create_task(child.ask("open", name=name, salted=salted, settings=settings))
+    opening = asyncio.create_task(node.open(sources, name, salted=salted, **settings))
     async with opened_here(name) as targets:
-        ticket = await offered(child, targets, await opening)
+        await opening
+        ticket = await offered(node, targets)
         yield targets, await targets.pull(ticket)
 
 
@@ -165,8 +167,8 @@ async def test_every_byte_that_is_asked_for_and_no_other(prefill, name):
         assert [report.descriptors for report in reports] == targets.descriptors()
         assert {report.transport for report in reports} == {CARRIERS[plane_of(name)]}
         assert all(report.nbytes for report in reports), "a rank asked for nothing"
-        assert set(await prefill.ask("outcomes", request=name)) == {"released"}
-        assert set(await prefill.ask("leases")) == {0}
+        assert set(await prefill.outcomes(name)) == {"released"}
+        assert set(await prefill.leases()) == {0}
         assert targets.at_rest()
 
 

@@ -15,9 +15,9 @@ from kvflow import errors
 from kvflow.config import SECRET_VARIABLE
 from kvflow.integrations.vllm.settings import HOST_VARIABLE
 from tests.docs.manifests import transfer_config
+from tests.world.node import environment_of_children
 
 from .consuming import consuming, dialing_once
-from .elsewhere import environment_of_children
 from .producing import SECRET
 from .shapes import Shape
 

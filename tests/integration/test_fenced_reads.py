@@ -70,7 +70,7 @@ async def test_no_wrong_byte_is_delivered(how, seed, totals, show):
 
 async def test_without_the_fence_wrong_bytes_are_delivered(show):
     def until(tallies):
-        shown = all(tally.wrong >= FEW for tally in tallies.values()) and sum(t.torn for t in tallies.values()) > 0
+        shown = all(tally.misread >= FEW for tally in tallies.values()) and sum(t.torn for t in tallies.values()) > 0
         return shown or sum(tally.reads for tally in tallies.values()) >= ENOUGH
 
     # An exporter that serves compares leases itself, and tells of bytes that it has not sent.
@@ -79,6 +79,6 @@ async def test_without_the_fence_wrong_bytes_are_delivered(show):
     for path, tally in tallies.items():
         show(f"{path}, without the fence: {tally}")
     for tally in tallies.values():
-        assert tally.wrong >= FEW
+        assert tally.misread >= FEW
         assert tally.examples
     assert any(tally.torn for tally in tallies.values())

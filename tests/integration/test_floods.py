@@ -3,18 +3,16 @@
 import asyncio
 import ctypes
 import gc
-import json
 import logging
 import os
 import re
 import resource
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,13 +20,15 @@ import pytest
 import kvflow
 from kvflow.reads.tcp.access import BUFFERED_OF_ONE_MAX, Access, Accounts
 from tests.ports import free_port
+from tests.world.node import Node, hosted
 
 from .conftest import World
 from .consuming import PATIENCE_S, consuming, until, works
-from .elsewhere import environment_of_children
-from .flood_process import FLOODS, OF_DATA
+from .flooding import FLOODS, OF_DATA, flooding
+from .harming import harming
 from .producing import SECRET, producing
 from .shapes import Shape
+from .starving import starving
 from .strangers import ticket_to
 
 CONNECTIONS = 1000
@@ -81,25 +81,16 @@ def open_files():
 @asynccontextmanager
 async def flood(kind, endpoint, *, leaving=None):
     """Hold a flood while the block runs; ``leaving`` this process so many file descriptors besides those in use."""
-    child = subprocess.Popen(  # noqa: ASYNC220 - it takes a moment, once
-        [sys.executable, "-m", "integration.flood_process", kind, endpoint, str(CONNECTIONS), SECRET],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment_of_children(),
-    )
+    node = await asyncio.to_thread(partial(Node, forked=False))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if leaving is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() + leaving, hard))
     try:
-        assert await asyncio.to_thread(child.stdout.readline) == "flooded\n"
-        yield child
+        await node.open(flooding, kind, endpoint, CONNECTIONS, SECRET)
+        yield node
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        child.kill()
-        await asyncio.to_thread(child.wait, PATIENCE_S)
-        child.stdin.close()
-        child.stdout.close()
+        await asyncio.to_thread(node.end)  # closing thousands of sockets one by one is nobody's concern
 
 
 async def serves(world, producer, consumer, name):
@@ -184,7 +175,7 @@ async def test_a_flooded_data_port_serves_readers_and_lets_newcomers_in(elsewher
                 await works(producer, consumer, request=f"old {turn}")
                 async with world.consuming(engine_id=f"decode-{turn + 1}", **PATIENT, **settings) as newcomer:
                     await works(producer, newcomer, request=f"new {turn}")
-            assert child.poll() is None, "the flood was over too early"
+            assert not await child.is_over(), "the flood was over too early"
         await works(producer, consumer, request="after")
 
 
@@ -237,7 +228,7 @@ async def test_a_reader_that_is_in_is_delayed_and_not_stopped_by_a_flood(elsewhe
         quiet = await times_of(producer, consumer)
         async with flood(kind, data) as child:
             beside = await times_of(producer, consumer)
-            assert child.poll() is None, "the flood was over too early"
+            assert not await child.is_over(), "the flood was over too early"
         pairs = zip(("p50", "p99"), quiet, beside, strict=True)
         times = ", ".join(f"{name} {before:.2f} ms, {after / before:.1f} x" for name, before, after in pairs)
         print(f"{kind}, {encryption}: {times}; load {os.getloadavg()[0]:.1f}")  # noqa: T201 - a figure to read
@@ -256,7 +247,7 @@ async def test_readers_that_arrive_together_all_read(elsewhere, count, encryptio
 @pytest.mark.parametrize("patience", [{}, PATIENT], ids=["usual", "patient"])
 async def test_a_herd_at_a_door_with_a_tenth_of_a_core_is_late_or_hears_why(spawn, patience, caplog):
     caplog.set_level(logging.CRITICAL)
-    world = World("tcp", spawn(module="starved_process").producing)
+    world = World("tcp", partial(spawn().producing, there=starving))
     ends = await arrive(world, 256, {"tcp_encryption": "tls", **patience})
     late = re.compile(r".*too busy to let us in.* \[deadline_exceeded\] Check the peer's load")
     assert all(end == "right" or late.match(end) for end in ends)
@@ -307,30 +298,6 @@ class Samples(threading.Thread):
         return int(self._status.read_text().split()[1]) * resource.getpagesize()
 
 
-@asynccontextmanager
-async def member(kind, params, settings):
-    """A member that does harm while the block runs; yields what tells what it has done."""
-    child = subprocess.Popen(  # noqa: ASYNC220 - it takes a moment, once
-        [sys.executable, "-m", "integration.member_process", kind, str(HARMFUL), *map(json.dumps, (params, settings))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment_of_children(),
-    )
-
-    async def done():
-        child.stdin.close()
-        return json.loads(await asyncio.to_thread(child.stdout.readline))
-
-    try:
-        assert await asyncio.to_thread(child.stdout.readline) == "opened\n"
-        yield done
-    finally:
-        child.kill()
-        await asyncio.to_thread(child.wait, PATIENCE_S)
-        child.stdout.close()
-
-
 OPENING_MS_MAX = 30
 """Of CPU: a busy machine counts up to three times as much as a quiet one."""
 
@@ -348,12 +315,12 @@ async def test_a_member_that_opens_connections_over_and_over_costs_milliseconds(
     async with producing(Shape(), **settings) as producer, consuming(**PATIENT, **settings) as consumer:
         await works(producer, consumer, "before")
         monkeypatch.setattr(Access, "_go_on", counted)
-        async with member("openings", await producer.offer("harm", BLOCKS, 8), settings) as done:
+        async with hosted(harming, "openings", HARMFUL, await producer.offer("harm", BLOCKS, 8), settings) as member:
             until_s, turn = time.monotonic() + HARM_S, 0
             while time.monotonic() < until_s:
                 await works(producer, consumer, f"beside {turn}", [[4, 5], [6, 7]])
                 turn += 1
-            did = await done()
+            did = await member.done()
         each_ms = sum(spent) / did["connections"] * 1e3
         print(f"{encryption}: {did['connections']} openings, {each_ms:.2f} ms; load {os.getloadavg()[0]:.1f}")  # noqa: T201
         assert did["connections"] > 10
@@ -366,13 +333,13 @@ async def test_a_member_that_means_harm_makes_a_producer_hold_little(kind, encry
     settings = {"transport": "tcp", "tcp_encryption": encryption}
     async with producing(Shape(), **settings) as producer, consuming(**PATIENT, **settings) as consumer:
         await works(producer, consumer, "before")
-        async with member(kind, await producer.offer("harm", BLOCKS, 8), settings) as done:
+        async with hosted(harming, kind, HARMFUL, await producer.offer("harm", BLOCKS, 8), settings) as member:
             samples, until_s = Samples(), time.monotonic() + HARM_S
             turn = 0
             while time.monotonic() < until_s:
                 await works(producer, consumer, f"beside {turn}", [[4, 5], [6, 7]])
                 turn += 1
-            did = await done()
+            did = await member.done()
             samples.end()
         print(f"{kind}, {encryption}: {did}, {samples.buffered} B buffered, {samples.resident} B more")  # noqa: T201
         assert did["connections"] >= 1

@@ -12,7 +12,6 @@ from handshake.limits import Limits
 from handshake.messages import WIRE_VERSION, Answered, Ask, Publish, Welcome
 from handshake.sockets import Delivery, open_listener, running
 from tests.helpers.waiting import until
-from tests.integration.handshake_processes import client_process, server_process
 from tests.unit.handshake.helpers import (
     CONSUMED,
     EXAMPLES,
@@ -26,6 +25,9 @@ from tests.unit.handshake.helpers import (
     patiently,
     raw_dealer,
 )
+from tests.world.node import hosted
+
+from .handshaking import dialing_apart, serving_apart
 
 ANY_PORT = "tcp://127.0.0.1:0"
 STRANGERS = 100
@@ -80,15 +82,15 @@ async def begun(endpoint, words):
 
 
 async def test_strangers_make_a_server_hold_little():
-    async with server_process(ANY_PORT, SECRET) as server:
-        before = server.peak_mib()
+    async with hosted(serving_apart, ANY_PORT, SECRET, forked=False) as server:
+        before = await server.peak_mib()
         for nbytes in (4 << 20, LIMITS.client_frame_bytes_max):
             writers = [await patiently(begun(server.endpoint, command(nbytes, nbytes - 1))) for _ in range(STRANGERS)]
             async with connected(server.endpoint):  # the first connection has been read
                 pass
             for writer in writers:
                 writer.close()
-        grown = server.peak_mib() - before
+        grown = await server.peak_mib() - before
         assert grown < STRANGERS_MIB_MAX
 
 
@@ -100,14 +102,14 @@ async def drain(dealer):
 
 
 async def test_a_message_of_many_frames_is_refused_and_its_connection_cut():
-    async with server_process(ANY_PORT, SECRET) as server, connected(server.endpoint):
-        before = server.peak_mib()
+    async with hosted(serving_apart, ANY_PORT, SECRET, forked=False) as server, connected(server.endpoint):
+        before = await server.peak_mib()
         async with raw_dealer(server.endpoint) as member:
             member.set(zmq.SNDHWM, 0)
             await patiently(asyncio.gather(drain(member), member.send_multipart([bytes(40)] * FRAMES)))
         async with connected(server.endpoint) as honest:
             assert honest.rtt_s is not None
-        grown = server.peak_mib() - before
+        grown = await server.peak_mib() - before
         assert grown < FRAMES_MIB_MAX
 
 
@@ -136,8 +138,8 @@ def holding(taken_mib):
 
 
 async def test_a_message_without_an_end_is_cut_before_it_is_one():
-    async with server_process(ANY_PORT, "") as server, connected(server.endpoint, security=None):
-        before = server.peak_mib()
+    async with hosted(serving_apart, ANY_PORT, "", forked=False) as server, connected(server.endpoint, security=None):
+        before = await server.peak_mib()
         reader, writer = await asyncio.open_connection(*of(server.endpoint))
         await patiently(introduced(reader, writer, b"DEALER"))
         taken = await patiently(endless(writer))
@@ -145,25 +147,25 @@ async def test_a_message_without_an_end_is_cut_before_it_is_one():
         writer.close()
         async with connected(server.endpoint, security=None):
             pass
-        grown = server.peak_mib() - before
+        grown = await server.peak_mib() - before
         assert grown < holding(taken)
 
 
 async def test_a_client_that_reads_no_answers_is_refused_and_others_are_answered():
-    async with server_process(ANY_PORT, SECRET) as server:
-        before = server.peak_mib()
+    async with hosted(serving_apart, ANY_PORT, SECRET, forked=False) as server:
+        before = await server.peak_mib()
         async with raw_dealer(server.endpoint, held_max=1) as member:
             for message in (EXAMPLES["hello"], Publish(publication=CONSUMED)):
                 await member.send_multipart(frames_of(message))
             for nonce in range(QUESTIONS):
                 await member.send_multipart(frames_of(Ask(nonce=nonce, question=b"?")))
-            assert await patiently(server.line()) == "congested\n"
+            assert await patiently(server.failure()) == "congested"
             heard = Recorder()
             async with connected(server.endpoint, on_event=heard) as honest:
                 for nonce in range(2 * LIMITS.outgoing_bytes_max >> 20):
                     honest.send(Ask(nonce=nonce, question=b"?"))
                     await heard.wait_for(lambda recorder, count=nonce + 1: len(recorder.of(Answered)) == count)
-        grown = server.peak_mib() - before
+        grown = await server.peak_mib() - before
         assert grown < ANSWERS_MIB_MAX
 
 
@@ -205,15 +207,15 @@ async def hostile_router():
 async def test_a_reader_refuses_a_message_of_many_frames():
     async with hostile_router() as router:
         endpoint = router.get_string(zmq.LAST_ENDPOINT)
-        async with client_process(endpoint, SECRET) as reader:
+        async with hosted(dialing_apart, endpoint, SECRET, forked=False) as reader:
             name, _hello = await patiently(router.recv_multipart())
-            before = reader.peak_mib()
+            before = await reader.peak_mib()
             await router.send_multipart(
                 [name, *encode(Welcome(clock_s=1.5, version=WIRE_VERSION, identity=PRODUCER), 1 << 16)]
             )
             await router.send_multipart([name] + [bytes(40)] * FRAMES)
-            assert await patiently(reader.line()) in ("protocol_violation\n", "connection_lost\n")
-            grown = reader.peak_mib() - before
+            assert await patiently(reader.failure()) in ("protocol_violation", "connection_lost")
+            grown = await reader.peak_mib() - before
             assert grown < FRAMES_MIB_MAX
 
 
@@ -228,9 +230,9 @@ async def test_a_reader_cuts_a_message_without_an_end():
     server = await asyncio.start_server(say, "127.0.0.1", 0, family=socket.AF_INET)
     async with server:
         host, port = server.sockets[0].getsockname()
-        async with client_process(f"tcp://{host}:{port}", "") as reader:
-            before = reader.peak_mib()
+        async with hosted(dialing_apart, f"tcp://{host}:{port}", "", forked=False) as reader:
+            before = await reader.peak_mib()
             assert await patiently(taken) < ENDLESS_MIB
-            assert await patiently(reader.line()) == "connection_lost\n"
-            grown = reader.peak_mib() - before
+            assert await patiently(reader.failure()) == "connection_lost"
+            grown = await reader.peak_mib() - before
             assert grown < holding(taken.result())

@@ -14,11 +14,12 @@ import pytest
 import kvflow
 from kvflow.worker.environment import PRODUCTION
 from tests.benchmarks.fenceless import without_fence
+from tests.world.node import hosted
 from tests.world.words import digests_of
 
-from .finding import Finder, find_all, hosted
-from .keeping import BLOCKS_MAX, CONVERSATIONS
+from .keeping import BLOCKS_MAX, CONVERSATIONS, keeping
 from .producing import configured
+from .reading import Reader, read_all
 from .recycling import TARGET
 
 FETCHES = int(os.environ.get("KVFLOW_TEST_READS", "1500"))
@@ -36,12 +37,12 @@ pytestmark = [pytest.mark.nixl, pytest.mark.processes, pytest.mark.timeout(7200)
 
 async def fetch_all(transport, enough, environment=PRODUCTION):
     """Fetch until ``enough(tally)``; return the tally, and what the process has counted."""
-    return await find_all(
-        hosted("keeping", transport), Fetcher, READERS, enough, transport=transport, environment=environment
-    )
+    async with hosted(keeping, transport) as host:
+        how = {"name": transport, "transport": transport, "environment": environment}
+        return await read_all(host, Fetcher, READERS, enough, **how), await host.counted()
 
 
-class Fetcher(Finder):
+class Fetcher(Reader):
     """Finds one conversation after the other, and fetches what is there."""
 
     async def read(self, host, enough):
@@ -70,16 +71,16 @@ async def test_what_is_fetched_is_right_or_stale(transport, capsys):
 
 async def test_without_the_fence_wrong_bytes_are_fetched(capsys):
     tally, counted = await fetch_all(
-        "nixl", lambda tally: tally.wrong >= FEW or tally.reads >= ENOUGH, environment=without_fence()
+        "nixl", lambda tally: tally.misread >= FEW or tally.reads >= ENOUGH, environment=without_fence()
     )
     with capsys.disabled():
         sys.stdout.write(f"\nwithout the fence: {tally}; {counted}")
-    assert tally.wrong >= FEW
+    assert tally.misread >= FEW
 
 
 async def test_a_member_learns_who_has_a_prompt_that_it_guesses_with_its_salt(capsys):
     async with (
-        hosted("keeping", "tcp") as host,
+        hosted(keeping, "tcp") as host,
         kvflow.open_worker(configured("guesser", transport="tcp"), TARGET.build()) as worker,
     ):
         known, begun_s = {"held": 0, "held with a salt": 0}, time.monotonic()

@@ -18,10 +18,10 @@ from kvflow.events import ReaderReset
 from kvflow.reads.contract import ReadEnded
 from kvflow.reads.thread import create_transport
 from kvflow.worker.environment import PRODUCTION
+from tests.world.node import Node, Opened
 
 from .conftest import ELSEWHERE, OVER_TCP
 from .consuming import PATIENCE_S, Consumer, consuming, until, works
-from .elsewhere import Child, RemoteProducer
 from .shapes import Shape
 
 pytestmark = [*ELSEWHERE, pytest.mark.usefixtures("late")]
@@ -102,8 +102,8 @@ class Engine:
 class Scene(NamedTuple):
     """Who is on it: a process that does not run, its producer, and who has read from it."""
 
-    sleepy: Child
-    producer: RemoteProducer
+    sleepy: Node
+    producer: Opened
     consumer: Consumer
     engine: Engine
 

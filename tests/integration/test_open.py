@@ -11,10 +11,11 @@ from itertools import count
 import pytest
 
 from tests.helpers.waiting import PATIENCE_S
+from tests.world.node import hosted
 from tests.world.words import digests_of
 
-from .finding import Finder, find_all, hosted
-from .opening import BLOCKS_MAX, WINDOW_BLOCKS
+from .opening import BLOCKS_MAX, WINDOW_BLOCKS, opening
+from .reading import Reader, read_all
 
 OFFERS = int(os.environ.get("KVFLOW_TEST_READS", "1500"))
 READERS = 6
@@ -28,12 +29,12 @@ pytestmark = [pytest.mark.nixl, pytest.mark.processes, pytest.mark.timeout(3600)
 
 async def follow_all(transport, enough, how="right"):
     """Follow prompts until ``enough(tally)``; return the tally, and what the process has counted."""
-    return await find_all(
-        hosted("opening", transport, how), Follower, READERS, enough, transport=transport, follow_bytes_min=1
-    )
+    async with hosted(opening, transport, how) as host:
+        tally = await read_all(host, Follower, READERS, enough, name=transport, transport=transport, follow_bytes_min=1)
+        return tally, await host.counted()
 
 
-class Follower(Finder):
+class Follower(Reader):
     """Has one prompt after the other computed, finds and follows it."""
 
     numbers = count(1)
@@ -41,13 +42,13 @@ class Follower(Finder):
     async def read(self, host, enough):
         while not enough(self.tally):
             number, num_blocks = next(self.numbers), self.rng.randint(1, BLOCKS_MAX)
-            ended = host.tell(number, num_blocks)
+            ended = asyncio.wrap_future(host.begin("compute", number, num_blocks))
             finding = self.worker.find(host.endpoint, digests_of(number, num_blocks), PATIENCE_S, at_least=num_blocks)
             finding = asyncio.create_task(finding)
             await asyncio.wait([finding, ended], return_when=asyncio.FIRST_COMPLETED)
             if not finding.done():  # it was preempted before it was found
                 finding.cancel()
-                self.tally.stale += 1
+                self.tally.ends["stale_lease"] += 1
                 continue
             ticket, _ = finding.result()
             assert ticket is not None, f"{number} was offered, and not found"
@@ -67,7 +68,9 @@ async def test_what_is_followed_is_right_or_stale(transport, capsys):
 
 @pytest.mark.parametrize("transport", ["nixl", "tcp"])
 async def test_what_settles_before_it_is_written_is_read_wrong(transport, capsys):
-    tally, counted = await follow_all(transport, lambda tally: tally.wrong >= FEW or tally.reads >= ENOUGH, how="early")
+    tally, counted = await follow_all(
+        transport, lambda tally: tally.misread >= FEW or tally.reads >= ENOUGH, how="early"
+    )
     with capsys.disabled():
         sys.stdout.write(f"\nsettled early, {transport}: {tally}; {counted}")
-    assert tally.wrong >= FEW
+    assert tally.misread >= FEW

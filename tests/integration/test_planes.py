@@ -21,7 +21,6 @@ from kvflow.rendezvous.issuer import draw_pair
 from tests.ports import free_port
 
 from .consuming import consuming, dialing_once, reading, until, works
-from .elsewhere import TESTS
 from .producing import producing
 from .shapes import Shape
 
@@ -61,7 +60,7 @@ def without_nixl(tmp_path_factory):
     for name in ("nixl", "nixl_cu12", "nixl_cu13"):
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text("raise ImportError('there is no NIXL here')\n")
-    return {"PYTHONPATH": os.pathsep.join([str(folder), str(TESTS), *sys.path])}
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
 
 
 @pytest.mark.nixl

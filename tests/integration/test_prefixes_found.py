@@ -1,9 +1,7 @@
 """Prompts of every length are found with the settings of docs/howto/share-prefixes.md, beside a busy source, too."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -16,8 +14,9 @@ from kvflow.integrations.vllm.finder import Finder
 from kvflow.integrations.vllm.messages import Tally
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
 from tests.unit.kvflow.integrations.vllm_like import SECRET, new_contents, new_request, wait_until
+from tests.world.node import Node
 
-from .prompt_source import PROMPTS, prompt
+from .prompt_source import PROMPTS, keeping_prompts, prompt
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "share-prefixes.md"
 PATIENCE_S = 120.0
@@ -27,12 +26,11 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 
 @contextmanager
-def opened(*arguments):
+def opened(is_busy):
     """Start the source, and a finder with the settings of the page."""
-    command = [sys.executable, "-m", "tests.integration.prompt_source", *arguments]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=environment) as process:
-        endpoint = process.stdout.readline().strip()
+    node = Node()
+    try:
+        endpoint = node.open_now(keeping_prompts, is_busy)
         [asking] = re.findall(r"'({[^']*\"sources\"[^']*})'", PAGE.read_text())
         wanted = json.loads(asking)
         extra = wanted["kv_connector_extra_config"] | {"sources": [endpoint]}
@@ -44,8 +42,9 @@ def opened(*arguments):
             yield finder, tally
         finally:
             finder.close()
-            process.stdin.close()
-    assert process.returncode == 0
+    finally:
+        node.go()
+    assert node.process.poll() == 0
 
 
 def found(finder, num_tokens, name):
@@ -58,10 +57,10 @@ def found(finder, num_tokens, name):
     return 0 if answer is None else answer.num_tokens
 
 
-@pytest.mark.parametrize("arguments", [(), ("busy",)], ids=["idle", "busy"])
-def test_a_prompt_of_any_length_is_found_with_the_settings_of_the_page(arguments):
+@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
+def test_a_prompt_of_any_length_is_found_with_the_settings_of_the_page(is_busy):
     """This machine may be so busy that some answers are late; before, all were."""
-    with opened(*arguments) as (finder, _):
+    with opened(is_busy) as (finder, _):
         for num_tokens in PROMPTS:
             deadline = time.monotonic() + PATIENCE_S
             number, held = 0, 0
@@ -72,10 +71,10 @@ def test_a_prompt_of_any_length_is_found_with_the_settings_of_the_page(arguments
 
 
 if __name__ == "__main__":  # how many of so many are found: python -m tests.integration.test_prefixes_found 50
-    for arguments in ((), ("busy",)):
-        with opened(*arguments) as (finder, tally):
+    for is_busy in (False, True):
+        with opened(is_busy) as (finder, tally):
             for num_tokens in PROMPTS:
                 helds = [found(finder, num_tokens, f"{num_tokens}-{n}") == num_tokens for n in range(int(sys.argv[1]))]
                 sys.stdout.write(
-                    f"{arguments} {num_tokens}: {sum(helds)} of {len(helds)}, {tally.take()['prefixes']}\n"
+                    f"busy: {is_busy}; {num_tokens}: {sum(helds)} of {len(helds)}, {tally.take()['prefixes']}\n"
                 )

@@ -14,7 +14,7 @@ from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.leases.tickets import FORMAT
 
 from .consuming import PATIENCE_S, consuming, works
-from .earlier import child_of, unpack
+from .earlier import Earlier, unpack
 from .producing import Producer, configured
 from .shapes import Shape
 from .strangers import IDENTITY, SECURITY, ticket_to
@@ -35,7 +35,7 @@ def start(tmp_path):
     folder, children = unpack(THE_LAST, tmp_path), []
 
     def start_module(module):
-        children.append(child_of(folder, module))
+        children.append(Earlier(folder, module))
         return children[-1]
 
     yield start_module
@@ -65,7 +65,7 @@ async def consuming_there(child):
 
 async def test_this_release_refuses_the_tickets_of_the_last_one(start):
     async with start("producer_process").producing(Shape(), **NIXL) as producer, consuming(**NIXL) as consumer:
-        params = await producer.offer("r", BLOCKS, NUM_TOKENS)
+        params = await producer.ask("offer", name="it", request="r", block_ids=BLOCKS, num_tokens=NUM_TOKENS)
         with pytest.raises(ReleaseMismatch) as caught:
             await consumer.pull(params, BLOCKS)
         error = caught.value
@@ -73,7 +73,7 @@ async def test_this_release_refuses_the_tickets_of_the_last_one(start):
         assert str(error).endswith("Install the same release of kvflow on the prefill and the decode side.")
         consumer.at_rest()
         consumer.untouched()
-        assert await producer.held() == ["r"]
+        assert await producer.ask("held", name="it") == ["r"]
         async with producing_here(Heard()) as ours:
             await works(ours, consumer)
 

@@ -4,7 +4,6 @@ import asyncio
 import threading
 import time
 
-import msgspec
 import pytest
 import torch
 
@@ -12,12 +11,13 @@ import kvflow
 from kvflow import errors
 from kvflow.events import TransferStarted
 from tests.ports import free_port
+from tests.world.node import Node
 
 from .conftest import OVER_TCP
 from .consuming import PATIENCE_S, consuming, until, works
-from .elsewhere import Child
 from .producing import SECRET, configured
 from .shapes import Shape, write, wrong
+from .sleeping import sleeper
 from .test_late_write import AFTER, BLOCKS, LARGE, TOKENS, Engine
 
 SMALL_BLOCKS = [[0, 1], [2, 3]]
@@ -28,43 +28,18 @@ REFUSED_S = 25.0
 """Less than ``queue_s`` and ``wire_s``: nobody waits for a producer that has said goodbye, or that nobody reaches."""
 
 
-class Sleeper:
-    """The parent's end of ``sleeper_process``."""
-
-    def __init__(self, shape, **environment):
-        self._shape = shape
-        self.child = Child("sleeper_process", **environment)
-
-    async def open(self, **settings):
-        settings = {"engine_id": "prefill-0"} | settings
-        await self.child.ask("open", shape=msgspec.to_builtins(self._shape), settings=settings)
-        return self
-
-    def __getattr__(self, op):
-        async def ask(**fields):
-            return await self.child.ask(op, **fields)
-
-        return ask
-
-    async def offer(self, request, block_ids, num_tokens):
-        return await self.child.ask("offer", request=request, block_ids=block_ids, num_tokens=num_tokens)
-
-    async def outcome(self, request):
-        return await self.child.ask("outcome", request=request)
-
-
 @pytest.fixture
 def sleeping():
     """Start engines that sleep, each in a process of its own."""
-    sleepers = []
+    nodes = []
 
-    def start(shape=Shape(), **environment):  # noqa: B008 - frozen
-        sleepers.append(Sleeper(shape, **environment))
-        return sleepers[-1]
+    async def start(shape=Shape(), **settings):  # noqa: B008 - frozen
+        nodes.append(Node())
+        return await nodes[-1].open_another(sleeper, shape, **settings)
 
     yield start
-    for sleeper in sleepers:
-        sleeper.child.go()
+    for node in nodes:
+        node.go()
 
 
 async def refused(consumer, params, blocks=SMALL_BLOCKS):
@@ -82,18 +57,18 @@ async def refused(consumer, params, blocks=SMALL_BLOCKS):
 @pytest.mark.processes
 async def test_a_producer_sleeps_and_serves_the_same_consumers_from_other_memory(sleeping, memory):
     endpoint = f"tcp://127.0.0.1:{free_port()}"
-    sleeper = await sleeping().open(bind=endpoint)
+    engine = await sleeping(bind=endpoint)
     async with consuming() as consumer, consuming(engine_id="stranger") as stranger:
-        await works(sleeper, consumer, "before")
-        old = await sleeper.offer("old", SMALL_BLOCKS, 8)
-        await sleeper.suspend(memory=memory)
+        await works(engine, consumer, "before")
+        old = await engine.offer("old", SMALL_BLOCKS, 8)
+        await engine.suspend(memory=memory)
         assert await refused(consumer, old) == "stale_lease"
         assert await refused(stranger, old) in GONE
-        assert await sleeper.resume() == endpoint
+        assert await engine.resume() == endpoint
         assert await refused(consumer, old) == "stale_lease"
         assert await refused(stranger, old) == "stale_lease"
         for each in (consumer, stranger):
-            await works(sleeper, each, f"for {each.worker.incarnation}")
+            await works(engine, each, f"for {each.worker.incarnation}")
             each.untouched(but=SMALL_BLOCKS)
             each.at_rest()
         assert await refused(consumer, old) == "stale_lease"
@@ -104,22 +79,22 @@ async def test_a_producer_sleeps_and_serves_the_same_consumers_from_other_memory
 @pytest.mark.nixl
 @pytest.mark.processes
 async def test_a_producer_falls_asleep_while_it_is_read(sleeping, memory, wire):
-    sleeper = await sleeping(LARGE).open(**wire)
+    engine = await sleeping(LARGE, **wire)
     async with consuming(LARGE) as consumer:
         for turn in range(2):
-            await sleeper.fill(byte=AWAKE)
+            await engine.fill(byte=AWAKE)
             consumer.cache.backing.zero_()
-            params = await sleeper.offer_as_is(request="r", block_ids=BLOCKS, num_tokens=TOKENS)
+            params = await engine.offer_as_is(request="r", block_ids=BLOCKS, num_tokens=TOKENS)
             pull = asyncio.create_task(ending(consumer, params))
             await until(lambda: consumer.cache.backing[0] != 0)
-            await sleeper.suspend(memory=memory)
+            await engine.suspend(memory=memory)
             async with asyncio.timeout(PATIENCE_S):
                 end = await pull
                 await consumer.worker.quiesced("r")
             assert end in GONE | {"right"}, f"turn {turn}"
             consumer.at_rest()
-            await sleeper.resume()
-        await works(sleeper, consumer, "after", AFTER, 32, sources=[[0, 1], []])
+            await engine.resume()
+        await works(engine, consumer, "after", AFTER, 32, sources=[[0, 1], []])
 
 
 async def ending(consumer, params):

@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from .elsewhere import PATIENCE_S, environment_of_children, whole_name
+from tests.world.node import PATIENCE_S, environment_of_children
 
 TOLD = 3 * PATIENCE_S
 
 
 def told_by(module, *arguments):
     """Run a process to its end, and return what it says."""
-    command = [sys.executable, "-m", whole_name(module), *arguments]
+    command = [sys.executable, "-m", f"tests.integration.{module}", *arguments]
     done = subprocess.run(
         command, env=environment_of_children(), stdout=subprocess.PIPE, timeout=TOLD, text=True, check=True
     )

@@ -4,7 +4,7 @@ import asyncio
 import time
 from contextlib import asynccontextmanager
 
-from .engine import RIGHT
+from .engine import RIGHT, engine
 from .victims import KINDS, OFFERED, PATIENCE_S, Victim
 
 LEASE_SLOTS = 4
@@ -23,7 +23,7 @@ class Cramped(Victim):
     @asynccontextmanager
     async def living(self):
         self.node = self.chaos.start(self.name)
-        await self.node.open(num_offered=OFFERED, lease_s=TINY_LEASE_S, lease_slots=LEASE_SLOTS)
+        await self.node.open(engine, self.name, num_offered=OFFERED, lease_s=TINY_LEASE_S, lease_slots=LEASE_SLOTS)
         yield self
 
     async def suffer(self, fault, rng):

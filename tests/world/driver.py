@@ -15,7 +15,8 @@ from itertools import cycle
 from . import faults, network
 from .cramped import Cramped
 from .engine import HELD, RIGHT, engine
-from .nodes import NodeDied, NodeFailed
+from .interrupted import Interrupted
+from .node import NodeDied, NodeFailed
 from .record import Record
 from .victims import KINDS, PATIENCE_S, Chaos, DoomedProducer, DoomedReader, Numbers, Served
 
@@ -30,6 +31,8 @@ SILENCE_S = 40.0
 PAUSE_S = 0.02
 SURVIVORS = "the survivors"
 """They share a process."""
+MIB = 64
+"""Of a pull that is interrupted."""
 TCP_PEERS = 4
 """Peers that the survivors read over TCP."""
 SPARE = 1
@@ -67,8 +70,8 @@ async def run(seed, until, folder, names=None):
     record = Record()
     try:
         async with AsyncExitStack() as life:
-            survivor = await life.enter_async_context(engine("survivor", 0, SLOTS, **SURVIVOR))
-            encrypted = await life.enter_async_context(engine("encrypted survivor", 0, SLOTS, **SURVIVOR, **TLS))
+            survivor = await life.enter_async_context(engine("survivor", num_slots=SLOTS, **SURVIVOR))
+            encrypted = await life.enter_async_context(engine("encrypted survivor", num_slots=SLOTS, **SURVIVOR, **TLS))
             chaos = Chaos(survivor, encrypted, Numbers(), record, folder)
             life.callback(chaos.end_all)
             await _run(chaos, seed, until, life, names)
@@ -92,8 +95,12 @@ async def _run(chaos, seed, until, life, names):
         DoomedReader(chaos, "reader", faults.OF_PROCESSES, served[0]),
         DoomedReader(chaos, "reader over TCP", faults.OF_PROCESSES, served[1]),
         Cramped(chaos, "lease table", faults.OF_TABLES),
-        *([] if network.missing() else [network.Netted(chaos, "network", seed)]),
+        Interrupted(chaos, "interrupted", MIB),
+        Interrupted(chaos, "interrupted over TCP", MIB, **TCP),
+        Interrupted(chaos, "interrupted, encrypted", MIB, **TLS),
     ]
+    if not network.missing():
+        every += [network.Netted(chaos, "network", seed), Interrupted(chaos, "cut off", MIB, is_cut=True, **TCP)]
     victims = [victim for victim in every if names is None or victim.name in names]
     witnesses = [*steady, *served]
     await asyncio.gather(*(producer.restart() for producer in witnesses))

@@ -7,7 +7,6 @@ that comes from a block too late, or goes into one, is seen, and tells where it 
 """
 
 import asyncio
-import logging
 import random
 import time
 from contextlib import asynccontextmanager
@@ -18,8 +17,10 @@ from tests.integration.producing import configured
 from tests.integration.shapes import Shape
 from tests.world.words import Words, digests_of
 
-from .blame import foreign
-from .descriptors import descriptors
+from .ledger import Ledger
+from .measuring import descriptors, threads
+from .middle import WATCHED, act
+from .process import logged_errors
 
 BLOCK_SIZE = 16
 BLOCKS_MAX = 32
@@ -37,28 +38,11 @@ FIND_S = 8.0
 """How long a question for content waits: longer than a busy machine takes to offer it."""
 
 
-def shape(num_offered, num_slots):
-    """A cache with room for so many blocks on offer, beside the slots that pulls go into."""
-    num_blocks = num_offered + 2 * num_slots * BLOCKS_MAX
-    return Shape(num_blocks=num_blocks, block_size=BLOCK_SIZE, heads=4, head_size=32)
-
-
-class LoggedErrors(logging.Handler):
-    """Remembers every error that anybody logs: each is a defect."""
-
-    def __init__(self):
-        super().__init__(logging.ERROR)
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(self.format(record))
-
-
 class Slot:
     """Blocks that pulls go into, and the number of whoever has written to them last."""
 
-    def __init__(self, first):
-        ids = list(range(first, first + 2 * BLOCKS_MAX))
+    def __init__(self, number, blocks_max):
+        ids = list(range(number * 2 * blocks_max, (number + 1) * 2 * blocks_max))
         self.targets = [ids[::2], ids[1::2]]
         self.mark = 0
 
@@ -71,25 +55,29 @@ class Engine:
 
     Args:
         worker: its worker.
-        cache: its cache, as ``shape`` has it.
+        cache: its cache: the slots that pulls go into, and room for what is on offer.
         num_slots: pulls at the same time, blocks in quarantine included.
+        blocks_max: of each group of one pull.
     """
 
-    def __init__(self, worker, cache, num_slots):
+    def __init__(self, worker, cache, num_slots, blocks_max):
         self.worker = worker
         self.endpoint = worker.endpoint
         self._words = Words(cache)
         self._slots: asyncio.Queue[Slot] = asyncio.Queue()
-        for number in range(num_slots):
-            slot = Slot(number * 2 * BLOCKS_MAX)
+        slots = [Slot(number, blocks_max) for number in range(num_slots)]
+        for slot in slots:
             self._words.write(slot.mark, slot.targets)
             self._slots.put_nowait(slot)
         self._num_slots = num_slots
-        self._free = list(range(2 * num_slots * BLOCKS_MAX, cache.num_blocks))
+        self._first_targets = slots[0].targets if slots else []
+        self._free = list(range(2 * num_slots * blocks_max, cache.num_blocks))
         self._num_offered = len(self._free)
         self._freed = asyncio.Condition()
         self._tasks = set()
-        self._overwritten = []
+        self._ledger = Ledger()
+        self._carriers = set()
+        self._large = None
 
     async def offer(self, number, successor, num_blocks, *, patience_s=0.0, computing=False):
         """Write a request and offer it; return what a router carries, or the code of the refusal.
@@ -147,14 +135,32 @@ class Engine:
                     return NOT_HELD, []
             else:
                 ticket = kvflow.Ticket.from_params(params)
-            await self.worker.pull(ticket, targets)
+            report = await self.worker.pull(ticket, targets)
         except errors.KvflowError as error:
             return error.code, []
         else:
-            wrong = foreign(self._words, number, targets)
-            return (WRONG if wrong else RIGHT), wrong
+            self._carriers.add(report.transport)
+            wrong = self._ledger.compare("wrong", self._words, number, targets)
+            return (WRONG if len(wrong) else RIGHT), self._ledger.take()["examples"]
         finally:
             self._spawn(self._settle(number, mark, slot))
+
+    async def pull_to_the_middle(self, number, mark, params, num_blocks, producer, happens):  # noqa: PLR0917
+        """Begin a pull into the first slot, act in the middle, and tell whether it still was then; see ``middle``."""
+        watched = self._words.first(self._first_targets, WATCHED)
+        self._large = asyncio.create_task(self._pull_large(number, mark, params, num_blocks))
+        return await asyncio.to_thread(act, watched, self._large, producer, happens)
+
+    async def finish(self):
+        """Wait for the end of this pull; return how and when, in seconds of the clock that processes share."""
+        return await self._large
+
+    def carriers(self):
+        """Return what has carried bytes so far."""
+        return sorted(self._carriers)
+
+    async def _pull_large(self, *arguments):
+        return (await self.pull(*arguments))[0], time.monotonic()
 
     async def audit(self):
         """Check every law, and say what is held; see ``at_rest``."""
@@ -167,6 +173,7 @@ class Engine:
             "blocks": self._num_offered - len(self._free),
             "slots": self._num_slots - self._slots.qsize(),
             "descriptors": descriptors(),
+            "threads": threads(),
         }
 
     async def at_rest(self, patience_s):
@@ -183,12 +190,11 @@ class Engine:
         for _ in range(self._slots.qsize()):
             self._look_at(slot := self._slots.get_nowait())
             self._slots.put_nowait(slot)
-        return self._overwritten
+        return self._ledger.take()["examples"]
 
     async def logged(self):
         """Return what was logged as an error in this process, if anybody listens."""
-        handlers = logging.getLogger().handlers
-        return [text for handler in handlers if isinstance(handler, LoggedErrors) for text in handler.texts]
+        return logged_errors()
 
     async def aclose(self):
         """Forget what has not ended."""
@@ -224,7 +230,7 @@ class Engine:
         self._slots.put_nowait(slot)
 
     def _look_at(self, slot):
-        self._overwritten += foreign(self._words, slot.mark, slot.targets)
+        self._ledger.compare("late", self._words, slot.mark, slot.targets)
 
     async def _take(self, num_blocks):
         async with self._freed:
@@ -245,11 +251,12 @@ class Engine:
 
 
 @asynccontextmanager
-async def engine(engine_id, num_offered, num_slots, **settings):
-    """Open one."""
-    cache = shape(num_offered, num_slots).build()
+async def engine(engine_id, *, num_offered=0, num_slots=0, blocks_max=BLOCKS_MAX, heads=4, head_size=32, **settings):
+    """Open one with room for so many blocks on offer."""
+    num_blocks = num_offered + 2 * num_slots * blocks_max
+    cache = Shape(num_blocks=num_blocks, block_size=BLOCK_SIZE, heads=heads, head_size=head_size).build()
     async with kvflow.open_worker(configured(engine_id, **settings), cache) as worker:
-        running = Engine(worker, cache, num_slots)
+        running = Engine(worker, cache, num_slots, blocks_max)
         try:
             yield running
         finally:

@@ -2,7 +2,6 @@
 
 import ctypes
 import importlib
-import inspect
 import multiprocessing
 import os
 import signal
@@ -13,18 +12,18 @@ from pathlib import Path
 
 import uvloop
 
-TESTS = Path(__file__).parents[1]
-MODULES = ["producer_process", "consumer_process", "tests.contract.exporter_process", "tests.gpu.source_process"]
+ROOT = Path(__file__).parents[2]
+PRELOADED = [
+    "tests.world.process",
+    "tests.integration.consuming",
+    "tests.contract.exporting",
+    "tests.gpu.source",
+]
 PR_SET_PDEATHSIG = 1
 """Source: prctl(2)."""
 
 
-def whole_name(module):
-    """Return the name under which a child finds a module: of the integration tests, if it names no other."""
-    return module if "." in module else f"integration.{module}"
-
-
-def run(module, arguments, environment, stdin, stdout):
+def run(environment, stdin, stdout):
     """Be a child, in a process that was forked just now."""
     end_with_parent()
     for number, connection in ((0, stdin), (1, stdout)):
@@ -32,10 +31,7 @@ def run(module, arguments, environment, stdin, stdout):
         connection.close()
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     os.environ.update(environment)
-    sys.argv[1:] = arguments
-    outcome = importlib.import_module(module).main()
-    if inspect.iscoroutine(outcome):
-        uvloop.run(outcome)
+    uvloop.run(importlib.import_module("tests.world.process").main())
 
 
 def end_with_parent():
@@ -51,34 +47,32 @@ def end_with_parent():
 
 
 class ForkedProcess:
-    """As much of ``subprocess.Popen`` as a child needs.
+    """As much of ``subprocess.Popen`` as a child needs, which runs ``process``.
 
     Args:
-        module: whose ``main`` it runs: of the integration tests, or the one that its whole name says.
         environment: more variables. Those that count while Python starts come too late.
-        arguments: of its command line.
     """
 
-    def __init__(self, module, environment, arguments=()):
+    def __init__(self, environment):
         context = multiprocessing.get_context("forkserver")
-        sys.path.insert(0, str(TESTS))
         # For the server that is forked off: Python 3.11 tells it our path too late, and what it then cannot import
         # beforehand it leaves to each child, without a word.
         before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
         try:
-            context.set_forkserver_preload([whole_name(name) for name in [*MODULES, module]])
-            target = importlib.import_module("tests.world.forked").run
+            context.set_forkserver_preload(PRELOADED)
             (their_stdin, self.stdin), (self.stdout, their_stdout) = self._pipe("w"), self._pipe("r")
-            told = (whole_name(module), list(arguments), environment, their_stdin, their_stdout)
-            self._process = context.Process(target=target, args=told, daemon=True)
+            # By its whole name: a test that was imported by its path has another module of that name.
+            target = importlib.import_module("tests.world.forked").run
+            self._process = context.Process(target=target, args=(environment, their_stdin, their_stdout), daemon=True)
             self._process.start()
         finally:
-            sys.path.remove(str(TESTS))
             if before is None:
                 del os.environ["PYTHONPATH"]
             else:
                 os.environ["PYTHONPATH"] = before
+        self.pid = self._process.pid
+        self._status = None
         their_stdin.close()
         their_stdout.close()
 
@@ -88,27 +82,28 @@ class ForkedProcess:
             return Connection(reading, writable=False), os.fdopen(writing, "w")
         return os.fdopen(reading), Connection(writing, readable=False)
 
-    @property
-    def pid(self):
-        return self._process.pid
-
     def poll(self):
-        return self._process.exitcode
+        if self._status is None:
+            self._status = self._process.exitcode
+        return self._status
 
     def send_signal(self, number):
-        os.kill(self._process.pid, number)
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def kill(self):
-        self._process.kill()
+        self.send_signal(signal.SIGKILL)
 
     def join(self, timeout_s):
-        """Wait for its end for so long."""
-        self._process.join(timeout_s)
+        """Wait for its end for so long; tell whether it has ended."""
+        if self._status is None:
+            self._process.join(timeout_s)
+        return self.poll() is not None
 
     def wait(self, timeout_s):
-        self._process.join(timeout_s)
-        assert self._process.exitcode is not None
+        assert self.join(timeout_s)
 
     def close(self):
         """Forget a process that has ended, with its descriptors here."""
+        self.wait(0)
         self._process.close()

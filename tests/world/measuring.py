@@ -1,12 +1,26 @@
-"""What processes take: resident memory, file descriptors, threads, and time of a core."""
+"""What processes take: memory, file descriptors, threads, time of a core; and what makes that say something."""
 
+import ctypes
 import os
+import socket
+import sys
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+M_ARENA_MAX = -8
+"""Source: malloc.h of glibc."""
+
+PLANES = {
+    "auto": {"transport": "auto"},
+    "tcp": {"transport": "tcp"},
+    "tls": {"transport": "tcp", "tcp_encryption": "tls"},
+}
+"""What the bytes go over -> the settings of all workers."""
 TICKS = os.sysconf("SC_CLK_TCK")
 MIB = 1 << 20
 WARM = 0.2
@@ -79,3 +93,46 @@ class Growth:
         self.share = self.after / self.before - 1
         between = max(1, len(samples) - first - self.window)
         self.bytes_per_pull = (self.after - self.before) / (between * pulls)
+
+
+def one_arena():
+    """Have all threads allocate from one arena.
+
+    Otherwise each thread of a pool in which a worker is opened has one, which keeps what that took: memory grows until
+    each of them, eight for each core, has had its turn, and that is longer than a soak.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+
+
+def thread_pool(size):
+    """Make a pool with all its threads, so that their number says something."""
+    pool, all_here = ThreadPoolExecutor(size), threading.Barrier(size)
+    for waiting in [pool.submit(all_here.wait) for _ in range(size)]:
+        waiting.result()
+    return pool
+
+
+def threads():
+    """Name every thread of this process."""
+    return sorted((task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
+
+
+def descriptors():
+    """Describe every file descriptor of this process: what it is, and of a socket whom it is connected to."""
+    described = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the one that lists them
+            described.append(_described(int(entry.name), str(entry.readlink())))
+    return sorted(described)
+
+
+def _described(number, target):
+    kind = target.partition(":")[0]
+    if kind != "socket":
+        return target if kind in ("", "anon_inode") or target.startswith("/") else kind
+    with socket.socket(fileno=os.dup(number)) as connection:
+        ours, theirs = connection.getsockname(), "nobody"
+        with suppress(OSError):
+            theirs = connection.getpeername()
+        return f"socket {connection.family.name} {ours} to {theirs}"

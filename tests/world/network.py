@@ -9,10 +9,9 @@ import sys
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from tests.integration.elsewhere import environment_of_children
-
+from .engine import engine
 from .faults import HARMLESS, HUNG, Fault
-from .nodes import NodeDied
+from .node import NodeDied, environment_of_children
 from .victims import BRIEF_LEASE_S, LOAD, OFFERED, PATIENCE_S, Victim
 from .wire import address, namespaces
 
@@ -142,13 +141,15 @@ class Netted(Victim):
             self.chaos.end(self._producer)
         self._producer = self._start("far producer", 0)
         bind = f"tcp://{address(0)}:{PORT}"
-        await self._producer.open(num_offered=OFFERED, bind=bind, lease_s=2 * BRIEF_LEASE_S, transport="tcp")
+        await self._producer.open(
+            engine, self._producer.name, num_offered=OFFERED, bind=bind, lease_s=2 * BRIEF_LEASE_S, transport="tcp"
+        )
 
     async def _restart_reader(self):
         if self.node is not None:
             self.chaos.end(self.node)
         self.node = self._start("far reader", 1)
-        await self.node.open(num_slots=4 * LOAD, transport="tcp", follow_bytes_min=1, **PATIENT)
+        await self.node.open(engine, self.node.name, num_slots=4 * LOAD, transport="tcp", follow_bytes_min=1, **PATIENT)
 
     def _start(self, name, side):
         return self.chaos.start(name, namespace=self._wire.namespaces[side])

@@ -12,9 +12,10 @@ from kvflow import errors
 from kvflow.events import PullFailed, TransferCompleted, TransferRetried, TransferStarted
 from tests.integration.producing import configured
 from tests.integration.recycling import TARGET
-from tests.world.words import Words, digests_of, origin
+from tests.world.words import Words, digests_of
 
-from .processes import PLANES
+from .ledger import Ledger
+from .measuring import PLANES
 
 OURS = ("kvflow", "handshake")
 AGAIN_S = 0.2
@@ -27,33 +28,24 @@ EVENTS = (TransferStarted, TransferRetried, TransferCompleted, PullFailed)
 """After which a pull may be given up."""
 ENOUGH_TOO_LATE = 8
 """Pulls that had ended before they were given up, after which a sweep starts again: others take longer."""
-SHOWN = 5
 
 
 @dataclass
-class Tally:
-    """What became of pulls.
+class Tally(Ledger):
+    """What became of pulls, and of those that were given up.
 
     Attributes:
-        ends: how they ended: ``completed``, ``cancelled``, or the code of an error.
-        wrong: words that were delivered and were not the request's.
-        late: words that changed after a pull had ended and was quiescent.
         aborts: pulls that were given up before they had ended, by what it waited for.
         points: where those pulls waited.
         followed: how pulls of open offers ended; ``again``, those of what was preempted and offered again.
         turns_max: most turns of the loop after which a pull was given up.
-        examples: the first wrong or late words.
     """
 
-    ends: Counter = field(default_factory=Counter)
-    wrong: int = 0
-    late: int = 0
     aborts: Counter = field(default_factory=Counter)
     points: Counter = field(default_factory=Counter)
     followed: Counter = field(default_factory=Counter)
     again: Counter = field(default_factory=Counter)
     turns_max: int = 0
-    examples: list = field(default_factory=list)
 
 
 class Sweep:
@@ -155,7 +147,7 @@ class Lane:
         self._tally.ends[end] += 1
         words = self._station.words
         if end == "completed":
-            self._note("wrong", number, words.wrong(number, targets))
+            self._tally.compare("wrong", words, number, targets)
         else:
             number = NOBODY
             words.write(number, targets)
@@ -214,14 +206,8 @@ class Lane:
     def _look_again(self):
         if self._holds[0] is not None:
             number, targets = self._holds[0]
-            self._note("late", number, self._station.words.wrong(number, targets))
+            self._tally.compare("late", self._station.words, number, targets)
             self._holds[0] = None
-
-    def _note(self, what, number, words):
-        if len(words):
-            setattr(self._tally, what, getattr(self._tally, what) + len(words))
-            if len(self._tally.examples) < SHOWN:
-                self._tally.examples.append(f"{what}: request {number} has {origin(int(words[0]))}")
 
 
 def waits_at(task):

@@ -14,14 +14,15 @@ import msgspec
 import kvflow
 from kvflow import errors
 from tests.integration.producing import configured
-from tests.integration.recycling import NUM_BLOCKS, TARGET, Path
+from tests.integration.recycling import NUM_BLOCKS, TARGET, THREADS, Path
 from tests.integration.shapes import Shape
 from tests.world.words import digests_of
 
-from .hosting import AwayError, Engine, Host
+from .hosting import AwayError, Engine, Host, answered, reading_beside
 from .measuring import more, sample
 from .reader import EVENTS, Lane, Station, Tally
 
+READER_THREADS = 2
 LANES = 12
 BESIDE = 4
 """Pulls at once of the other reader."""
@@ -73,7 +74,7 @@ class Soak:
     """
 
     def __init__(self, seed, transport):
-        near, far = Host("tests.world.engine_process"), Host("tests.world.engine_process")
+        near, far = Host("producers", THREADS), Host("producer", THREADS)
         self.tally = Tally()
         self.pulls = 0
         self.took_s = 0.0
@@ -88,7 +89,7 @@ class Soak:
         self._transport = transport
         self._spare = 0 if transport == "auto" else SPARE
         self._rng = random.Random(f"soak {seed}")
-        self._far, self._other = far, Host("tests.world.reader_process")
+        self._far, self._other = far, Host("reader", READER_THREADS)
         self._hosts = {"producer": near, "producer that is killed": far, "reader that is killed": self._other}
         early, pieces = {"computing": COMPUTING}, {"source": MANY_PIECES}
         self._engines = [
@@ -106,6 +107,7 @@ class Soak:
             for n in range(LANES)
         ]
         self._other_ready = asyncio.Event()
+        self._beside = None
         self._left = 0
         self._delivered = 0
 
@@ -124,8 +126,7 @@ class Soak:
             yield
         finally:
             for host in self._hosts.values():
-                if host.child is not None:
-                    await host.end()
+                await host.end()
             await self._station.close()
 
     async def round(self, pulls, disturbance):
@@ -152,7 +153,7 @@ class Soak:
                 self.unreleased.append(engine.name)
             await self._station.worker.find(engine.endpoints[0], digests_of(0, 1))  # its connection is among the files
         await self._check()
-        for name, pid in {"reader": None, **{name: host.pid for name, host in self._hosts.items()}}.items():
+        for name, pid in {"reader": None, **{name: host.node.pid for name, host in self._hosts.items()}}.items():
             self.samples[name].append(await self._steady_sample(name, pid or "self"))
 
     async def finish(self):
@@ -191,7 +192,7 @@ class Soak:
         await self._open_other()
 
     async def _open_other(self):
-        await self._other.ask("open", seed=self._seed, transport=self._transport)
+        self._beside = await self._other.node.open_another(reading_beside, self._seed, self._transport)
         self._other_ready.set()
 
     async def _pull_on(self, lane, began):
@@ -245,17 +246,16 @@ class Soak:
             offers = [await engine.offer(self._rng) for _ in range(at_once)]
         except AwayError:
             return []
+        ends = ["killed"] * at_once
         try:
             told = [(offer.number, offer.params, offer.num_blocks) for offer in offers]
-            answer = await self._other.ask("pull", offers=told)
+            ends, ledger = await answered(self._beside.pull(told))
         except AwayError:
-            answer = {"ends": ["killed"] * at_once, "wrong": 0, "late": 0, "examples": []}
-        self.tally.ends.update(answer["ends"])
-        self.tally.wrong += answer["wrong"]
-        self.tally.late += answer["late"]
-        self.tally.examples += answer["examples"]
+            self.tally.ends["killed"] += at_once
+        else:
+            self.tally.add(ledger)
         self.pulls += at_once
-        return answer["ends"]
+        return ends
 
     async def _until_completed(self, pull):
         """Pull until one is delivered: at rest that is the first one which is not revoked."""

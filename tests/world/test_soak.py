@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from .processes import PLANES, thread_pool
+from .measuring import PLANES, thread_pool
 from .report import missed, unbounded
 from .soak import AT_ONCE, DISTURBANCES, offer_and_release, run
 

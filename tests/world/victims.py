@@ -5,10 +5,9 @@ import time
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from tests.ports import free_port
-from tests.world.forked import ForkedProcess
 
-from .engine import BLOCKS_MAX, RIGHT
-from .nodes import Node, NodeDied
+from .engine import BLOCKS_MAX, RIGHT, engine
+from .node import Node, NodeDied
 from .proxy import proxy
 
 LOAD = 4
@@ -58,15 +57,18 @@ class Chaos:
         """Start a process; it ends with the run."""
         words = self.folder / f"{name.replace(' ', '-')}-{len(self.nodes)}.txt"
         words.touch()
-        self.nodes.append(Node(name, words, **options))
+        self.nodes.append(Node(name, words=words, **options))
         return self.nodes[-1]
 
     def end(self, node):
         """End a process, and forget it."""
         self.nodes.remove(node)
         node.go()
-        if isinstance(node.process, ForkedProcess):
-            node.process.close()
+
+    def kill(self, node):
+        """End a process without a word, and forget it."""
+        self.nodes.remove(node)
+        node.end()
 
     def end_all(self):
         """End all processes."""
@@ -190,7 +192,7 @@ class Victim:
     async def crashed(self, node):
         """Complain of a process that nobody has killed, and that has ended."""
         await asyncio.to_thread(node.process.wait, PATIENCE_S)
-        self.chaos.record.complain(f"{node.name} crashed, signal {node.ended()}: {node.last_words()}")
+        self.chaos.record.complain(f"{node.name} crashed, signal {node.crashed()}: {node.last_words()}")
 
 
 class DoomedProducer(Victim):
@@ -208,6 +210,7 @@ class DoomedProducer(Victim):
     def __init__(self, chaos, name, faults, *, proxied="", reader=None, **settings):
         super().__init__(chaos, name, faults)
         self._settings = {"bind": "tcp://127.0.0.1:0", **settings}
+        self._ticket = self._outlived = None
         self._proxied = proxied
         self._reader = reader or chaos.survivor
         self.node = None
@@ -228,17 +231,32 @@ class DoomedProducer(Victim):
             yield self
 
     async def restart(self):
-        """Start it anew, at the same address."""
+        """Start it anew, at the same address; a ticket of its earlier life remains."""
         if self.node is not None:
+            self._outlived, self._ticket = self._ticket, None
             self.chaos.end(self.node)
         self.node = self.chaos.start(self.name)
-        await self.node.open(num_offered=OFFERED, lease_s=BRIEF_LEASE_S, **self._settings)
+        await self.node.open(engine, self.name, num_offered=OFFERED, lease_s=BRIEF_LEASE_S, **self._settings)
 
     def pair(self):
         return self.node, self._reader
 
     def endpoint(self):
         return self.proxy.endpoint if self._proxied == "advertise" else self.node.endpoint
+
+    async def recover(self):
+        await super().recover()
+        if self._outlived is not None:
+            end = await self.chaos.pulled(self._reader, *self._outlived)
+            self._outlived = None
+            if end != "stale_lease":
+                self.chaos.record.complain(f"{self.name}: a ticket of an earlier life ended with {end}")
+        self._ticket = await self.unread_ticket()
+
+    async def unread_ticket(self):
+        """Offer what nobody reads; return number, ticket and blocks."""
+        number = self.chaos.numbers.take()
+        return number, await self.node.offer(number, self.chaos.numbers.take(), FEW), FEW
 
     async def attempt(self):
         try:
@@ -266,7 +284,7 @@ class DoomedReader(Victim):
         if self.node is not None:
             self.chaos.end(self.node)
         self.node = self.chaos.start(self.name)
-        await self.node.open(num_slots=2 * LOAD, follow_bytes_min=1)
+        await self.node.open(engine, self.name, num_slots=2 * LOAD, follow_bytes_min=1)
 
     def pair(self):
         return self._producer.node, self.node
@@ -301,4 +319,4 @@ class Served:
         if self.node is not None:
             self._chaos.end(self.node)
         self.node = self._chaos.start(self.name)
-        await self.node.open(num_offered=OFFERED, **self._settings)
+        await self.node.open(engine, self.name, num_offered=OFFERED, **self._settings)

@@ -91,6 +91,14 @@ class Words:
                 found.append(words[words != expected])
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 
+    def first(self, block_ids, most):
+        """Return the first word of some of these blocks, each as a tensor that shares the memory of the cache."""
+        words = []
+        for parts, ids in zip(self._groups, block_ids, strict=True):
+            cells, _ = parts[0]
+            words += [cells[block, 0, 0, 0] for block in ids[:: max(1, 2 * len(ids) // most)]]
+        return words
+
     def count(self, block_ids):
         """Return how many words these blocks hold."""
         return sum(

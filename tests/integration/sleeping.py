@@ -1,17 +1,10 @@
-"""An engine that sleeps, told what to do by lines of JSON on standard input: a threaded worker and its cache.
-
-``{"op": "open", "shape": {...}, "settings": {...}}`` opens it, every other ``op`` is a method of ``Sleeper``. Each line
-is answered by one line. ``stop``, or the end of the input, ends it.
-"""
+"""An engine that sleeps: a threaded worker and its cache."""
 
 import ctypes
-import json
 import mmap
-import sys
-from contextlib import ExitStack
+from contextlib import contextmanager
 
 import msgspec
-import uvloop
 
 import kvflow
 from kvflow.leases.tickets import Grant
@@ -28,10 +21,10 @@ PROT_NONE = 0
 class Sleeper:
     """One engine that offers what it holds, and whose cache goes away and comes back elsewhere."""
 
-    def __init__(self, stack, shape, settings):
+    def __init__(self, worker, shape, cache):
+        self._worker = worker
         self._shape = shape
-        self._caches = [shape.build()]
-        self._worker = stack.enter_context(kvflow.run_worker(configured(**settings), self._caches[-1]))
+        self._caches = [cache]
 
     def offer(self, request, block_ids, num_tokens):
         """Write the tags of a request and offer it; return what a router carries."""
@@ -48,10 +41,10 @@ class Sleeper:
     def address(self):
         return msgspec.to_builtins(self._worker.rank_address)
 
-    def admit(self, grant):
+    def admit(self, grant: Grant):
         """Hold a lease that a mint has signed; return the code of the error if it cannot."""
         try:
-            self._worker.admit(msgspec.convert(grant, Grant))
+            self._worker.admit(grant)
         except kvflow.errors.KvflowError as error:
             return error.code
         return None
@@ -82,22 +75,9 @@ def make_inaccessible(backing):
     assert libc.mprotect(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), PROT_NONE) == 0, ctypes.get_errno()
 
 
-async def main():
-    """Obey; the loop is not used, an engine that is not asyncio has none."""
-    with ExitStack() as stack:
-        for line in sys.stdin:
-            command = json.loads(line)
-            match command.pop("op"):
-                case "open":
-                    sleeper = Sleeper(stack, msgspec.convert(command["shape"], Shape), command["settings"])
-                    answer = None
-                case "stop":
-                    return
-                case op:
-                    answer = getattr(sleeper, op)(**command)
-            sys.stdout.write(json.dumps(answer) + "\n")
-            sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    uvloop.run(main())
+@contextmanager
+def sleeper(shape: Shape, *, engine_id="prefill-0", **settings):
+    """Open one."""
+    cache = shape.build()
+    with kvflow.run_worker(configured(engine_id, **settings), cache) as worker:
+        yield Sleeper(worker, shape, cache)

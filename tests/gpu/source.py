@@ -1,11 +1,8 @@
-# ruff: noqa: T201 - standard output is its answer
-"""A process that offers blocks of a cache on a device, driven by lines of JSON: see ``Source`` for the commands."""
+"""A worker that offers blocks of a cache on a device."""
 
-import argparse
-import json
-import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import msgspec
 
@@ -75,20 +72,10 @@ class Source:
         settle(self._cache)
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--geometry", required=True)
-    arguments = parser.parse_args()
-    cache = build(msgspec.json.decode(arguments.geometry, type=Geometry), arguments.device)
+@contextmanager
+def opened_source(geometry: Geometry, device):
+    """Open one in the memory of a device."""
+    cache = build(geometry, device)
     config = kvflow.WorkerConfig(engine_id="source", cluster_secret=SECRET, transport="nixl")
     with kvflow.run_worker(config, cache) as worker:
-        source = Source(worker, cache)
-        print("ready", flush=True)
-        for line in sys.stdin:
-            command, told = json.loads(line)
-            print(json.dumps(getattr(source, command)(**told)), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        yield Source(worker, cache)

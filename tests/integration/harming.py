@@ -1,20 +1,14 @@
-"""A reader with a pass that means harm: it has pulled as any other, and then opens connections of its own.
-
-Arguments: what it does, over how many connections, a ticket that it may read, and its settings, as JSON. It says
-``opened`` when it begins, goes on until its standard input is closed or ``HARM_S`` have passed, and then says what it
-has done.
-"""
+"""A reader with a pass that means harm: it has pulled as any other, and then opens connections of its own."""
 
 import _ssl
 import asyncio
 import ctypes
 import gc
-import json
 import select
 import ssl
-import sys
+import threading
 import time
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 import msgspec
@@ -27,7 +21,7 @@ from kvflow.reads.tcp.stream import ChannelClosed
 from kvflow.reads.thread import create_transport
 from kvflow.worker.environment import PRODUCTION
 
-from .consuming import consuming
+from .consuming import consuming, until
 
 BLOCKS = [[0, 1], [2, 3]]
 HARM_S = 60.0
@@ -163,20 +157,33 @@ def ssl_of(stream):
     return ctypes.c_void_p.from_address(id(sock._sslobj) + object.__basicsize__ + ctypes.sizeof(ctypes.c_void_p)).value
 
 
-def harm(kind, count, address, lease):
-    """Do it until we are told to stop."""
+def harm(kind, count, address, lease, begun, over):  # noqa: PLR0917
+    """Do it until it is over; return what was done."""
     (identity,) = [each for each in gc.get_objects() if type(each) is TlsIdentity] or [None]
     harm = Harm(kind, partial(opened, address, identity), lease)
     harm.turn(1)
-    sys.stdout.write("opened\n")
-    sys.stdout.flush()
+    begun.set()
     ends_s = time.monotonic() + HARM_S
-    while not select.select([sys.stdin], [], [], EVERY_S)[0] and time.monotonic() < ends_s:
+    while not over.wait(EVERY_S) and time.monotonic() < ends_s:
         harm.turn(count)
     return harm.done
 
 
-async def main(kind, count, params, settings):
+class Harming:
+    """Harm that is being done."""
+
+    def __init__(self, doing, over):
+        self._doing, self._over = doing, over
+
+    async def done(self):
+        """Let it be over; return what was done."""
+        self._over.set()
+        return await self._doing
+
+
+@asynccontextmanager
+async def harming(kind, count, params, settings):
+    """Begin: pull with a ticket, and do harm over so many connections."""
     made = []
 
     def make(*given):
@@ -185,14 +192,12 @@ async def main(kind, count, params, settings):
 
     environment = msgspec.structs.replace(PRODUCTION, open_transport=make)
     # Of two ranks that read the ticket, one never does: the lease goes on.
-    settings = {"engine_id": "harm", "num_ranks": 2, **json.loads(settings)}
+    settings = {"engine_id": "harm", "num_ranks": 2, **settings}
     async with consuming(environment=environment, **settings) as consumer:
-        await consumer.pull(json.loads(params), BLOCKS)
-        lease = made[0].reads[0].lease
-        done = await asyncio.to_thread(harm, kind, int(count), made[0].address, lease)
-        sys.stdout.write(json.dumps(done) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+        await consumer.pull(params, BLOCKS)
+        lease, begun, over = made[0].reads[0].lease, threading.Event(), threading.Event()
+        doing = asyncio.create_task(asyncio.to_thread(harm, kind, count, made[0].address, lease, begun, over))
+        await until(lambda: begun.is_set() or doing.done())
+        harm_done = Harming(doing, over)
+        yield harm_done
+        await harm_done.done()
