@@ -10,8 +10,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anybody loads torch, whose threads spin
 
 from .dialer import KINDS, lie
+from .fuzzed import fuzzed
 from .listener import attack
-from .processes import Died, fuzzed_worker
+from .processes import SECRET, Died, apart
 from .targets import TARGETS, Finding, drawn, run
 from .tcp import attack as attack_tcp
 from .tcp import lie as lie_over_tcp
@@ -96,7 +97,7 @@ def listening(options):
     say(f"{options.frames} mutated messages to a listening worker, CURVE and default limits:")
 
     async def run_it():
-        async with fuzzed_worker("nixl") as worker:
+        async with apart(fuzzed, "nixl", SECRET) as worker:
             return await attack(worker, options.frames, options.seed, first=options.first, tell=progress())
 
     found = asyncio.run(run_it())
@@ -129,7 +130,7 @@ def dialing(options):
     say(f"{options.lies} of each to a worker that dials, over NIXL: {', '.join(KINDS)}:")
 
     async def run_it():
-        async with fuzzed_worker("nixl") as worker:
+        async with apart(fuzzed, "nixl", SECRET) as worker:
             return await lie(worker, options.lies, options.seed, first=options.first, tell=progress())
 
     found = asyncio.run(run_it())

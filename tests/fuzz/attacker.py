@@ -1,13 +1,12 @@
 """A member of the cluster that lies, in a process of its own: many short conversations with one listener.
 
-Arguments: the endpoint, the secret, the seed, the first conversation and the step to the next, and how many mutated
-messages to send. Every line on standard output is a report, the last one included. Conversation ``i`` is drawn from
-``seed/i``.
+Conversation ``i`` is drawn from ``seed/i``.
 """
 
-import json
-import sys
+import asyncio
 import time
+from contextlib import contextmanager
+from itertools import count
 
 import zmq
 
@@ -19,14 +18,13 @@ AT_ONCE = 12
 """Conversations: far below what a listener takes at once, so that it turns none away unheard."""
 
 PATIENCE_S = 60.0
-REPORT_S = 1.0
 
 
 class Attack:
     """The conversations of one process.
 
     Attributes:
-        told: what is reported: messages and connections so far, and the numbers of those under way.
+        told: mutated messages so far, and connections.
     """
 
     def __init__(self, endpoint, secret, seed, numbers):
@@ -37,7 +35,7 @@ class Attack:
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._under_way = {}
-        self.told = {"mutated": 0, "other": 0, "conversations": 0, "unanswered": 0, "under_way": []}
+        self.told = {"said": 0, "conversations": 0, "unanswered": 0}
 
     def begin(self):
         number = next(self._numbers)
@@ -78,31 +76,25 @@ class Attack:
 
     def _end(self, dealer):
         said = self._leave(dealer)
-        self.told["mutated"] += said.mutated
-        self.told["other"] += len(said.messages) - said.mutated
+        self.told["said"] += said.mutated
         self.told["conversations"] += 1
 
-    def run(self, goal):
-        reported_at = 0.0
-        while self.told["mutated"] < goal:
+    def tell(self):
+        """Return what was said so far."""
+        return self.told | {"under_way": [number for number, *_ in [*self._under_way.values()]]}
+
+    async def run(self, goal):
+        """Say so many mutated messages."""
+        await asyncio.to_thread(self._run, goal)
+
+    def _run(self, goal):
+        while self.told["said"] < goal:
             while len(self._under_way) < AT_ONCE:
                 self.begin()
             self.step()
-            if time.monotonic() - reported_at > REPORT_S:
-                self.report()
-                reported_at = time.monotonic()
-        self.report()
-
-    def report(self):
-        self.told["under_way"] = [number for number, *_ in self._under_way.values()]
-        sys.stdout.write(json.dumps(self.told) + "\n")
-        sys.stdout.flush()
 
 
-def main(endpoint, secret, seed, *numbers):
-    first, step, goal = map(int, numbers)
-    Attack(endpoint, secret, seed, iter(range(first, 1 << 62, step))).run(goal)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+@contextmanager
+def attacking(endpoint, secret, seed, first, step):
+    """Open one, whose conversations have these numbers."""
+    yield Attack(endpoint, secret, seed, count(first, step))

@@ -9,10 +9,7 @@ from contextlib import AsyncExitStack, suppress
 from msgspec import Struct
 
 from .liar import Truth, mutated_blob, mutated_blocks, mutated_manifest, mutated_ticket, open_liars, ticket
-from .processes import PATIENCE_S, Died
-
-WARM = 0.2
-"""Of the lies, as in ``listener``."""
+from .processes import PATIENCE_S, WARM, Died, asked, rss_of
 
 AT_ONCE = 6
 NOTHING = {"pulls": 0, "quarantined": 0, "defects": []}
@@ -58,9 +55,9 @@ class Lies:
                 params = ticket(liar.endpoint, number)
         liar.tell(self._truth.honest(number), number)
         try:
-            said = await self._worker.ask("pull", params=params, block_ids=blocks)
+            said = await asked(self._worker.pull(params, blocks))
             if kind == "blocks":
-                said += ", " + await self._worker.ask("offer", block_ids=blocks, num_tokens=tokens)
+                said += ", " + await asked(self._worker.offer(blocks, tokens))
         except Died as died:
             raise Died(f"{died}\n{kind} {number}: {params!r} {blocks!r}") from died
         finally:
@@ -72,7 +69,7 @@ class Lies:
         number = number * len(KINDS) + len(KINDS)
         with suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE_S):
-                while (left := await self._worker.ask("left")) != NOTHING:  # noqa: ASYNC110 - it is another process
+                while (left := await asked(self._worker.left())) != NOTHING:  # noqa: ASYNC110 - it is another process
                     await asyncio.sleep(0.2)  # blocks leave quarantine by themselves
         said = await liar.lie(self._worker, self._truth.honest(number), number)
         if said != "done" or left != NOTHING:
@@ -101,7 +98,7 @@ async def lie(worker, count, seed, *, kinds=KINDS, first=0, tell=lambda *_: None
                     lied.said[kind][await lies.tell(liar, kind, number)] += 1
                 so_far = next(told)
                 if not lied.rss_warm and so_far >= count * WARM:
-                    lied.rss_warm = worker.rss()
+                    lied.rss_warm = rss_of(worker)
                 tell(so_far, count)
 
         async with asyncio.TaskGroup() as group:
@@ -109,5 +106,5 @@ async def lie(worker, count, seed, *, kinds=KINDS, first=0, tell=lambda *_: None
                 group.create_task(be(liar))
         lied.seconds = time.monotonic() - begun_at
         await lies.end(liars[0], first + count)
-        lied.rss_end = worker.rss()
+        lied.rss_end = rss_of(worker)
     return lied

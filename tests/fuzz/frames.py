@@ -5,58 +5,17 @@ from functools import partial
 
 import msgspec
 
-from handshake import Identity, Publication
-from handshake.codec import FORMAT, encode
+from handshake.codec import FORMAT
 from handshake.connection import Conversation
 from handshake.limits import DEFAULT_LIMITS
-from handshake.messages import (
-    WIRE_VERSION,
-    Answer,
-    Ask,
-    Bye,
-    Hello,
-    LeaseAnswer,
-    LeaseRef,
-    Ping,
-    Pong,
-    Publish,
-    Refuse,
-    Release,
-    Released,
-    Renew,
-    Renewed,
-    Welcome,
-)
+from handshake.messages import Ask, LeaseRef, Ping, Release, Renew
 from handshake.states import Role
+from tests.unit.handshake.helpers import CONSUMED, CONSUMER, EXAMPLES, frames_of
 
 from .mutations import Mutator
 
-IDENTITY = Identity(engine_id="fuzz", rank=0, num_ranks=1, incarnation="f" * 32, role="decode")
-PUBLICATION = Publication.of(b"of a fuzzer" * 20)
-_HELLO = Hello(version_min=WIRE_VERSION, version_max=WIRE_VERSION, identity=IDENTITY)
-_PUBLISH = Publish(publication=PUBLICATION)
-_LEASES = tuple(LeaseRef(slot=slot, epoch=(1 << 40) + slot) for slot in range(3))
-_ANSWERS = tuple(LeaseAnswer(slot=each.slot, epoch=each.epoch, outcome="held") for each in _LEASES)
-
-SEEDS = tuple(
-    encode(message, DEFAULT_LIMITS.frame_bytes_max)[0]
-    for message in (
-        _HELLO,
-        Welcome(version=WIRE_VERSION, identity=IDENTITY, clock_s=1.0),
-        _PUBLISH,
-        Refuse(code="busy", reason="a reason", remedy="a remedy"),
-        Release(read=True, leases=_LEASES),
-        Released(leases=_ANSWERS),
-        Renew(leases=_LEASES),
-        Renewed(leases=_ANSWERS, lease_s=30.0),
-        Ask(nonce=7, question=b"a question"),
-        Answer(nonce=7, answer=b"an answer"),
-        Ping(nonce=7),
-        Pong(nonce=7, clock_s=1.0),
-        Bye(reason="a reason"),
-    )
-)
-HELLO, PUBLISH, BYE = SEEDS[0], SEEDS[2], SEEDS[-1]
+SEEDS = {name: frames_of(message)[0] for name, message in EXAMPLES.items()}
+EVERY = tuple(SEEDS.values())
 
 FRAMES_MAX = 100
 """Of one conversation that break nothing."""
@@ -81,9 +40,9 @@ def conversation(seed):
     """
     mutator = Mutator(seed)
     # What a listener would say of it, without one: the same class, and another instance.
-    judge = Conversation(Role.SERVER, IDENTITY, PUBLICATION, limits=DEFAULT_LIMITS, now=time.monotonic())
+    judge = Conversation(Role.SERVER, CONSUMER, CONSUMED, limits=DEFAULT_LIMITS, now=time.monotonic())
     messages, mutated = [], 0
-    for frame in (HELLO, PUBLISH):
+    for frame in (SEEDS["hello"], SEEDS["publish"]):
         message, strange = _opening(mutator, frame)
         messages.append(message)
         mutated += strange
@@ -98,7 +57,7 @@ def conversation(seed):
         judge.take_events()
         if judge.ending is not None:
             return Script(messages, mutated)
-    messages.append([BYE])
+    messages.append([SEEDS["bye"]])
     return Script(messages, mutated)
 
 
@@ -111,8 +70,8 @@ def _opening(mutator, frame):
 def broken(mutator, frame=None):
     """Draw a message that is most probably not one."""
     draw = mutator.draw
-    frame = draw.choice(SEEDS) if frame is None else frame
-    made = mutator.of_packed(frame[1:], draw.choice(SEEDS)[1:])
+    frame = draw.choice(EVERY) if frame is None else frame
+    made = mutator.of_packed(frame[1:], draw.choice(EVERY)[1:])
     made = (draw.randbytes(1) if draw.random() < 0.03 else FORMAT) + made
     return [made, made] if draw.random() < 0.02 else [made]
 

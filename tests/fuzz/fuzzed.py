@@ -1,26 +1,19 @@
-"""The worker that is fuzzed, in a process of its own: told what to do by lines of JSON, answered in any order.
+"""The worker that is fuzzed.
 
-Each line is ``{"id": 1, "op": ..., ...}``, each answer ``{"id": 1, "said": ...}``. What is said of a pull or an offer
-is ``done`` or the code of its error; an error that has none is a finding, and is said with its traceback. The end of
-the input ends it.
+What is said of a pull or an offer is ``done`` or the code of its error; an error that has none is a finding, and ends
+what was asked with its traceback.
 """
 
-import asyncio
-import json
 import logging
-import sys
-import traceback
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
-
-import uvloop
 
 import kvflow
 from handshake import codec, connection
 from kvflow import errors
 from tests.integration.producing import configured
 from tests.integration.shapes import Shape
-
-FINDING = "FINDING "
+from tests.world.process import logged_errors
 
 BOUNDS = {"connect_s": 5.0, "handshake_s": 5.0, "queue_s": 5.0, "wire_s": 2.0, "fence_s": 2.0}
 """As short as they may be: some of what is fuzzed ends by time alone."""
@@ -46,29 +39,14 @@ class Counted:
         return message
 
 
-class Defects(logging.Handler):
-    """Keeps what is logged as an error: a worker survives its own defects, and says so there only."""
-
-    def __init__(self):
-        super().__init__(logging.ERROR)
-        self.told = []
-
-    def emit(self, record):
-        if len(self.told) < 10:
-            self.told.append(self.format(record))
-
-
 class Fuzzed:
     """One worker that listens and dials."""
 
-    def __init__(self, worker, counted, defects):
+    def __init__(self, worker, counted):
         self.worker = worker
+        self.endpoint = worker.endpoint
         self.counted = counted
-        self.defects = defects
         self.requests = 0
-
-    async def endpoint(self):
-        return self.worker.endpoint
 
     async def counts(self):
         return self.counted.received
@@ -76,7 +54,7 @@ class Fuzzed:
     async def left(self):
         """What nothing of may be left when nobody is fuzzed any more."""
         snapshot = self.worker.snapshot()
-        return {"pulls": snapshot.pulls, "quarantined": len(snapshot.quarantined), "defects": self.defects.told}
+        return {"pulls": snapshot.pulls, "quarantined": len(snapshot.quarantined), "defects": logged_errors()[:10]}
 
     async def pull(self, params, block_ids):
         """Pull whatever a router brought."""
@@ -98,31 +76,12 @@ class Fuzzed:
         return "done"
 
 
-async def answer(fuzzed, command):
-    number, op = command.pop("id"), command.pop("op")
-    try:
-        said = await getattr(fuzzed, op)(**command)
-    except Exception:  # noqa: BLE001 - whatever it is, it is a finding
-        said = FINDING + traceback.format_exc()
-    sys.stdout.write(json.dumps({"id": number, "said": said}) + "\n")
-    sys.stdout.flush()
-
-
-async def main(transport, secret):
-    defects = Defects()
+@asynccontextmanager
+async def fuzzed(transport, secret):
+    """Open one."""
     for name in ("kvflow", "handshake", "asyncio"):
-        logging.getLogger(name).addHandler(defects)
         logging.getLogger(name).setLevel(logging.ERROR)
-        logging.getLogger(name).propagate = False
     counted = Counted()
-    loop, commands = asyncio.get_running_loop(), asyncio.StreamReader(limit=1 << 26)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
     config = configured("fuzzed", cluster_secret=secret, transport=transport, quarantine_s_max=QUARANTINE_S, **BOUNDS)
-    async with kvflow.open_worker(config, Shape().build()) as worker, asyncio.TaskGroup() as group:
-        fuzzed = Fuzzed(worker, counted, defects)
-        while line := await commands.readline():
-            group.create_task(answer(fuzzed, json.loads(line)))
-
-
-if __name__ == "__main__":
-    uvloop.run(main(*sys.argv[1:]))
+    async with kvflow.open_worker(config, Shape().build()) as worker:
+        yield Fuzzed(worker, counted)

@@ -21,7 +21,7 @@ from tests.integration.shapes import Shape
 from tests.simulation.tickets import grants_of, packed, payload_of
 
 from .mutations import HOSTILE, Mutator
-from .processes import SECRET, Died
+from .processes import SECRET, Died, asked
 
 ENGINE = "liar"
 BLOCKS = [[0, 1], [2, 3]]
@@ -186,7 +186,7 @@ class Liar:
         """
         self.tell(payload, number)
         try:
-            return await worker.ask("pull", params=ticket(self.endpoint, number), block_ids=self.blocks)
+            return await asked(worker.pull(ticket(self.endpoint, number), self.blocks))
         except Died as died:
             raise Died(f"{died}\nlie {number}: {payload.hex()}") from died
         finally:

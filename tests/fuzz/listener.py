@@ -1,7 +1,6 @@
 """A listening worker and members that lie to it; beside them, somebody honest."""
 
 import asyncio
-import json
 import random
 import time
 from contextlib import suppress
@@ -9,14 +8,11 @@ from contextlib import suppress
 from msgspec import Struct
 
 import handshake
+from tests.unit.handshake.helpers import connected
 
-from .frames import IDENTITY, PUBLICATION
+from .attacker import attacking
 from .mutations import Mutator
-from .processes import SECRET, Died, start
-
-ATTACKERS = 2
-WARM = 0.2
-"""Of the messages: before that, allocators and caches fill, afterwards memory is flat."""
+from .processes import SECRET, Died, asked, attacked, rss_of
 
 RAW_AT_ONCE = 50
 BETWEEN_HONEST_S = 0.1
@@ -56,62 +52,35 @@ async def attack(worker, messages, seed, *, raw=2000, first=0, tell=lambda *_: N
     Raises:
         Died: the worker has, or has logged a defect; says how to draw again what was sent last.
     """
-    attacked = Attacked()
+    found = Attacked()
     await _shake_hands(worker.endpoint)
     begun_at = time.monotonic()
-    reports = [{"mutated": 0} for _ in range(ATTACKERS)]
+
+    async def warm():
+        found.rss_warm = rss_of(worker)
+
     async with asyncio.TaskGroup() as group:
-        honest = group.create_task(_be_honest(worker.endpoint, attacked))
-        others = [group.create_task(be_raw(worker.endpoint, seed, raw, attacked))]
-        for each in range(ATTACKERS):
-            numbers = (first + each, ATTACKERS, -(-messages // ATTACKERS))
-            attacker = await start("attacker", worker.endpoint, SECRET, seed, *numbers, stdout=asyncio.subprocess.PIPE)
-            others.append(group.create_task(_follow(worker, attacker, reports, each)))
-        while not all(task.done() for task in others):
-            await asyncio.sleep(0.2)
-            done = sum(report["mutated"] for report in reports)
-            if not attacked.rss_warm and done >= messages * WARM:
-                attacked.rss_warm = worker.rss()
-            tell(done, messages)
+        honest = group.create_task(_be_honest(worker.endpoint, found))
+        strangers = group.create_task(be_raw(worker.endpoint, seed, raw, found))
+        told = await attacked(worker, (attacking, worker.endpoint, SECRET, seed), messages, first, warm=warm, tell=tell)
+        await strangers
         honest.cancel()
-    attacked.seconds = time.monotonic() - begun_at
+    found.seconds = time.monotonic() - begun_at
     await _shake_hands(worker.endpoint)
-    received = await worker.ask("counts")
-    attacked.received, attacked.invalid = sum(received.values()), received["invalid"]
-    if defects := (await worker.ask("left"))["defects"]:
+    received = await asked(worker.counts())
+    found.received, found.invalid = sum(received.values()), received["invalid"]
+    if defects := (await asked(worker.left()))["defects"]:
         raise Died("\n".join(defects))
-    attacked.rss_end = worker.rss()
-    for name in ("mutated", "conversations", "unanswered"):
-        setattr(attacked, name, sum(report[name] for report in reports))
-    return attacked
-
-
-async def _follow(worker, process, reports, each):
-    """Read what an attacker reports, to its end."""
-    try:
-        while line := await process.stdout.readline():
-            reports[each] = json.loads(line)
-            if not worker.lives:
-                under_way = [report.get("under_way") for report in reports]
-                raise Died(f"the worker ended; conversations {under_way} were under way, or a little later ones")
-        if await process.wait():
-            raise Died(f"an attacker ended with {process.returncode}")
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+    found.rss_end = rss_of(worker)
+    found.mutated, found.conversations, found.unanswered = told["said"], told["conversations"], told["unanswered"]
+    return found
 
 
 async def _shake_hands(endpoint):
     begun_at = time.monotonic()
-    async with handshake.open_client(
-        endpoint,
-        identity=IDENTITY,
-        publication=PUBLICATION,
-        security=handshake.ClusterSecurity.from_secret(SECRET),
-        on_event=lambda _event: None,
-        limits=handshake.Limits(connect_s=60.0, handshake_s=60.0),
-    ):
+    security = handshake.ClusterSecurity.from_secret(SECRET)
+    limits = handshake.Limits(connect_s=60.0, handshake_s=60.0)
+    async with connected(endpoint, security=security, limits=limits):
         return time.monotonic() - begun_at
 
 

@@ -53,6 +53,7 @@ from kvflow.worker.destinations import Quarantined
 from kvflow.worker.snapshot import Snapshot, decode_inspection, encode_inspection
 from tests.integration.shapes import Shape
 from tests.simulation.tickets import packed, payload_of
+from tests.unit.handshake.helpers import CONSUMED, CONSUMER
 from tests.unit.kvflow.integrations.vllm_like import (
     TOKENS_MAX,
     FullAttentionSpec,
@@ -64,7 +65,7 @@ from tests.unit.kvflow.integrations.vllm_like import (
 from tests.unit.kvflow.worker.helpers import PULL
 
 from .corpus import AGENT, METADATA
-from .frames import IDENTITY, PUBLICATION, SEEDS
+from .frames import EVERY, SEEDS
 from .liar import TEXTS
 from .mutations import Mutator
 
@@ -112,7 +113,7 @@ def take_frame(data):
     except RemoteProtocolError:
         word = "invalid"
     for role, said in _BEFORE:
-        connection = Conversation(role, IDENTITY, PUBLICATION, limits=DEFAULT_LIMITS, now=0.0)
+        connection = Conversation(role, CONSUMER, CONSUMED, limits=DEFAULT_LIMITS, now=0.0)
         if role is Role.CLIENT:
             connection.greet(0.0)
         for frame in said:
@@ -130,7 +131,7 @@ def take_frame(data):
     return word
 
 
-_HELLO, _WELCOME, _PUBLISH = SEEDS[:3]
+_HELLO, _WELCOME, _PUBLISH = (SEEDS[name] for name in ("hello", "welcome", "publish"))
 _BEFORE = (
     (Role.SERVER, ()),
     (Role.SERVER, (_HELLO,)),
@@ -308,8 +309,8 @@ _RUNS = {"block_ids": [[0, -65], [70, -64, -1]], "num_tokens": [260, 260]}
 
 
 def _draw_frame(mutator):
-    frame = mutator.draw.choice(SEEDS)
-    return frame[:1] + mutator.of_packed(frame[1:], mutator.draw.choice(SEEDS)[1:])
+    frame = mutator.draw.choice(EVERY)
+    return frame[:1] + mutator.of_packed(frame[1:], mutator.draw.choice(EVERY)[1:])
 
 
 def _draw_metadata(mutator):

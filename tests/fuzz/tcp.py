@@ -1,33 +1,27 @@
 """The TCP data plane: readers that lie to an exporter, beside an honest one; and exporters that lie to a reader."""
 
 import asyncio
-import json
-import multiprocessing
-import select
+import base64
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from contextlib import suppress
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
-from kvflow.reads.backend import BackendError, Envelope, encode_envelope
+from kvflow.reads.backend import BackendError
 from kvflow.reads.tcp import wire
-from kvflow.reads.tcp.access import Access
-from kvflow.reads.tcp.certificates import draw_identity
 from kvflow.reads.tcp.stream import ChannelClosed
-from tests.helpers.lines import wait_for
+from tests.unit.kvflow.reads.tcp.peers import ScriptedExporter, certificate_of, frame, piece
 
 from .mutations import Mutator
-from .processes import PATIENCE_S, START_PATIENCE_S, Died, start
-from .tcp_ends import Consumer, Leases, Line, settings
-from .tcp_frames import Served, head, mutated_answer
-
-ATTACKERS = 2
-WARM = 0.2
-"""Of the frames, as in ``listener``."""
+from .processes import WARM, Died, apart, asked, attacked
+from .tcp_attacker import tcp_attacking
+from .tcp_ends import STRETCHES, Consumer, Line
+from .tcp_frames import Served, mutated_answer
+from .tcp_served import tcp_exporting
 
 BETWEEN_HONEST_S = 0.02
 HONEST_BLOCKS_MAX = 16
@@ -66,55 +60,16 @@ class Exported(Struct):
     end: dict[str, int] = {}
 
 
-class Exporter:
-    """The process that serves.
+async def counts(node):
+    """Ask an exporter for what it has counted.
 
-    Attributes:
-        served: what it serves.
-        cache: all of it.
+    Raises:
+        Died: it has ended, or has logged a defect.
     """
-
-    def __init__(self, process, served, cache):
-        self._process = process
-        self.served = served
-        self.cache = cache
-
-    @classmethod
-    async def start(cls, encryption):
-        pipe = asyncio.subprocess.PIPE
-        process = await start("tcp_served", encryption, stdin=pipe, stdout=pipe)
-        async with asyncio.timeout(START_PATIENCE_S):
-            served = msgspec.json.decode(await process.stdout.readline(), type=Served)
-            cache = np.frombuffer(bytes.fromhex((await process.stdout.readline()).decode()), np.uint8)
-        return cls(process, served, cache.reshape(2, served.blocks, served.block_bytes))
-
-    async def counts(self):
-        """Ask for what it has counted.
-
-        Raises:
-            Died: it has ended, or has logged a defect.
-        """
-        try:
-            self._process.stdin.write(b"counts\n")
-            await self._process.stdin.drain()
-            async with asyncio.timeout(PATIENCE_S):
-                said = json.loads(await self._process.stdout.readline())
-        except (ConnectionError, ValueError) as error:
-            raise Died(f"the exporter ended with {await self._process.wait()}") from error
-        if said.pop("defects"):
-            raise Died(str(said))
-        return said
-
-    async def stop(self):
-        self._process.stdin.close()
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                if code := await self._process.wait():
-                    raise Died(f"the exporter ended with {code}")
-        finally:
-            if self._process.returncode is None:
-                self._process.kill()
-                await self._process.wait()
+    said = await asked(node.counts())
+    if said.pop("defects"):
+        raise Died(str(said))
+    return said
 
 
 class Honest:
@@ -135,24 +90,23 @@ class Honest:
 
     def _run(self):
         served = self._served
-        consumer = Consumer("honest", served.blocks, served.block_bytes, served.encryption)
+        consumer = Consumer(blocks=served.blocks, block_bytes=served.block_bytes, encryption=served.encryption)
         draw = np.random.default_rng(1)
         try:
-            peer = consumer.add(served)
+            peer = consumer.join(served)
             while not self._stopping.wait(BETWEEN_HONEST_S):
                 group, count = int(draw.integers(2)), int(draw.integers(1, HONEST_BLOCKS_MAX))
                 source, target = draw.integers(0, served.leased, count), draw.permutation(served.blocks)[:count]
                 begun_at = time.monotonic()
-                lease = (0, served.epochs[0], count)
-                posted, shares = consumer.post(peer, group, [lease], source, target)
+                posted, portion = consumer.post_blocks(peer, group, (0, served.epochs[0]), source, target)
                 consumer.wait(posted)
                 self.seconds.append(time.monotonic() - begun_at)
-                assert consumer.fence(peer, shares) == served.epochs[0], "a lease that lasts"
+                assert consumer.fence(peer, 0, portion) == served.epochs[0], "a lease that lasts"
                 assert (consumer.target[target] == self._cache[group, source]).all(), "a wrong byte"
         except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
             self.failed = error
         finally:
-            consumer.backend.close()
+            consumer.close()
 
 
 async def attack(frames, seed, *, encryption="off", first=0, tell=lambda *_: None):
@@ -161,56 +115,30 @@ async def attack(frames, seed, *, encryption="off", first=0, tell=lambda *_: Non
     Raises:
         Died: the exporter has, or has logged a defect, or has answered what it should not; or an honest read failed.
     """
-    exporter = await Exporter.start(encryption)
-    honest = Honest(exporter.served, exporter.cache)
-    try:
-        found = await _attacked(exporter, frames, (seed, first), tell)
-    finally:
-        await asyncio.to_thread(honest.stop)
-        await exporter.stop()
+    found = Exported()
+    async with apart(tcp_exporting, encryption) as node:
+        served = msgspec.convert(await asked(node.served()), Served)
+        cache = np.frombuffer(base64.b64decode(await asked(node.content())), np.uint8)
+
+        async def warm():
+            found.warm = await counts(node)
+
+        begun_at = time.monotonic()
+        honest = Honest(served, cache.reshape(2, served.blocks, served.block_bytes))
+        try:
+            attacking = (tcp_attacking, served, seed)
+            told = await attacked(node, attacking, frames, first, warm=warm, tell=tell)
+        finally:
+            await asyncio.to_thread(honest.stop)
+        found.seconds, found.end = time.monotonic() - begun_at, await counts(node)
     if honest.failed is not None:
         raise Died(f"an honest read failed: {honest.failed!r}")
     found.honest = sorted(honest.seconds)
+    found.requests, found.invalid = found.end["requests"], found.end["invalid"]
+    found.frames = told["said"]
+    for name in ("answered", "conversations", "turned_away"):
+        setattr(found, name, told[name])
     return found
-
-
-async def _attacked(exporter, frames, drawn, tell):
-    seed, first = drawn
-    found, begun_at = Exported(), time.monotonic()
-    reports = [{"frames": 0} for _ in range(ATTACKERS)]
-    async with asyncio.TaskGroup() as group:
-        following = []
-        for each in range(ATTACKERS):
-            numbers = (first + each, ATTACKERS, -(-frames // ATTACKERS))
-            served = msgspec.json.encode(exporter.served).decode()
-            attacker = await start("tcp_attacker", served, seed, *numbers, stdout=asyncio.subprocess.PIPE)
-            following.append(group.create_task(_follow(attacker, reports, each)))
-        while not all(task.done() for task in following):
-            await asyncio.wait(following, timeout=0.2)
-            done = sum(report["frames"] for report in reports)
-            if not found.warm and done >= frames * WARM:
-                found.warm = await exporter.counts()
-            tell(done, frames)
-    found.seconds = time.monotonic() - begun_at
-    found.end = await exporter.counts()
-    found.requests = found.end["requests"]
-    found.invalid = found.end["invalid"]
-    for name in ("frames", "answered", "conversations", "turned_away"):
-        setattr(found, name, sum(report[name] for report in reports))
-    return found
-
-
-async def _follow(process, reports, each):
-    """Read what an attacker reports, to its end."""
-    try:
-        while line := await process.stdout.readline():
-            reports[each] = json.loads(line)
-        if await process.wait():
-            raise Died(f"an attacker ended; conversation {reports[each].get('under_way')}, or one a little later")
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 class Lied(Struct):
@@ -268,41 +196,21 @@ class _Liar:
 
     def __init__(self, encryption, found):
         self._found = found
-        self._members = deque()
-        leases, identity = Leases(BLOCKS, BLOCK_BYTES), draw_identity() if encryption == "tls" else None
-        self._consumer = Consumer("lied to", BLOCKS, BLOCK_BYTES, encryption, connections=1)
-        self._came = select.poll()
-        self._bell, self._ring = multiprocessing.Pipe(duplex=False)
-        self._came.register(self._bell, select.POLLIN)
-        self._access = Access(settings(encryption), leases.serving, identity, self._admit)
-        self._access.start()
-        served = Served(
-            self._access.endpoint,
-            encryption,
-            b"" if identity is None else identity.certificate,
-            encode_envelope(Envelope("tcp", "producer", wire.encode_layout(leases.serving.tracks))),
-            tuple(each.ctypes.data for each in leases.cache),
-            BLOCK_BYTES,
-            BLOCKS,
-            BLOCKS,
-            (LEASE[1], LEASE[1]),
-        )
-        self._peer = self._consumer.add(served)
+        self._consumer = Consumer(blocks=BLOCKS, block_bytes=BLOCK_BYTES, encryption=encryption, connections=1)
+        cache = {"blocks": BLOCKS, "block_bytes": BLOCK_BYTES, "stretches": STRETCHES}
+        self._exporter = exporter = ScriptedExporter(self._consumer, **cache)
+        certificate, layout = certificate_of(exporter.identity), wire.encode_layout(exporter.serving.tracks)
+        addresses = tuple(each.ctypes.data for each in exporter.cache)
+        epochs = (LEASE[1], LEASE[1])
+        who = (certificate, layout, addresses, BLOCK_BYTES, BLOCKS, BLOCKS, epochs)
+        self._peer = self._consumer.join(Served(exporter.endpoint, encryption, *who))
         self._line = self._accept()
         self._consumer.target[:] = GUARD
 
-    def _admit(self, member):
-        """Note who has come. Thread: of the access."""
-        self._members.append(member)
-        self._ring.send(None)
-
     def _accept(self):
         """Wait for the next connection, which has opened."""
-        wait_for(self._came, self._consumer.backend.progress)
-        self._bell.recv()
         self._found.connections += 1
-        self._member = self._members.popleft()
-        return Line(self._member.stream, self._consumer.backend.progress)
+        return Line(self._exporter.open().stream, self._consumer.backend.progress)
 
     def converse(self, mutator):
         """Have the consumer read, until an answer breaks the protocol."""
@@ -335,19 +243,19 @@ class _Liar:
         """Answer one read as an honest exporter does."""
         nbytes, blocks, posted = self._post(Mutator("honest").draw)
         self._line = self._line or self._accept()
-        self._line.say(head(wire.PIECE, nbytes), bytes(nbytes), head(wire.DONE, LEASE[1]))
+        self._line.say(piece(bytes(nbytes)), frame(wire.DONE, LEASE[1]))
         self._consumer.wait(posted)
         assert not posted.refused
         assert not self._consumer.target[blocks].any()
         self._end()
 
     def close(self):
-        self._access.close()
-        self._consumer.backend.close()
+        self._exporter.close()
+        self._consumer.close()
 
     def _post(self, draw):
         blocks = draw.sample(range(BLOCKS), draw.choice((1, 2, 5, 20)))
-        posted, _ = self._consumer.post(self._peer, 0, [(*LEASE, len(blocks))], blocks, blocks)
+        posted, _ = self._consumer.post_blocks(self._peer, 0, LEASE, blocks, blocks)
         return BLOCK_BYTES * len(blocks), blocks, posted
 
     def _hear(self, posted):
@@ -359,7 +267,6 @@ class _Liar:
 
     def _end(self):
         """Close the connection, and have the consumer forget what it asked."""
-        self._member.account.leave()
-        self._member.stream.close(reset=True)
+        self._exporter.hang_up()
         self._line = None
         self._consumer.backend.leave(self._peer)

@@ -1,16 +1,14 @@
 """A reader that lies, in a process of its own: many short conversations with one exporter of the TCP data plane.
 
-Arguments: what is served, the seed, the first conversation and the step to the next, and how many frames to send.
-Every line on standard output is a report, the last one included. Conversation ``i`` is drawn from ``seed/tcp/i``.
+Conversation ``i`` is drawn from ``seed/tcp/i``.
 """
 
+import asyncio
 import hashlib
-import json
 import secrets
 import socket
-import sys
-import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from itertools import count
 
 import msgspec
 
@@ -19,13 +17,14 @@ from kvflow.ids import ReaderId
 from kvflow.reads.tcp import opening, wire
 from kvflow.reads.tcp.certificates import draw_identity
 from kvflow.reads.tcp.stream import ChannelClosed
+from tests.helpers.waiting import PATIENCE_S
+from tests.unit.kvflow.reads.tcp.peers import certificate_of, credentials
 
-from .tcp_ends import INCARNATION, PATIENCE_S, PUBLIC_KEY, credentials, open_line
+from .tcp_ends import open_line
 from .tcp_frames import Served, talk
 from .tcp_served import SECRET_BYTE
 
 AT_ONCE = 16
-REPORT_S = 1.0
 
 
 class Attack:
@@ -35,11 +34,12 @@ class Attack:
         told: frames that were said; those that were answered; conversations, of which some were not let in.
     """
 
-    def __init__(self, served, seed):
+    def __init__(self, served, seed, numbers):
+        self._numbers = numbers
         self._served = served
         self._seed = seed
         self._identity = draw_identity() if served.encryption == "tls" else None
-        self.told = {"frames": 0, "answered": 0, "refused": 0, "conversations": 0, "turned_away": 0, "under_way": 0}
+        self.told = {"said": 0, "answered": 0, "refused": 0, "conversations": 0, "turned_away": 0, "under_way": 0}
 
     def hold(self, number):
         """Hold one conversation.
@@ -51,7 +51,7 @@ class Attack:
         self.told["under_way"] = number
         with suppress(ChannelClosed, OSError):  # it may be closed at any time, and some of what we say is unheard
             if said.member:
-                line = open_line(self._served, "hostile", self._identity)
+                line = open_line(self._served, self._identity)
                 try:
                     self._speak(line, said)
                 finally:
@@ -62,9 +62,9 @@ class Attack:
 
     def _knock(self, said):
         """Say a hello with something wrong in it."""
-        certificate = b"" if self._identity is None else self._identity.certificate
-        who = credentials("hostile", certificate, self._served.certificate)
-        reader = msgspec.msgpack.encode(ReaderId(PUBLIC_KEY, "hostile", 0, INCARNATION, certificate))
+        certificate = certificate_of(self._identity)
+        who = credentials(name="hostile", ours=certificate, theirs=self._served.certificate)
+        reader = msgspec.msgpack.encode(ReaderId(who.public_key, who.engine_id, who.rank, who.incarnation, certificate))
         with socket.create_connection(place_of(self._served.endpoint), PATIENCE_S) as sock:
             greeting = sock.recv(opening.GREETING_BYTES, socket.MSG_WAITALL)
             nonces = greeting[-opening.NONCE_BYTES :], secrets.token_bytes(opening.NONCE_BYTES)
@@ -72,7 +72,7 @@ class Attack:
             digest = hashlib.sha256(reader).digest()
             honest = b"".join((nonces[1], digest, proof, len(reader).to_bytes(2, "little"), reader))
             hello = said.hello(honest)
-            self.told["frames"] += 1
+            self.told["said"] += 1
             sock.sendall(hello)
             if hello.startswith(honest):
                 return
@@ -93,8 +93,8 @@ class Attack:
                 return  # with a reset, as there is something unheard
             for _ in range(sum(answered for _, answered in part)):
                 self._hear(line)
-            self.told["frames"] += len(part)
-        self.told["frames"] += 1
+            self.told["said"] += len(part)
+        self.told["said"] += 1
         line.say(said.last)
         if said.end == "hear":
             line.hang_up()
@@ -113,26 +113,20 @@ class Attack:
             self.told["answered"] += 1
             return
 
-    def run(self, numbers, goal):
-        reported_at = 0.0
-        for number in numbers:
-            self.hold(number)
-            if time.monotonic() - reported_at > REPORT_S:
-                self.report()
-                reported_at = time.monotonic()
-            if self.told["frames"] >= goal:
-                break
-        self.report()
+    def tell(self):
+        """Return what was said so far."""
+        return self.told
 
-    def report(self):
-        sys.stdout.write(json.dumps(self.told) + "\n")
-        sys.stdout.flush()
+    async def run(self, goal):
+        """Say so many frames."""
+        await asyncio.to_thread(self._run, goal)
+
+    def _run(self, goal):
+        while self.told["said"] < goal:
+            self.hold(next(self._numbers))
 
 
-def main(served, seed, *numbers):
-    first, step, goal = map(int, numbers)
-    Attack(msgspec.json.decode(served, type=Served), seed).run(range(first, 1 << 62, step), goal)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+@contextmanager
+def tcp_attacking(served: Served, seed, first, step):
+    """Open one, whose conversations have these numbers."""
+    yield Attack(served, seed, count(first, step))

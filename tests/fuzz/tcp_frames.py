@@ -4,9 +4,10 @@ import numpy as np
 from msgspec import Struct
 
 from kvflow.reads.tcp import wire
+from tests.unit.kvflow.reads.tcp.peers import SLOTS, frame
 
 from .mutations import NUMBERS, Mutator
-from .tcp_ends import MAC, SLOTS, STRETCHES
+from .tcp_ends import MAC, STRETCHES
 
 FRAMES_MAX = 100
 """Of one conversation that break nothing."""
@@ -23,7 +24,7 @@ class Served(Struct, frozen=True):
         endpoint: where it listens.
         encryption: of its connections.
         certificate: with which it encrypts; empty without encryption.
-        metadata: what it publishes.
+        layout: that it publishes.
         addresses: of each group's cache.
         block_bytes: of both groups.
         blocks: of both groups.
@@ -34,7 +35,7 @@ class Served(Struct, frozen=True):
     endpoint: str
     encryption: str
     certificate: bytes
-    metadata: bytes
+    layout: bytes
     addresses: tuple[int, int]
     block_bytes: int
     blocks: int
@@ -146,24 +147,19 @@ def mutated_answer(mutator, nbytes, epoch):
     draw = mutator.draw
     value = draw.choice((epoch, epoch, epoch + 1, epoch - 1, *NUMBERS)) % 2**64
     cut = draw.choice((nbytes, nbytes, draw.randrange(1, nbytes + 1)))
-    pieces = [head(wire.PIECE, part) + draw.randbytes(part) for part in (cut, nbytes - cut) if part]
+    pieces = [frame(wire.PIECE, part) + draw.randbytes(part) for part in (cut, nbytes - cut) if part]
     kind = draw.random()
     if kind < 0.5:
-        answer, broken = b"".join(pieces) + head(wire.DONE, epoch), False
+        answer, broken = b"".join(pieces) + frame(wire.DONE, epoch), False
     elif kind < 0.7:
-        answer, broken = b"".join(pieces[: draw.randrange(3)]) + head(wire.ENDED, value), value == epoch
+        answer, broken = b"".join(pieces[: draw.randrange(3)]) + frame(wire.ENDED, value), value == epoch
     elif kind < 0.9:
         detail = draw.randbytes(draw.choice((1, 20, wire.DETAIL_BYTES_MAX)))
-        answer, broken = head(wire.REFUSED, len(detail)) + detail, False
+        answer, broken = frame(wire.REFUSED, len(detail)) + detail, False
     else:  # of a wrong size, or a wrong end
         number = draw.choice((0, nbytes + 1, wire.PIECE_BYTES_MAX + 1, *NUMBERS)) % 2**64
-        answer = draw.choice((head(wire.PIECE, number), head(wire.DONE, value), pieces[0] + head(wire.REFUSED, 1)))
+        answer = draw.choice((frame(wire.PIECE, number), frame(wire.DONE, value), pieces[0] + frame(wire.REFUSED, 1)))
         return answer, True
     if draw.random() < 0.1:
         return mutator.of_bytes(answer, answer), True
     return answer, broken
-
-
-def head(kind, number):
-    """Return the header of a frame of an answer."""
-    return wire.ANSWER.pack(kind, 0, 0, 0, number)

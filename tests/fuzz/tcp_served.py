@@ -1,26 +1,16 @@
-"""The exporter of the TCP data plane that is fuzzed, in a process of its own.
+"""The exporter of the TCP data plane that is fuzzed, in a process of its own: some of its leases come and go."""
 
-Arguments: the encryption. The first line of standard output says what it serves; each line of standard input is
-answered with what it has counted; the end of the input ends it. Some of its leases come and go all the time.
-"""
-
-import json
-import logging
-import select
-import sys
 import threading
-import time
+from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
-import numpy as np
-
-from kvflow.reads.backend import Envelope, encode_envelope
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.certificates import draw_identity
 from kvflow.reads.tcp.exporter import TcpExporter
+from tests.unit.kvflow.reads.tcp.peers import certificate_of, region_of, settings
+from tests.world.process import logged_errors
 
-from .tcp_ends import Leases, region_of, settings
+from .tcp_ends import Leases
 from .tcp_frames import Served
 
 LEASED, COMING_AND_GOING, BLOCKS, BLOCK_BYTES = 32, 16, 64, 4096
@@ -29,22 +19,17 @@ SECRET_BYTE = 0xEE
 
 EVERY_S = 0.005
 COMES_AND_GOES = (2, 3)
+SOME = range(LEASED, LEASED + COMING_AND_GOING)
 
 
-class Counted(logging.Handler):
-    """What was said to this process, and what it logged as a defect."""
+class Counted:
+    """What was said to this process, and what its threads have raised."""
 
     def __init__(self):
-        super().__init__(logging.ERROR)
         self.told = {"requests": 0, "invalid": 0}
-        self.defects = []
-        logging.getLogger("kvflow").addHandler(self)
-        logging.getLogger("kvflow").propagate = False
-        threading.excepthook = lambda args: self.defects.append(repr(args.exc_value))
+        self.raised = []
+        threading.excepthook = lambda args: self.raised.append(repr(args.exc_value))
         wire.decode_request = self._counted(wire.decode_request)
-
-    def emit(self, record):
-        self.defects.append(self.format(record))
 
     def _counted(self, decode):
         def counting(frame):
@@ -64,57 +49,62 @@ class Counted(logging.Handler):
         files = len([*Path("/proc/self/fd").iterdir()])
         return {
             **self.told,
-            "defects": self.defects[:5],
+            "defects": [*self.raised, *logged_errors()][:5],
             "rss": rss,
             "files": files,
             "threads": threading.active_count(),
         }
 
 
-def main(encryption):
-    counted = Counted()
+class Exported:
+    """The exporter, and what it serves."""
+
+    def __init__(self, exporter, leases, epochs, certificate, encryption):
+        self._counted = Counted()
+        self._leases = leases
+        addresses = tuple(region_of(each).address for each in leases.cache)
+        layout = wire.encode_layout(leases.serving.tracks)
+        served = (certificate, layout, addresses, BLOCK_BYTES, BLOCKS, LEASED, epochs)
+        self._served = Served(exporter.endpoint, encryption, *served)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._come_and_go)
+        self._thread.start()
+
+    def served(self):
+        return self._served
+
+    def content(self):
+        """Return all bytes of the cache."""
+        return self._leases.cache.tobytes()
+
+    def counts(self):
+        return self._counted.now()
+
+    def end(self):
+        self._over.set()
+        self._thread.join()
+
+    def _come_and_go(self):
+        while not self._over.wait(EVERY_S):
+            for slot in COMES_AND_GOES:
+                self._leases.end(slot)
+                self._leases.lease(slot, SOME, SOME)
+
+
+@contextmanager
+def tcp_exporting(encryption):
+    """Open one."""
     leases = Leases(BLOCKS, BLOCK_BYTES)
     leases.cache[:, LEASED + COMING_AND_GOING :] = SECRET_BYTE
     held = range(LEASED)
     epochs = tuple(leases.lease(slot, held, held) for slot in (0, 1))
-    some = range(LEASED, LEASED + COMING_AND_GOING)
     for slot in COMES_AND_GOES:
-        leases.lease(slot, some, some)
+        leases.lease(slot, SOME, SOME)
     identity = draw_identity() if encryption == "tls" else None
-    serving = leases.serving
-    exporter = TcpExporter(settings(encryption), region_of(leases.epochs), serving, identity)
-    served = Served(
-        exporter.endpoint,
-        encryption,
-        b"" if identity is None else identity.certificate,
-        encode_envelope(Envelope("tcp", "producer", wire.encode_layout(serving.tracks))),
-        tuple(region_of(each).address for each in leases.cache),
-        BLOCK_BYTES,
-        BLOCKS,
-        LEASED,
-        epochs,
-    )
-    say(msgspec.json.encode(served).decode())
-    say(np.ascontiguousarray(leases.cache).tobytes().hex())
-    turn = 0
-    while True:
-        ready, _, _ = select.select([sys.stdin], [], [], EVERY_S)
-        if ready:
-            if not sys.stdin.readline():
-                break
-            say(json.dumps(counted.now()))
-        slot = COMES_AND_GOES[turn % 2]
-        turn += 1
-        leases.end(slot)
-        time.sleep(0)
-        leases.lease(slot, some, some)
-    exporter.close()
-
-
-def say(line):
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    exporter = TcpExporter(settings(encryption=encryption), region_of(leases.epochs), leases.serving, identity)
+    exported = Exported(exporter, leases, epochs, certificate_of(identity), encryption)
+    try:
+        yield exported
+    finally:
+        exported.end()
+        exporter.close()

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from .corpus import kept
 from .dialer import lie
 from .frames import conversation
+from .fuzzed import fuzzed
 from .listener import attack
 from .mutations import Mutator
-from .processes import fuzzed_worker
+from .processes import SECRET, apart
 from .targets import TARGETS, Finding, drawn, run
 from .tcp import attack as attack_tcp
 from .tcp import lie as lie_over_tcp
@@ -26,7 +27,7 @@ TCP_ANSWERS = 300
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 async def test_a_worker_survives_mutated_messages_and_every_kind_of_lie():
-    async with fuzzed_worker("nixl") as worker:
+    async with apart(fuzzed, "nixl", SECRET) as worker:
         attacked = await attack(worker, MESSAGES, "test", raw=50)
         assert attacked.mutated >= MESSAGES
         assert attacked.received >= attacked.mutated  # each of them was judged

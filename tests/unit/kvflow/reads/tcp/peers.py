@@ -3,6 +3,7 @@
 import queue
 import select
 import time
+from contextlib import suppress
 from itertools import count
 
 import numpy as np
@@ -25,6 +26,7 @@ from tests.helpers.lines import Line
 
 KEY = b"k" * 32
 PATIENCE_MS = 60_000
+MOMENT_S = 0.001
 SLOTS = 8
 EPOCH = 1 << 40
 
@@ -51,11 +53,14 @@ def certificate_of(identity):
 
 
 class Leases:
-    """A cache of two groups, and what of it is leased. Every byte of the cache is above zero."""
+    """A cache of two groups, [group, block, byte], and what of it is leased. Every byte of the cache is above zero.
 
-    def __init__(self, blocks=64, block_bytes=512, seed=0, *, keys_differ=False):
+    ``stretches``: of each block, in which it is told to readers.
+    """
+
+    def __init__(self, blocks=64, block_bytes=512, seed=0, *, keys_differ=False, stretches=1):
         self.keys_differ = keys_differ
-        self.block_bytes, self.num_blocks = block_bytes, blocks
+        self.block_bytes, self.num_blocks, self._stretches = block_bytes, blocks, stretches
         draw = np.random.default_rng(seed)
         self.cache = draw.integers(1, 256, (2, blocks, block_bytes), dtype=np.uint8)
         self.epochs = np.full(SLOTS, EPOCH, np.uint64)
@@ -87,8 +92,11 @@ class Leases:
 
     @property
     def serving(self):
-        nbytes, blocks = self.block_bytes, self.num_blocks
-        tracks = tuple((Track(each.ctypes.data, nbytes, nbytes, blocks),) for each in self.cache)
+        nbytes, blocks, part = self.block_bytes, self.num_blocks, self.block_bytes // self._stretches
+        tracks = tuple(
+            tuple(Track(each.ctypes.data + at, nbytes, part, blocks) for at in range(0, nbytes, part))
+            for each in self.cache
+        )
         admits, differ = (lambda key: key not in self.barred), self.keys_differ
         self.vouched = []
         vouches = None if self.macs is None else self.vouches
@@ -130,16 +138,21 @@ class Producer(Leases):
         """Return a reader that was let in."""
         ours = None if self.identity is None else draw_identity()
         who = credentials(ours=certificate_of(ours), theirs=certificate_of(self.identity), **who)
-        opening = Opening(self.place, introduction(who, ours), time.monotonic() + PATIENCE_MS / 1e3)
-        poll = select.poll()
-        poll.register(opening.fileno(), select.POLLIN)
-        try:
-            while (stream := opening.advance()) is None:
-                poll.poll(50)
-        finally:
-            opening.close()
-        self._readers.append(Reader(stream))
+        self._readers.append(Reader(let_in(self.place, who, ours)))
         return self._readers[-1]
+
+
+def let_in(place, who, identity):
+    """Open a connection as a reader does; return its stream."""
+    opening = Opening(place, introduction(who, identity), time.monotonic() + PATIENCE_MS / 1e3)
+    poll = select.poll()
+    poll.register(opening.fileno(), select.POLLIN)
+    try:
+        while (stream := opening.advance()) is None:
+            poll.poll(50)
+    finally:
+        opening.close()
+    return stream
 
 
 class Reader(Line):
@@ -194,8 +207,8 @@ class Consumer:
         self.identity = self.backend._identity
         self._reads = count(1)
 
-    def add(self, endpoint, leases, *, number=0, certificate=b"", blob=None):
-        """Add the producer of these leases at an endpoint, and return who it is."""
+    def add(self, endpoint, leases=None, *, number=0, certificate=b"", blob=None):
+        """Add the producer of these leases at an endpoint, or of this layout, and return who it is."""
         peer = PeerId("producer", number, "0" * 32, "tcp://127.0.0.1:1", "")
         blob = wire.encode_layout(leases.serving.tracks) if blob is None else blob
         who = credentials(ours=certificate_of(self.identity), theirs=certificate)
@@ -218,11 +231,11 @@ class Consumer:
         prepared_list = PreparedList(list_id, peer, source_rows, target_rows, group=group)
         self.backend.prepare(CheckedList(prepared_list, check_rows(source_rows), check_rows(target_rows)))
 
-    def read(self, peer, source, target, leases, *, nbytes=512, list_id=1):
+    def read(self, peer, source, target, leases, *, nbytes=512, list_id=1, mac=b""):
         """Return a portion of descriptors; each lease is that of a read of its own, of so many pairs."""
         index = [np.array(each, np.int32) for each in (source, target)]
         cuts = np.array([0, len(source)])
-        shares = tuple(Share(next(self._reads), LeaseName(slot, epoch), pairs) for slot, epoch, pairs in leases)
+        shares = tuple(Share(next(self._reads), LeaseName(slot, epoch, mac), pairs) for slot, epoch, pairs in leases)
         return Portion(peer, list_id, *index, cuts, nbytes * len(source), shares)
 
     def post(self, portion, first=0, stop=None):
@@ -282,11 +295,12 @@ class ScriptedExporter(Leases):
 
     def open(self):
         """Wait for the next connection that is let in."""
-        until = time.monotonic() + PATIENCE_MS / 1e3
-        while self._members.empty():
+        until, member = time.monotonic() + PATIENCE_MS / 1e3, None
+        while member is None:
             assert time.monotonic() < until, "nobody has come"
             self._consumer.backend.progress()
-        member = self._members.get()
+            with suppress(queue.Empty):
+                member = self._members.get(timeout=MOMENT_S)
         self._accepted.append(member)
         return Reader(member.stream, pump=self._consumer.backend.progress)
 
@@ -298,10 +312,16 @@ class ScriptedExporter(Leases):
             if request.kind != wire.LEASE:
                 return request, body
 
+    def hang_up(self):
+        """Close all connections."""
+        for member in self._accepted:
+            member.account.leave()
+            member.stream.close(reset=True)
+        self._accepted.clear()
+
     def close(self):
         self._access.close()
-        for member in self._accepted:
-            member.stream.close(reset=True)
+        self.hang_up()
 
 
 def frame(kind, value):
