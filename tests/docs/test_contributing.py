@@ -13,7 +13,7 @@ import kvflow
 from tests.helpers.loops import looped
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+PAGE = "".join((ROOT / page).read_text() for page in ("CONTRIBUTING.md", "tests/README.md"))
 
 
 @looped("folder", sorted(set(re.findall(r"`([\w/]+/)`", PAGE))))
