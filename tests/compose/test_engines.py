@@ -37,7 +37,7 @@ while True:
     except OSError:
         if time.monotonic() > deadline:
             raise
-        time.sleep(0.2)
+        time.sleep(0.01)
 """
 
 

@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 
 import msgspec
 import pytest
@@ -115,7 +114,7 @@ def test_nothing_is_written_after_a_worker_was_closed(device):
         pull = worker.pull(source.offer("second", blocks), [blocks])
         worker.close()
         fill(cache, blocks, ENGINES)
-        time.sleep(0.3)  # for what may still come
+        source.go()  # nothing can come any more
         assert (cache.backing == ENGINES).all()
         assert pull.done()
 
