@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from math import lcm
+from math import inf, lcm
 from typing import Self
 
 from msgspec import Struct
@@ -25,34 +25,46 @@ class EngineReading(Struct, eq=False):
     named_by: str
 
 
+class Names(Struct, frozen=True, kw_only=True):
+    """The digests by which peers find a lease.
+
+    ``for_one``: of its last block, by which one question finds it, until that reader gives it back unread. ``for_all``:
+    of its blocks, by which all who ask find it. ``whole``: those of ``for_all`` up to which all windows are whole;
+    None: there are no windows. ``ends``: those that ``KeptEnds`` tells.
+    """
+
+    for_one: tuple[bytes, ...] = ()
+    for_all: tuple[bytes, ...] = ()
+    whole: tuple[bytes, ...] | None = None
+    ends: tuple[bytes, ...] = ()
+
+
+NAMELESS = Names()
+
+
 class Lease(Struct, eq=False, kw_only=True):
     """One lease that is held: the blocks told so far, who ends it, and who finds it.
 
     ``blocks``: those told so far; ``served``: of these, those that have settled; ``settled``: their tokens. ``sealed``:
     no more are told; until then ``told``: the blocks, as ``OpenGroups`` compares them. ``advances``: of each time that
     more settled, the seconds since the admission, and the tokens.
-    ``ends_by_readers``: it ends when they have released it, or at ``ends_at``; otherwise only the producer ends it.
+    ``ends_at``: when it runs out; if never, only the producer ends it, and no readers do.
     ``readers``: by engine and number of its ranks, those that have renewed it or released it in part; None until one
     has. ``shown``: whether a reader has shown its ticket.
-    ``digests``: of its blocks, by which peers find it; without any, nobody does. ``found_by_all``: whether all who
-    ask find it; otherwise one question does, ``found_by``, until that reader gives it back unread. ``text``: of its
-    ticket, once a peer has found it. ``ends``: those that ``KeptEnds`` tells. ``whole``: those of ``digests`` up to
-    which all windows are whole; None: there are no windows.
+    ``names``: by which peers find it. ``found_by``: the question that alone has found it. ``text``: of its ticket, once
+    a peer has found it.
     """
 
     grant: Grant
     epoch: int
     admitted_at: float
     ends_at: float
-    ends_by_readers: bool
     blocks: Blocks
     served: Blocks
     settled: int
     sealed: bool
     told: AbstractSet[int]
-    digests: tuple[bytes, ...]
-    found_by_all: bool
-    whole: tuple[bytes, ...] | None = None
+    names: Names = NAMELESS
     advances: tuple[tuple[float, int], ...] = ()
     read: bool = False
     readers: dict[tuple[str, int], EngineReading] | None = None
@@ -60,7 +72,11 @@ class Lease(Struct, eq=False, kw_only=True):
     shown: bool = False
     found_by: Hashable = None
     text: str = ""
-    ends: tuple[bytes, ...] = ()
+
+    @property
+    def ends_by_readers(self) -> bool:
+        """Whether it ends when its readers have released it, or runs out; otherwise only the producer ends it."""
+        return self.ends_at < inf
 
     @property
     def renewed_at(self) -> float:
@@ -71,12 +87,6 @@ class Lease(Struct, eq=False, kw_only=True):
     def is_unread(self) -> bool:
         """Whether it is whole, and no reader has renewed it, released it in part, or shown its ticket."""
         return self.sealed and not (self.shown or self.readers)
-
-    @property
-    def released(self) -> bool:
-        """Whether all ranks of one consumer engine have released the lease."""
-        readers = self.readers or {}
-        return any(len(reading.released) == num_ranks for (_, num_ranks), reading in readers.items())
 
 
 _ByDigest = dict[bytes, Lease | dict[int, Lease]]
@@ -112,7 +122,8 @@ class Index:
         if found := _find(self._for_all, digests):
             leases, count = found
             lease = next(reversed(leases.values()))
-            return (lease, count) if lease.whole is None else self._find_whole(lease.digests, digests[:count])
+            names = lease.names
+            return (lease, count) if names.whole is None else self._find_whole(names.for_all, digests[:count])
         return None
 
     def add(self, lease: Lease) -> None:
@@ -147,10 +158,14 @@ class Index:
         self.add(lease)
 
     def _entries_of(self, lease: Lease) -> Iterator[tuple[_ByDigest, bytes]]:
-        for digest in lease.digests:
-            yield self._for_all if lease.found_by_all else self._for_one, digest
-        for digest in lease.whole or ():
-            yield self._whole, digest
+        names = lease.names
+        for by_digest, digests in (
+            (self._for_one, names.for_one),
+            (self._for_all, names.for_all),
+            (self._whole, names.whole or ()),
+        ):
+            for digest in digests:
+                yield by_digest, digest
 
     def _find_whole(self, held: Sequence[bytes], asked: Sequence[bytes]) -> tuple[Lease, int] | None:
         """Return the lease with whole windows that has most of what another holds, and how many digests lead there.

@@ -22,7 +22,7 @@ from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid
 from kvflow.events import LeaseEnded, Outcome
 from kvflow.ids import ABSENT, LeaseKey
 from kvflow.leases.epochs import EpochTable
-from kvflow.leases.held import ADVANCES_MAX, Blocks, EngineReading, Index, Lease
+from kvflow.leases.held import ADVANCES_MAX, NAMELESS, Blocks, EngineReading, Index, Lease, Names
 from kvflow.leases.tickets import Grant, Kind
 from kvflow.leases.told import KeptEnds, ends_of
 from kvflow.validation import Count, Name, Number
@@ -124,6 +124,13 @@ def _count(lease: Lease, reader: Reader) -> bool | None:
     return len(ranks) >= reader.num_ranks
 
 
+def _names_of(grant: Grant, digests: tuple[bytes, ...], whole: tuple[bytes, ...] | None) -> Names:
+    """Return what peers find a lease by, of its digests and those up to which its windows are whole."""
+    if grant.found_by_all:
+        return Names(for_all=tuple(filter(None, digests)), whole=whole, ends=ends_of(digests, grant))
+    return Names(for_one=tuple(filter(None, digests[-1:])))
+
+
 class _EarlyRelease(NamedTuple):
     slot: int
     epoch: int
@@ -202,40 +209,31 @@ class LeaseTable:
         self._require_slot(slot, epoch)
         self._first = self._first or grant
         ended = self._end([self._by_slot[slot]], "revoked", now) if slot in self._by_slot else []
-        ends_by_readers, sealed = grant.ends_by_readers, told is None
-        found_by_all = bool(digests) and grant.found_by_all
+        sealed = told is None
         lease = Lease(
             grant=grant,
             epoch=epoch,
             admitted_at=now,
-            ends_at=now + lease_ms / 1000 if ends_by_readers else inf,
-            ends_by_readers=ends_by_readers,
+            ends_at=now + lease_ms / 1000 if grant.ends_by_readers else inf,
             blocks=grant.block_ids,
             served=grant.block_ids if sealed else ((),) * len(grant.block_ids),
             settled=grant.num_tokens[0] if sealed else 0,
             sealed=sealed,
             told=NOTHING if told is None else told,
-            digests=tuple(filter(None, digests if found_by_all else digests[-1:])),
-            found_by_all=found_by_all,
-            ends=ends_of(digests, grant) if found_by_all else (),
-            whole=whole if found_by_all else None,
+            names=_names_of(grant, digests, whole) if digests else NAMELESS,
         )
         self._by_slot[slot] = self._by_request[request_id] = lease
-        if ends_by_readers:
+        if lease.ends_by_readers:
             self._ends[lease_ms][slot] = lease
         self._epochs.raise_all(((slot, epoch),))
         if digests:
             self._index.add(lease)
-        if lease.ends:
+        if lease.names.ends:
             self.ends.add(lease)
-        if slot in self._early:
-            for early, read in list(self._early[slot].items()):
-                self._forget_early(early)
-                if early.epoch == epoch and ends_by_readers and not grant.admitted:
-                    _count(lease, early.reader)
-                    lease.read |= read
-            if lease.released and (lease.read or not self._given_back(lease)):
-                ended += self._end([lease], "released", now)
+        for early, read in list(self._early[slot].items()) if slot in self._early else ():
+            self._forget_early(early)
+            if early.epoch == epoch and not grant.admitted:
+                ended += self.release([(slot, epoch)], early.reader, now, read=read)[1]
         return ended
 
     def _require_slot(self, slot: int, epoch: int) -> None:
@@ -366,7 +364,7 @@ class LeaseTable:
     def name(self, lease: Lease, digest: bytes) -> None:
         """Let one peer find a lease by the digest of its last block."""
         self._index.remove(lease)
-        lease.digests = (digest,) if digest else ()
+        lease.names = Names(for_one=(digest,) if digest else ())
         self._index.add(lease)
 
     def give_back(self, question: Hashable) -> tuple[bytes, ...]:
@@ -375,7 +373,7 @@ class LeaseTable:
         if lease is None:
             return ()
         self._index.give_back(lease)
-        return lease.digests
+        return lease.names.for_one
 
     def unsealed(self, request_id: str) -> Lease | None:
         """Return an open lease that is not sealed; None if it has ended. Raises ``BlockIdsInvalid`` for another."""
@@ -494,7 +492,8 @@ class LeaseTable:
 
     def _given_back(self, lease: Lease) -> bool:
         """Let the next question find an offer that was released unread. False: nobody has found it by asking."""
-        if lease.found_by is None and not (lease.digests and len(lease.grant.ranks) > 1):  # another rank may be asked
+        # Of several ranks another one may be asked.
+        if lease.found_by is None and not (lease.names.for_one and len(lease.grant.ranks) > 1):
             return False
         for (_, num_ranks), reading in (lease.readers or {}).items():
             if len(reading.released) >= num_ranks:
@@ -538,9 +537,9 @@ class LeaseTable:
             grant = lease.grant
             slot, request_id = grant.slot, grant.request_id
             del self._by_request[request_id], self._by_slot[slot]
-            if lease.digests:
+            if lease.names is not NAMELESS:
                 self._index.remove(lease)
-            if lease.ends:
+            if lease.names.ends:
                 self.ends.remove(lease)
             if lease.ends_by_readers:
                 same = self._ends[grant.lease_ms]

@@ -61,12 +61,13 @@ class KeptEnds:
 
     def add(self, lease: Lease) -> None:
         """Tell the ends of a lease from now on."""
-        if len(self._counts) + len(lease.ends) > ENDS_MAX:
+        ends = lease.names.ends
+        if len(self._counts) + len(ends) > ENDS_MAX:
             self._untold.add(lease)
             self.number += 1
             return
-        new = [end for end in lease.ends if end not in self._counts]
-        self._counts.update(lease.ends)
+        new = [end for end in ends if end not in self._counts]
+        self._counts.update(ends)
         self._change(new)
 
     def remove(self, lease: Lease) -> None:
@@ -75,8 +76,8 @@ class KeptEnds:
             self._untold.discard(lease)
             self.number += 1
             return
-        self._counts.subtract(lease.ends)
-        gone = [end for end in lease.ends if not self._counts[end]]
+        self._counts.subtract(lease.names.ends)
+        gone = [end for end in lease.names.ends if not self._counts[end]]
         for end in gone:
             del self._counts[end]
         self._change(gone)

@@ -108,6 +108,7 @@ class Answers:
         self._sizes: Counter[Hashable] = Counter()  # in bytes, by connection, or by key if keys differ
         self._changed: dict[Hashable, None] = {}  # places of questions to look at next
         self._due: deque[_OpenQuestion] = deque()  # questions to look at now
+        self._told = leases.ends.number  # the change of what is kept of which those were told that wait for one
         self.found = self.not_held = 0
 
     def ask(
@@ -159,7 +160,10 @@ class Answers:
 
     def note(self, places: Iterable[Hashable]) -> None:
         """Answer what waits at these places on the loop, soon, for something has changed there."""
-        found = [place for place in places if place in self.at] if self.at else ()
+        found = [place for place in places if place in self.at]
+        if KEPT in self.at and self._leases.ends.number != self._told:
+            self._told = self._leases.ends.number
+            found.append(KEPT)
         if found and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._look_at, found)
 

@@ -35,7 +35,7 @@ from kvflow.leases.issuer import Issuer
 from kvflow.leases.table import LeaseState, LeaseTable, Reader, ReaderAnswer
 from kvflow.leases.tickets import Grant, Kind, RankAddress, Ticket
 from kvflow.reads.serving import order_memory
-from kvflow.worker.answers import KEPT, Answers, Vouches
+from kvflow.worker.answers import Answers, Vouches
 from kvflow.worker.environment import Shared
 
 ENDED_MAX = 65536  # outcomes that are kept for a late ``wait_offer``
@@ -254,8 +254,8 @@ class LeaseManager:
             if self.answers.at and "held" in answers:  # one that was given back may answer another question
                 for slot, epoch in leases:
                     lease = self._leases.held(slot, epoch)
-                    if lease is not None and not lease.found_by_all:
-                        self.answers.note(lease.digests)
+                    if lease is not None:
+                        self.answers.note(lease.names.for_one)
         self._announce(*ends)
         return answers
 
@@ -454,7 +454,7 @@ class LeaseManager:
             self._expires_at = min(expires_at, self._expires_at)
             self._on_loop(self._changed.set)
         if self.answers.at:
-            self.answers.note([grant.slot, *digests, *([KEPT] if grant.found_by_all else [])])
+            self.answers.note([grant.slot, *digests])
         return self._note(ended) if ended else ((), ())
 
     def _note(self, ended: Sequence[LeaseEnded]) -> _Ends:
@@ -465,7 +465,7 @@ class LeaseManager:
         self._account.end_loan(join_loans([self._lent.pop(name) for name in names]))
         self._issuer.vacate(names)
         if self.answers.at:
-            self.answers.note([*names, *([KEPT] if any(end.kind == "kept" for end in ended) else [])])
+            self.answers.note(names)
         for end in ended:
             self._ended[end.request_id] = end.outcome
         while len(self._ended) > ENDED_MAX:

@@ -182,7 +182,7 @@ class LeaseMachine(RuleBasedStateMachine):
             assert (found[0].grant.request_id, found[1]) == (name, last - at_least + 1)
             self.held[name].found, self.held[name].offered = self.held[name].offered, b""
         else:
-            assert found is None or found[0].found_by_all
+            assert found is None or found[0].names.for_all
 
     @rule(content=tokens)
     def find(self, content):

@@ -3,7 +3,9 @@
 from math import inf
 from types import SimpleNamespace
 
-from kvflow.leases.held import Index, Lease
+from msgspec.structs import replace
+
+from kvflow.leases.held import Index, Lease, Names
 from tests.helpers.loops import looped
 
 
@@ -20,15 +22,12 @@ def lease_of(slot, *digests, found_by_all=True, whole=None):
         epoch=slot + 1,
         admitted_at=0.0,
         ends_at=inf,
-        ends_by_readers=not found_by_all,
         blocks=(),
         served=(),
         settled=0,
         sealed=True,
         told=set(),
-        digests=digests,
-        found_by_all=found_by_all,
-        whole=whole,
+        names=Names(for_all=digests, whole=whole) if found_by_all else Names(for_one=digests),
     )
 
 
@@ -36,7 +35,7 @@ def test_the_turn_before_is_found_again_without_a_search():
     index, first, second = Index(), lease_of(0, b"a", b"b"), lease_of(1, b"a", b"b", b"c")
     for each in (first, second):
         index.add(each)
-    first.digests = Unsearched.fromkeys(first.digests)
+    first.names = replace(first.names, for_all=Unsearched.fromkeys(first.names.for_all))
     index.remove(second)
     assert index.find([b"a", b"b", b"c"]) == (first, 2)
 

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from kvflow.leases import told
+from kvflow.leases.held import Names
 from kvflow.leases.told import END_BYTES, KeptEnds, ends_of
 from tests.helpers.loops import looped
 
@@ -15,7 +16,7 @@ class Kept:
     """A lease with some ends."""
 
     def __init__(self, *ends):
-        self.ends = tuple([end_of(each) for each in ends])
+        self.names = Names(ends=tuple([end_of(each) for each in ends]))
 
 
 class Follower:
@@ -109,7 +110,7 @@ def test_who_is_told_in_pieces_knows_what_is_kept(monkeypatch, seed):
                 follower.ask()
         if draw.random() < 0.05:
             draw.choice(followers).ask_all()
-    expected = {end for lease in leases for end in lease.ends}
+    expected = {end for lease in leases for end in lease.names.ends}
     assert [each.ask_all() for each in followers] == [expected] * 3
     assert followers[0].restarts < followers[2].restarts, "who is too far behind starts again"
 
