@@ -23,7 +23,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, TypeVar
 
 from msgspec import Struct
 
@@ -54,6 +54,8 @@ from kvflow.rendezvous.dialer import Link, Restarted
 from kvflow.rendezvous.endpoint import Advertisement, Distrusted, Network, NotDialed, Replaced
 from kvflow.validation import Name, Number
 from kvflow.worker.prepared import Source
+
+T = TypeVar("T")
 
 SAME_PLANE = "Set transport to 'auto', or to the same data plane, on both sides."
 NO_PLANE = (
@@ -167,29 +169,25 @@ class Connection:
 
     async def require_link(self) -> Link:
         """Wait for the control connection, and return it; raise what has ended the connection before."""
-        while self.link is None:
-            if self.error is not None:
-                raise self.error
-            await self.change()
-        return self.link
+        return await self._found(lambda: self.link)
 
     async def require_readable(self) -> Link:
         """Wait until the peer's cache is known to fill ours, and return the control connection; raise why not."""
-        while self.link is None or not self.readable:
-            if self.error is not None:
-                raise self.error
-            await self.change()
-        return self.link
+        return await self._found(lambda: self.link if self.readable else None)
 
     async def require_peer(self) -> Source:
         """Have our transport connected, wait until the peer can be read from, and return it; raise why it cannot."""
         self.wanted = True
         self.wake()
-        while self.peer is None:
+        return await self._found(lambda: self.peer)
+
+    async def _found(self, look: Callable[[], T | None]) -> T:
+        """Wait until there is what ``look`` returns, and return it; raise what has ended the connection before."""
+        while (found := look()) is None:
             if self.error is not None:
                 raise self.error
             await self.change()
-        return self.peer
+        return found
 
     async def require_carrier(self) -> Carrier:
         """Wait until our transport is connected, and return what carries the bytes; raise why it cannot be."""
