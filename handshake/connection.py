@@ -230,7 +230,7 @@ class Conversation:
         if self.state is Progress.CLOSED:
             return
         self._heard_s = now
-        if not self._allowance.takes_message(now):
+        if not self._allowance.messages.take(1, now):
             self._refuse_rate("messages", self._limits.messages_per_s_max, now)
             return
         try:
@@ -309,7 +309,7 @@ class Conversation:
                 self._take_question(message, now)
 
     def _take_leases(self, message: Release | Renew, now: float) -> None:
-        if not self._allowance.takes_leases(len(message.leases), now):
+        if not self._allowance.leases.take(len(message.leases), now):
             self._refuse_rate("leases", self._limits.leases_per_s_max, now)
         elif isinstance(message, Release):
             self._events.append(ReleaseReceived(leases=message.leases, read=message.read))
@@ -363,7 +363,7 @@ class Conversation:
     def _answer_ping(self, ping: Ping, now: float) -> None:
         report: bytes | UnsetType = UNSET
         if ping.report is True and self._giving.make_report is not None:
-            if not self._allowance.takes_report(now):
+            if not self._allowance.reports.take(1, now):
                 self._refuse_rate("questions for a report", self._limits.reports_per_s_max, now)
                 return
             report = self._giving.make_report()
@@ -377,7 +377,7 @@ class Conversation:
         """Take a question or an answer; a late Pong, or a last word, changes state and time only."""
         match message:
             case Ask(nonce=nonce, question=question) if self._may_open(nonce):
-                if not self._allowance.takes_question(now):
+                if not self._allowance.questions.take(1, now):
                     self._refuse_rate("questions", self._limits.questions_per_s_max, now)
                     return
                 self._open.add(nonce)

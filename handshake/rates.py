@@ -30,29 +30,16 @@ class Bucket:
 
 
 class Allowance:
-    """What one key, or one connection where all share a key, may send."""
+    """What one key, or one connection where all share a key, may send: messages, leases that they name, questions.
+
+    ``reports``: questions for a report; ``questions``: others.
+    """
 
     def __init__(self, limits: Limits, now: float) -> None:
-        self._messages = Bucket(limits.messages_per_s_max, now)
-        self._leases = Bucket(limits.leases_per_s_max, now)
-        self._reports = Bucket(limits.reports_per_s_max, now)
-        self._questions = Bucket(limits.questions_per_s_max, now)
-
-    def takes_message(self, now: float) -> bool:
-        """Count one message; False if that is too many."""
-        return self._messages.take(1, now)
-
-    def takes_leases(self, count: int, now: float) -> bool:
-        """Count the leases that a message names; likewise."""
-        return self._leases.take(count, now)
-
-    def takes_report(self, now: float) -> bool:
-        """Count one question for a report; likewise."""
-        return self._reports.take(1, now)
-
-    def takes_question(self, now: float) -> bool:
-        """Count one other question; likewise."""
-        return self._questions.take(1, now)
+        self.messages = Bucket(limits.messages_per_s_max, now)
+        self.leases = Bucket(limits.leases_per_s_max, now)
+        self.reports = Bucket(limits.reports_per_s_max, now)
+        self.questions = Bucket(limits.questions_per_s_max, now)
 
 
 class Unread:

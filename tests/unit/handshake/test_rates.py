@@ -23,9 +23,9 @@ def test_what_is_refused_costs_nothing():
 
 def test_messages_and_leases_are_counted_apart():
     allowance = Allowance(Limits(messages_per_s_max=2.0, leases_per_s_max=LEASES_MAX), NOW)
-    assert [allowance.takes_message(NOW) for _ in range(3)] == [True, True, False]
-    assert allowance.takes_leases(LEASES_MAX, NOW)
-    assert not allowance.takes_leases(1, NOW)
+    assert [allowance.messages.take(1, NOW) for _ in range(3)] == [True, True, False]
+    assert allowance.leases.take(LEASES_MAX, NOW)
+    assert not allowance.leases.take(1, NOW)
 
 
 def test_the_largest_message_fits_every_allowance():
