@@ -335,22 +335,18 @@ class Asker:
             since, begun = answer.until, answer.begun
             yield Told(_split(answer.new), _split(answer.gone), is_anew, answer.is_all)
 
-    async def ping(self) -> float:
-        """Return the seconds of one round trip. Raises ``DeadlineExceeded`` or ``PeerLost``."""
-        return (await self._ping(report=False))[0]
+    async def ping(self, *, report: bool = False) -> tuple[float, bytes]:
+        """Return the seconds of one round trip, and what the worker reports about itself if it is asked for that.
 
-    async def ask_report(self) -> bytes:
-        """Return what the worker reports about itself. Raises as ``ping``."""
-        return (await self._ping(report=True))[1]
+        Raises ``DeadlineExceeded`` or ``PeerLost``.
+        """
+        async with self._within(self._local.limits.handshake_s):
+            answer = await self._client.ask(report=report)
+        return answer.rtt_s, b"" if isinstance(answer.report, UnsetType) else answer.report
 
     async def wait_ended(self) -> None:
         """Wait until the connection has ended. Cancellation: safe."""
         await self._client.wait_closed()
-
-    async def _ping(self, *, report: bool) -> tuple[float, bytes]:
-        async with self._within(self._local.limits.handshake_s):
-            answer = await self._client.ask(report=report)
-        return answer.rtt_s, b"" if isinstance(answer.report, UnsetType) else answer.report
 
     @asynccontextmanager
     async def _within(self, within_s: float) -> AsyncIterator[None]:

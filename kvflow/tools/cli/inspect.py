@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from kvflow.worker.snapshot import Inspection, Snapshot
 
 
+ENDS = {"offer": "{}", "open": "open, {}", "kept": "kept"}  # how a lease of each kind ends
+
 WATCH_S = 1.0
 """Between two looks: a worker answers four in a second, and then refuses."""
 
@@ -121,8 +123,9 @@ async def _inspect(options: argparse.Namespace) -> None:
 async def _ask(visit: "Asker", cache: CacheFigures) -> InspectFigures:
     from kvflow.worker.snapshot import decode_inspection  # noqa: PLC0415 - --help needs no worker
 
-    rtt_s = await visit.ping()
-    inspection = decode_inspection(await visit.ask_report(), peer=visit.endpoint)
+    rtt_s, _ = await visit.ping()
+    _, report = await visit.ping(report=True)
+    inspection = decode_inspection(report, peer=visit.endpoint)
     shown = replace(inspection, told=b"")  # tickets of probes, which only the doctor reads
     return InspectFigures(worker=_worker_figures(visit), rtt_s=rtt_s, cache=cache, inspection=shown)
 
@@ -157,7 +160,7 @@ def lines_of(inspection: "Inspection") -> Iterator[str]:
             f"expires in {lease.expires_in_s:.3f} s, {f'readers {readers}' if readers else 'no reader has renewed it'}"
         )
         held = f"{quoted(lease.request_id)}: {lease.num_blocks:,} blocks, {lease.age_s:.3f} s old"
-        yield f"  {held}, {'kept' if lease.kind == 'kept' else f'open, {end}' if lease.kind == 'open' else end}"
+        yield f"  {held}, {ENDS[lease.kind].format(end)}"
     if snapshot.found or snapshot.not_held:
         yield f"questions for content since the start: {snapshot.found:,} found, {snapshot.not_held:,} not held"
     if snapshot.posted_inline or snapshot.posted_on_thread:

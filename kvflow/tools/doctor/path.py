@@ -78,7 +78,7 @@ async def examine(target: Target) -> AsyncIterator[Finding]:
 
 
 async def _authenticated(visit: Asker) -> Finding:
-    rtts = [await visit.ping() for _ in range(PINGS)]
+    rtts = [(await visit.ping())[0] for _ in range(PINGS)]
     identity = visit.identity
     versions = f"{quoted(identity.software)}, wire {visit.wire_version}, manifest {visit.manifest_schema}"
     who = f"{quoted(identity.engine_id)} rank {identity.rank} of {identity.num_ranks}"

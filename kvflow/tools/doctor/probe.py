@@ -217,8 +217,8 @@ async def ask(visit: Asker) -> ProbeOffer | None:
     Raises:
         ProtocolViolation: its report, or what it offers, is malformed.
     """
-    report = decode_inspection(await visit.ask_report(), peer=visit.endpoint)
-    return decode(report.told, peer=visit.endpoint)
+    _, report = await visit.ping(report=True)
+    return decode(decode_inspection(report, peer=visit.endpoint).told, peer=visit.endpoint)
 
 
 def shares_pids(ours: HostFacts, theirs: HostFacts) -> bool:

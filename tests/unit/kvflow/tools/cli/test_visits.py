@@ -154,9 +154,9 @@ async def in_turn(awaitables):
 async def test_a_member_that_asks_too_often_is_refused_and_others_are_not():
     async with working() as worker:
         async with open_asker(worker.endpoint, config("flood")) as flood:
-            answers = [flood.ask_report() for _ in range(20)]
+            answers = [flood.ping(report=True) for _ in range(20)]
             with pytest.raises(PeerLost, match="questions for a report per second"):
                 await in_turn(answers)
         async with open_asker(worker.endpoint, config("other")) as other:
-            assert await other.ask_report()
+            assert (await other.ping(report=True))[1]
         assert worker.snapshot().rejected == {"rate_exceeded": 1}
