@@ -172,8 +172,7 @@ class Issuer:
         lists = block_lists(block_ids)
         tokens = _as_tokens(num_tokens, len(lists))
         chained = chained or kind != "offer"
-        open_tokens = tokens if kind == "open" else None
-        contents = None if digests is None else self._contents(digests, lists, open_tokens, chained=chained)
+        contents = None if digests is None else self._contents(digests, lists, tokens, kind, chained=chained)
         if not self._free and not self._kept:
             raise CapacityExceeded("leases", self.slots, remedy="Wait for a lease to end, or raise lease_slots.")
         oldest = None if self._free else next(iter(self._kept))
@@ -214,7 +213,8 @@ class Issuer:
         self,
         digests: Sequence[Sequence[bytes]],
         block_ids: tuple[tuple[int, ...], ...],
-        open_tokens: tuple[int, ...] | None,
+        tokens: tuple[int, ...],
+        kind: Kind,
         *,
         chained: bool,
     ) -> tuple[Content, ...] | None:
@@ -223,8 +223,8 @@ class Issuer:
                 f"block_sizes of the mint has length {len(self._block_sizes)} for {counted(len(block_ids), 'group')}",
                 remedy="Create the mint with block_sizes, one for each group, to offer digests.",
             )
-        if open_tokens is not None:
-            complete = complete_digests(digests, self._block_sizes, open_tokens)
+        if kind == "open":
+            complete = complete_digests(digests, self._block_sizes, tokens)
             return tuple(map(Content, self._block_sizes, map(_from_last, complete))) if complete else None
         lists = as_digest_lists("digests", digests, block_ids)
         for group, (found, ids) in enumerate(zip(lists, block_ids, strict=True)):
