@@ -9,7 +9,7 @@ from weakref import ref
 from handshake import CurveKeys
 from handshake.security import ClusterSecurity, draw_secret, sign
 from kvflow.config import WorkerConfig, require_secret
-from kvflow.errors import TicketInvalid, counted, quoted
+from kvflow.errors import ArgumentInvalid, TicketInvalid, counted, quoted
 from kvflow.forks import Origin
 from kvflow.leases.issuer import HEAD_START_BITS, Issuer
 from kvflow.leases.tickets import TICKET_CHARS_MAX, Grant, RankAddress, Ticket, fingerprint_of
@@ -95,10 +95,13 @@ class TicketKey:
         """Verify every grant, before the caller acts on anything in the ticket. One that was ``read`` is verified.
 
         Raises:
+            ArgumentInvalid: it is something else than a ``Ticket``.
             TicketInvalid: a grant was not signed with the cluster's secret.
         """
         verified = _verified.get((id(ticket), self._accepts))
         if verified is None or verified() is not ticket:
+            if not isinstance(ticket, Ticket):
+                raise ArgumentInvalid("ticket", "a Ticket", ticket, remedy="Pass worker.read_ticket(params).")
             ticket.verify(self.verifies)
 
 

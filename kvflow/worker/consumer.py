@@ -123,8 +123,6 @@ class Consumer:
                 self._lifecycle.require_open("pulls nothing")
             if len(self.pulls.by_id) >= self._pulls_max:
                 raise CapacityExceeded("open pulls", self._pulls_max)
-            if pull.ticket is None:
-                _check_ticket(ticket)
             self.key.check(ticket)
             if self._renewals.held:
                 self._renewals.end_ticket(ticket.members(), local_request_id)
@@ -158,14 +156,12 @@ class Consumer:
     def hold(self, ticket: Ticket, local_request_id: str) -> None:
         """Renew a ticket's leases until it is pulled or released."""
         self._lifecycle.require_open("holds nothing")
-        _check_ticket(ticket)
         self.key.check(ticket)
         self._renewals.hold_ticket(ticket.members(), local_request_id)
 
     async def release(self, ticket: Ticket, local_request_id: str) -> None:
         """Release a ticket without reading it."""
         self._lifecycle.require_running("releases nothing")
-        _check_ticket(ticket)
         self.key.check(ticket)
         await self._renewals.release_ticket(tuple(ticket.members()), local_request_id)
 
@@ -275,11 +271,11 @@ class Consumer:
             if grant.is_open:  # not to be read before its producer was asked
                 self._follow(pull, ticket)
                 return
+            lease = lease_name(ticket, at)
             parts = parts_of(grant, peer, prepared, pull.targets)
             if pull.expected is not None:
                 require_content(grant, prepared, self._shared.manifest, pull.expected)
             if parts:
-                lease = lease_name(ticket, at)
                 first = not grant.admitted or peer.link.may_be_over(grant)
                 read_id = next(self._scheduler.read_ids)
                 reads.append(RankRead(read_id, peer.link.peer, lease, parts, first, pull.priority))
@@ -562,12 +558,6 @@ def open_item(item: object) -> tuple[Ticket, BlockLists, str]:
     if isinstance(item, tuple | list) and len(item) in {2, 3}:
         return item[0], item[1], item[2] if len(item) == 3 else ""
     return cast("Ticket", item), (), ""
-
-
-def _check_ticket(ticket: object) -> None:
-    if not isinstance(ticket, Ticket):
-        remedy = "Pass worker.read_ticket(params)."
-        raise ArgumentInvalid("ticket", "a Ticket", ticket, remedy=remedy)
 
 
 def _check_priority(priority: object) -> None:

@@ -76,7 +76,6 @@ class _Rank:
             raise TicketInvalid(f"{self._link.peer} has no epoch slot {grant.slot}")
         self.peer = rank.peer.link.peer
         self.name = str(self.peer)
-        self.lease = lease_name(ticket, rank.grant)
         self.settled, self.sealed, self.cut_off = 0, False, False
         self._settling = OpenGroups.of(self._theirs)
         self.told: Blocks = ((),) * len(self._theirs.groups)
@@ -85,6 +84,7 @@ class _Rank:
             self._add(grant.block_ids, 0, sealed=False)
         except ProtocolViolation as error:
             raise TicketInvalid(error.message) from error
+        self.lease = lease_name(ticket, rank.grant)
         self._targets = targets
         self.early: list[_Group] = []
         self.late: list[tuple[int, AnyBinding]] = []
