@@ -1,4 +1,4 @@
-"""What all of kvflow uses: identities, block ids, time as an argument, and the step of a state machine."""
+"""What all of kvflow uses: identities, block ids, time as an argument, a bounded dict, the step of a state machine."""
 
 import hashlib
 import hmac
@@ -107,6 +107,24 @@ def pass_of(
 def pass_of_digest(pass_key: bytes, digest: bytes) -> bytes:
     """Return the pass of the reader whose ``ReaderId``, as MessagePack, has this SHA-256."""
     return hmac.digest(pass_key, digest, "sha256")
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Newest(dict[K, V]):
+    """A dict of at most ``most`` entries: to set one makes it the newest, and then the oldest is forgotten."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: K, value: V) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        if len(self) > self._most:
+            del self[next(iter(self))]
 
 
 S = TypeVar("S", bound=str)

@@ -5,7 +5,6 @@ every pair of workers with the same geometry.
 """
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -13,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import force_setattr
 
 from kvflow.errors import CapacityExceeded, LayoutMismatch, PlanUnsound, counted
-from kvflow.ids import Int64s
+from kvflow.ids import Int64s, Newest
 from kvflow.layout.manifest import Manifest
 from kvflow.layout.shards import Stripe
 from kvflow.planning.certificate import Certificate, Missing, PlannedGroup, certify
@@ -323,8 +322,7 @@ class PlanCache:
     """The plans of the most recent pairs of geometries."""
 
     def __init__(self, plans_max: int = 256) -> None:
-        self._plans: OrderedDict[object, TransferPlan] = OrderedDict()
-        self._plans_max = plans_max
+        self._plans = Newest[object, TransferPlan](plans_max)
 
     def plan(
         self,
@@ -338,13 +336,9 @@ class PlanCache:
         taken = None if head_ranges is None else tuple(sorted(head_ranges.items()))
         key = (source.geometry_digest(), target.geometry_digest(), taken, staging_bytes)
         plan = self._plans.get(key)
-        if plan is not None:
-            self._plans.move_to_end(key)
-            return plan
-        plan = plan_transfer(source, target, head_ranges=head_ranges, staging_bytes=staging_bytes)
-        self._plans[key] = plan
-        if len(self._plans) > self._plans_max:
-            self._plans.popitem(last=False)
+        if plan is None:
+            plan = plan_transfer(source, target, head_ranges=head_ranges, staging_bytes=staging_bytes)
+        self._plans[key] = plan  # the newest now
         return plan
 
 

@@ -47,7 +47,7 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.events import BreakerClosed, BreakerOpened, Hook
-from kvflow.ids import Clock, PeerId, advance
+from kvflow.ids import Clock, Newest, PeerId, advance
 from kvflow.leases.tickets import Member
 from kvflow.reads.contract import REQUIRED, Carrier, PeerAddress, Published
 from kvflow.rendezvous.dialer import Link, Restarted
@@ -348,7 +348,7 @@ class AddressRecord:
     retry_at: float = 0.0  # when the next attempt may be made, once there are ``FAILURES_MAX``
     redial_at: float = 0.0  # when it may be dialed after a peer there was lost
     probing: bool = False  # whether an attempt is under way that decides
-    tried: dict[PeerId, None] = field(default_factory=dict)  # peers that failed at this address, the latest last
+    tried: dict[PeerId, None] = field(default_factory=lambda: Newest(TRIED_MAX))  # peers that failed at this address
 
     @property
     def broken(self) -> bool:
@@ -367,10 +367,7 @@ class AddressRecord:
         """Note that an attempt to dial ``peer`` has failed; ``chance``, in [0, 1), decides half of the pause."""
         self.failures += 1
         self.probing = False
-        self.tried.pop(peer, None)
         self.tried[peer] = None
-        if len(self.tried) > TRIED_MAX:
-            del self.tried[next(iter(self.tried))]
         if self.broken:
             self.retry_at = now + pause_s(self.failures - FAILURES_MAX, BACKOFF_S, BACKOFF_S_MAX, chance)
 
@@ -382,10 +379,10 @@ class Reachability:
         self._clock = clock
         self._draw = draw
         self._report = report
-        self._failed: dict[str, AddressRecord] = {}  # an address that answers loses its record
-        self._closed: dict[PeerId, tuple[str, float]] = {}  # why, and until when
+        self._failed = Newest[str, AddressRecord](ADDRESSES_MAX)  # an address that answers loses its record
+        self._closed = Newest[PeerId, tuple[str, float]](CLOSED_MAX)  # why, and until when
         # When the newest ticket of a peer was signed that was seen, and the last address where it answered.
-        self._known: dict[PeerId, tuple[int, str]] = {}
+        self._known = Newest[PeerId, tuple[int, str]](CLOSED_MAX)
 
     def require(self, member: Member) -> None:
         """Refuse to dial a peer if dialing is useless; otherwise the caller must dial, and report the result.
@@ -413,10 +410,8 @@ class Reachability:
 
     def saw(self, peer: PeerId, issued_ms: int | None, address: str = "") -> bool:
         """Note a ticket of a peer, and where it answers; return whether the ticket is newer than all before."""
-        newest, before = self._known.pop(peer, (0, ""))
+        newest, before = self._known.get(peer, (0, ""))
         self._known[peer] = max(newest, issued_ms or 0), address or before
-        if len(self._known) > CLOSED_MAX:
-            del self._known[next(iter(self._known))]
         return (issued_ms or 0) > newest
 
     def last_address(self, peer: PeerId) -> str:
@@ -471,10 +466,8 @@ class Reachability:
         self._close(member.peer, why, self._clock() + SUPERSEDED_S)
 
     def _close(self, peer: PeerId, why: str, until: float) -> None:
-        before = self._closed.pop(peer, (why, until))  # the latest last: the oldest is forgotten first
+        before = self._closed.get(peer, (why, until))
         self._closed[peer] = before if before[1] >= until else (why, until)
-        if len(self._closed) > CLOSED_MAX:
-            del self._closed[next(iter(self._closed))]
 
     def abandon(self, endpoint: str) -> None:
         """End an attempt without a result, or before it is known. If it was the probe, another one may be made."""
@@ -488,10 +481,7 @@ class Reachability:
             self._report(BreakerOpened(endpoint, record.failures, record.retry_at - now))
 
     def _record(self, endpoint: str) -> AddressRecord:
-        record = self._failed.pop(endpoint, None) or AddressRecord()
-        self._failed[endpoint] = record  # the latest last: the oldest is forgotten first
-        if len(self._failed) > ADDRESSES_MAX:
-            del self._failed[next(iter(self._failed))]
+        record = self._failed[endpoint] = self._failed.get(endpoint) or AddressRecord()
         return record
 
 

@@ -28,7 +28,7 @@ from kvflow.errors import (
     quoted,
 )
 from kvflow.events import PeerConnected, PeerDropped
-from kvflow.ids import PeerId
+from kvflow.ids import Newest, PeerId
 from kvflow.leases.tickets import LeaseName, Member, Ticket
 from kvflow.planning.match import count_unread_layers
 from kvflow.reads.contract import Carrier, RateLearned
@@ -92,7 +92,7 @@ class PeerPool:
         self._prepared = PreparedTable(shared)
         self._queue_s, self._draw = tuning.queue_s, shared.environment.network.draw
         self._closed = False
-        self._routes: dict[_RouteKey, Route] = {}
+        self._routes = Newest[_RouteKey, Route](ROUTES_MAX)
         self.drops: Counter[str] = Counter()
 
     async def connect(self, member: Member) -> Link:
@@ -204,8 +204,6 @@ class PeerPool:
         transport = "+".join(dict.fromkeys(peer.carrier.name for peer in peers))
         plane = "+".join(dict.fromkeys(peer.carrier.plane for peer in peers))
         route = Route(ranks, sources, transport, plane)
-        if len(self._routes) >= ROUTES_MAX:
-            del self._routes[next(iter(self._routes))]
         self._routes[_route_key(ticket)] = route
         return route
 
@@ -283,9 +281,8 @@ class PeerPool:
             self._forget_routes(peer)
 
     def _forget_routes(self, peer: PeerId) -> None:
-        self._routes = {
-            key: route for key, route in self._routes.items() if all(each != peer for each, _ in route.ranks)
-        }
+        for key in [key for key, route in self._routes.items() if any(each == peer for each, _ in route.ranks)]:
+            del self._routes[key]
 
     def drop_distrusted(self) -> None:
         """Drop every peer whose key is no longer allowed, after the list of allowed keys was replaced."""

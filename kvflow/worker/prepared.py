@@ -17,7 +17,7 @@ from kvflow.errors import (
     PeerLost,
     TicketInvalid,
 )
-from kvflow.ids import Ids, PeerId
+from kvflow.ids import Ids, Newest, PeerId
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import block_ends, check_block_ids
 from kvflow.leases.tickets import Grant
@@ -108,7 +108,7 @@ class PreparedTable:
         self._report = shared.report
         self._plans = shared.environment.make_plans()
         self._staging_bytes = shared.staging_bytes
-        self._divisions: dict[tuple[PeerId, ...], tuple[RankShare, ...]] = {}
+        self._divisions = Newest[tuple[PeerId, ...], tuple[RankShare, ...]](DIVISIONS_MAX)
         self._prepared: dict[PeerId, dict[Taken | None, PreparedGroups]] = {}
         self._dividing = asyncio.Lock()
         self._thread_free = asyncio.Lock()
@@ -151,7 +151,7 @@ class PreparedTable:
                 if self._prepared.get(peer) is not prepared:
                     raise PeerLost(f"{peer} was lost while its plan was made", peer=str(peer))
             if key not in self._divisions:
-                self._remember(key, shares)
+                self._divisions[key] = shares
                 for event in omitted_layers(key[0].engine_id, manifests, self._manifest):
                     self._report(event)
         return self._divisions[key]
@@ -209,15 +209,11 @@ class PreparedTable:
         if not work.cancelled():
             work.exception()  # retrieved: the caller may have been cancelled
 
-    def _remember(self, key: tuple[PeerId, ...], shares: tuple[RankShare, ...]) -> None:
-        if len(self._divisions) >= DIVISIONS_MAX:
-            del self._divisions[next(iter(self._divisions))]
-        self._divisions[key] = shares
-
     def forget(self, peer: PeerId) -> None:
         """Forget the lists of a dropped peer."""
         self._prepared.pop(peer, None)
-        self._divisions = {key: shares for key, shares in self._divisions.items() if peer not in key}
+        for key in [key for key in self._divisions if peer in key]:
+            del self._divisions[key]
 
     def _plan(self, theirs: Manifest, pieces: HeadRanges | None) -> TransferPlan:
         return self._plans.plan(theirs, self._manifest, pieces, staging_bytes=self._staging_bytes)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvflow import Ticket, events
 from kvflow.errors import BlockRangeMismatch, KvflowError
+from kvflow.ids import Newest
 from kvflow.integrations.vllm.blocks import TransferGroup, loaded_blocks
 from kvflow.integrations.vllm.logs import TEXT_MAX, warn
 from kvflow.integrations.vllm.messages import Cancel, Command, Fail, Found, GiveBack, Load, RenewLeases
@@ -49,7 +50,7 @@ class Loading:
         self._has_states = any(each.is_state for each in groups)
         self._loads: dict[str, _Load] = {}
         self._loaders: dict[tuple[bytes, ...], str] = {}
-        self._sampled: dict[str, None] = {}
+        self._sampled = Newest[str, None](SAMPLED_MAX)
         self._commands: list[Command] = []
         self._new: list[str] = []
 
@@ -71,7 +72,7 @@ class Loading:
             self._loaders[ticket.signed] = request_id
             self._new.append(request_id)
             if sample is not None:
-                self._remember(sample["prompt"])
+                self._sampled[sample["prompt"]] = None
 
     def fetch(self, request_id: str, found: Found) -> None:
         """Take a request whose beginning a source holds. It follows one that loads as much of the same ticket."""
@@ -199,11 +200,6 @@ class Loading:
         # Clear the lists last: a request whose command is lost would never end.
         self._commands, self._new = [], []
         return commands
-
-    def _remember(self, prompt: str) -> None:
-        self._sampled[prompt] = None
-        if len(self._sampled) > SAMPLED_MAX:
-            del self._sampled[next(iter(self._sampled))]
 
     def _forget(self, request_id: str) -> None:
         load = self._loads.pop(request_id, None)

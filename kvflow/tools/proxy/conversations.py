@@ -1,12 +1,13 @@
 """Which engine has answered the beginning of a text: it may still keep the cache, which prefill engines read there."""
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Final
 
 import msgspec
 from msgspec import Raw
+
+from kvflow.ids import Newest
 
 TEXTS: Final = ("system", "instructions", "messages", "input", "prompt")  # fields of a request, in this order
 PIECE_BYTES: Final = 1 << 10  # of text between two digests: about as many tokens as are worth a fetch
@@ -18,23 +19,20 @@ class Conversations:
     """The control endpoint of the engine that has answered each text last. Thread: the loop's."""
 
     def __init__(self) -> None:
-        self._engines: OrderedDict[bytes, str] = OrderedDict()  # by digest, that which was asked longest ago first
+        self._engines = Newest[bytes, str](CONVERSATIONS_MAX)  # by digest, that which was asked longest ago first
 
     def find(self, digests: Sequence[bytes]) -> str:
         """Return who has answered the longest beginning of a text; empty if nobody is known."""
         for digest in reversed(digests):
-            if digest in self._engines:
-                self._engines.move_to_end(digest)
-                return self._engines[digest]
+            if (engine := self._engines.get(digest)) is not None:
+                self._engines[digest] = engine
+                return engine
         return ""
 
     def note(self, digests: Sequence[bytes], endpoint: str) -> None:
         """Remember who has answered a text."""
         if digests:
             self._engines[digests[-1]] = endpoint
-            self._engines.move_to_end(digests[-1])
-            if len(self._engines) > CONVERSATIONS_MAX:
-                self._engines.popitem(last=False)
 
 
 def digests_of(fields: Mapping[str, Raw]) -> list[bytes]:

@@ -210,9 +210,10 @@ def test_a_new_incarnation_is_tried_at_once(world):
     assert world.refused(member("2")) is None
 
 
-def test_what_is_remembered_is_bounded(world, monkeypatch):
+def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr("kvflow.worker.connections.ADDRESSES_MAX", 2)
     monkeypatch.setattr("kvflow.worker.connections.CLOSED_MAX", 2)
+    world = World()
     endpoints = [f"tcp://127.0.0.1:{port}" for port in (5000, 5001, 5002)]
     for endpoint in endpoints:
         world.fail(member(endpoint=endpoint), times=FAILURES_MAX)
