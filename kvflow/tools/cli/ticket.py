@@ -33,6 +33,12 @@ RANKS_SHOWN = 16
 WRAPPERS = ("kv_transfer_params", "kvflow")
 """Keys that may surround a ticket, the outer one first."""
 
+UNTIMED = {
+    "kept": "when its engine ends it: the blocks are kept, not offered",
+    "open": "{:g} s after its producer or a reader has renewed it: its blocks may not all be computed",
+}
+"""When a lease of a kind ends whose ticket does not tell."""
+
 Signature = Literal["valid", "wrong", "not checked"]
 
 
@@ -186,7 +192,7 @@ def _figures(grant: Grant, now: float) -> GrantFigures:
         admitted=grant.admitted,
         lease_s=grant.lease_s,
         issued_at=issued_at,
-        expires_in_s=None if issued_at is None or grant.kind != "offer" else issued_at + grant.lease_s - now,
+        expires_in_s=None if issued_at is None or grant.kind in UNTIMED else issued_at + grant.lease_s - now,
         kind=grant.kind,
     )
 
@@ -229,10 +235,8 @@ def _facts(grant: GrantFigures) -> list[tuple[str, object]]:
 
 
 def _expiry(grant: GrantFigures) -> str:
-    if grant.kind == "kept":
-        return "when its engine ends it: the blocks are kept, not offered"
-    if grant.kind == "open":
-        return f"{grant.lease_s:g} s after its producer or a reader has renewed it: its blocks may not all be computed"
+    if grant.kind in UNTIMED:
+        return UNTIMED[grant.kind].format(grant.lease_s)
     if grant.expires_in_s is None:
         return f"{grant.lease_s:g} s after its admission; the ticket does not say when it was signed"
     if grant.expires_in_s < 0:
