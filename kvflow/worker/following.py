@@ -133,12 +133,12 @@ class _Rank:
         self.settled, self.sealed = answer.num_tokens, answer.sealed
         self.cut_off = not answer.sealed and sum(map(len, answer.block_ids)) > IDS_MAX // (2 * len(self.told))
 
-    def _add(self, lists: Sequence[Sequence[int]], settled: int, *, sealed: bool) -> None:
+    def _add(self, block_ids: Sequence[Sequence[int]], settled: int, *, sealed: bool) -> None:
         """Add blocks to those that were told, once all of them are checked."""
         theirs = self._theirs
         try:
-            check_block_ids(lists, num_blocks=theirs.num_blocks, aliases=theirs.aliases, unique=True)
-            new = tuple([tuple(map(int, ids)) for ids in lists])
+            check_block_ids(block_ids, num_blocks=theirs.num_blocks, aliases=theirs.aliases, unique=True)
+            new = tuple([tuple(map(int, ids)) for ids in block_ids])
             grant, told, keys = self._grant, self.told, self._keys
             self.told, more = self._settling.extend(grant, told, keys, new, settled, sealed=sealed)
         except BlockIdsInvalid as error:
@@ -187,19 +187,18 @@ class Following:
     ) -> None:
         if not all(grant.is_open for grant in ticket.grants):
             raise TicketInvalid("the ticket joins open offers with others")
-        totals = {grant.num_tokens[0] for grant in ticket.grants}
-        if len(totals) > 1:
-            raise TicketInvalid(f"the ticket joins open offers of {sorted(totals)[:4]} tokens")
-        (self._total,) = (total,) = totals
+        self._total, *others = {grant.num_tokens[0] for grant in ticket.grants}
+        if others:
+            raise TicketInvalid(f"the ticket joins open offers of {sorted([self._total, *others])[:4]} tokens")
         self._request_id, self._budgets = ticket.grants[0].request_id, budgets
         self._ranks = [_Rank(ticket, rank, ours, targets) for rank in sources]
         self.peers = tuple([rank.peer for rank in self._ranks])
         self._unit = math.lcm(*[tokens for rank in self._ranks for tokens in rank.tokens])
         early = [group for rank in self._ranks for group in rank.early]
         self.nbytes = sum(len(each.pairs.source) * each.binding.unit_bytes for each in early)
-        first = min([each.first for each in early], default=total)
+        first = min([each.first for each in early], default=self._total)
         self._end = first // self._unit * self._unit  # what is before it has been read
-        worth = -(-budgets.follow_bytes_min * max(1, total - self._end) // max(1, self.nbytes))
+        worth = -(-budgets.follow_bytes_min * max(1, self._total - self._end) // max(1, self.nbytes))
         self._worth = -(-worth // self._unit) * self._unit  # tokens
         self.arrived = asyncio.Event()
         self.arrived.set()
