@@ -180,14 +180,23 @@ class Interrupted(Victim):
         """Begin the large pull, do to its reader what is to happen, and return how the pull ended."""
         stopped = self.node.pid if pause_s else 0
         begun = asyncio.wrap_future(reader.begin("pull_to_the_middle", *pull, stopped, happens))
-        await self._until(lambda: not stopped or begun.done() or state(stopped) in "TX", "no middle")
-        resumed_s = time.monotonic() + pause_s
-        if happens == "cut":
-            return await self._cut(reader, begun, resumed_s, is_cut_longer)
-        if happens == "hangs":
-            await self._until(lambda: begun.done() or state(reader.pid) == "T", "no middle")
-            await asyncio.sleep(0 if begun.done() else HANG_S)
-            reader.resume()
+        try:
+            await self._until(lambda: not stopped or begun.done() or state(stopped) in "TX", "no middle")
+            resumed_s = time.monotonic() + pause_s
+            if happens == "cut":
+                return await self._cut(reader, begun, resumed_s, is_cut_longer)
+            if happens == "hangs":
+                await self._until(lambda: begun.done() or state(reader.pid) == "T", "no middle")
+                await asyncio.sleep(0 if begun.done() else HANG_S)
+                reader.resume()
+            end = await self._end_of(reader, begun, happens)
+            await self._go_on(resumed_s)
+            return end
+        finally:
+            begun.cancel()
+
+    async def _end_of(self, reader, begun, happens):
+        """Let a reader leave that has not died; return how its pull ended."""
         try:
             if not await begun:
                 return MISSED
@@ -198,8 +207,7 @@ class Interrupted(Victim):
             await asyncio.to_thread(reader.process.join, DEATH_S)
             if happens != "killed" or reader.process.poll() != -signal.SIGKILL:
                 raise
-            end = "killed"
-        await self._go_on(resumed_s)
+            return "killed"
         return MISSED if end == RIGHT else end
 
     async def _cut(self, reader, begun, resumed_s, is_cut_longer):
