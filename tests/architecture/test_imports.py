@@ -13,8 +13,8 @@ import pytest
 
 import kvflow
 from tests.helpers.loops import looped
+from tests.helpers.sources import ROOT, product, text_of, tree_of
 
-ROOT = Path(__file__).parents[2]
 NIXL = {"nixl", "nixl_cu12", "nixl_cu13"}
 
 
@@ -81,16 +81,10 @@ DYNAMIC_IMPORTERS = {"kvflow/__init__.py", "kvflow/tools/cli/small.py", "kvflow/
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    """Return the syntax tree of a module, which many tests walk."""
-    return ast.parse(path.read_text())
-
-
-@cache
 def imports(path: Path) -> set[str]:
     """Return the top-level names that a module imports."""
     found = set()
-    for node in ast.walk(parsed(path)):
+    for node in ast.walk(tree_of(path)):
         match node:
             case ast.Import(names=names):
                 found |= {alias.name.split(".")[0] for alias in names}
@@ -99,21 +93,16 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@cache
-def modules() -> list[Path]:
-    return [path for package in ("kvflow", "handshake") for path in sorted((ROOT / package).rglob("*.py"))]
-
-
 @looped("library", sorted(IMPORTERS))
 def test_heavy_libraries_have_few_importers(library):
-    for path in modules():
+    for path in product():
         if library in imports(path):
             name = path.relative_to(ROOT)
             assert {str(name), *map(str, name.parents)} & IMPORTERS[library], f"{name} imports {library}"
 
 
 def test_imports_by_computed_name_are_few():
-    callers = {str(path.relative_to(ROOT)) for path in modules() if "import_module" in path.read_text()}
+    callers = {str(path.relative_to(ROOT)) for path in product() if "import_module" in text_of(path)}
     assert callers == DYNAMIC_IMPORTERS
 
 
@@ -131,7 +120,7 @@ def graph(root: Path, packages: tuple[str, ...]) -> dict[str, set[str]]:
     found = {}
     for path, name in names.items():
         imported = set()
-        for node in ast.walk(parsed(path)):
+        for node in ast.walk(tree_of(path)):
             match node:
                 case ast.Import(names=aliases):
                     imported |= {alias.name for alias in aliases}
@@ -169,16 +158,17 @@ def test_a_circle_is_found(tmp_path, back):
     (folder / "c.py").write_text("")
     assert circle(graph(tmp_path, ("pack",))) == []
     (folder / "b.py").write_text(back)
-    parsed.cache_clear()
+    tree_of.cache_clear()
+    text_of.cache_clear()
     found = circle(graph(tmp_path, ("pack",)))
     assert found[0] == found[-1]
     assert set(found) == {"pack.a", "pack.b"}
 
 
-def replacements(text: str) -> list[int]:
+def replacements(module: ast.Module) -> list[int]:
     """Return the lines that replace an attribute by its name, which nobody notices when it is renamed."""
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(module):
         match node:
             case ast.Call(func=ast.Name(id="setattr" | "delattr") | ast.Attribute(attr="__setattr__" | "__delattr__")):
                 found.append(node.lineno)
@@ -190,26 +180,26 @@ def replacements(text: str) -> list[int]:
 
 
 def test_nothing_is_replaced_by_its_name():
-    found = {str(path.relative_to(ROOT)): replacements(path.read_text()) for path in modules()}
+    found = {str(path.relative_to(ROOT)): replacements(tree_of(path)) for path in product()}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 def test_replacements_are_found():
     text = 'setattr(a, "b", 1)\nvars(a)["b"] = 1\na.__dict__["b"] = 1\nobject.__setattr__(a, "b", 1)\nvars(a)["b"]\n'
-    assert replacements(text) == [1, 2, 3, 4]
+    assert replacements(ast.parse(text)) == [1, 2, 3, 4]
 
 
 def test_the_package_contains_no_data_plane_without_a_fence():
-    names = {node.name for path in modules() for node in ast.walk(parsed(path)) if hasattr(node, "name")}
+    names = {node.name for path in product() for node in ast.walk(tree_of(path)) if hasattr(node, "name")}
     assert not {name for name in names if isinstance(name, str) and "fenceless" in name.lower()}
-    assert not {path.name for path in modules()} & {"fence.py", "fenceless.py"}
-    assert not {path.name for path in modules() if "tests" in imports(path)}
+    assert not {path.name for path in product()} & {"fence.py", "fenceless.py"}
+    assert not {path.name for path in product() if "tests" in imports(path)}
 
 
 def foreign_imports(path: Path) -> set[str]:
     """Return what a module imports of kvflow and handshake, as ``module`` or ``module:name``."""
     found = set()
-    for node in ast.walk(parsed(path)):
+    for node in ast.walk(tree_of(path)):
         match node:
             case ast.Import(names=names):
                 found |= {alias.name for alias in names if alias.name.split(".")[0] in ("kvflow", "handshake")}

@@ -4,17 +4,16 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.sources import product, tree_of
+
 ALIAS = re.compile("_?[A-Z]\\w*[a-z]\\w*")  # ``Digests``; no constant, and no ``T`` of a generic function
 
 
-def defined_types(source: str) -> Iterator[str]:
+def defined_types(module: ast.Module) -> Iterator[str]:
     """Yield the name of each class that a module defines, also within classes and functions, and of each alias."""
-    module = ast.parse(source)
     for node in ast.walk(module):
         if isinstance(node, ast.ClassDef):
             yield node.name
@@ -23,19 +22,19 @@ def defined_types(source: str) -> Iterator[str]:
         yield from (each.id for each in targets if isinstance(each, ast.Name) and ALIAS.fullmatch(each.id))
 
 
-def duplicates(sources: Iterable[str]) -> set[str]:
+def repeated(modules: Iterable[ast.Module]) -> set[str]:
     """Return the names of types that are defined more than once."""
-    counts = Counter(name for source in sources for name in defined_types(source))
+    counts = Counter(name for module in modules for name in defined_types(module))
     return {name for name, count in counts.items() if count > 1}
 
 
-def product() -> list[str]:
-    """Return the source of each module of the product."""
-    return [path.read_text() for package in ("kvflow", "handshake") for path in (ROOT / package).rglob("*.py")]
+def duplicates(sources: Iterable[str]) -> set[str]:
+    """Return these names of modules that a test makes up."""
+    return repeated(map(ast.parse, sources))
 
 
 def test_no_name_of_a_type_is_defined_twice():
-    assert sorted(duplicates(product())) == []
+    assert sorted(repeated(map(tree_of, product()))) == []
 
 
 def test_a_duplicate_is_found():

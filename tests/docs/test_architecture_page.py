@@ -2,13 +2,13 @@
 
 import ast
 import re
-from pathlib import Path
+from functools import cache
 
 import pytest
 
 from tests.helpers.loops import looped
+from tests.helpers.sources import ROOT, product, tree_of
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
 WORDS_MAX = 2500
 PATHS = (
@@ -31,8 +31,7 @@ def drawing(heading):
 
 def modules():
     """Return the modules of the tree; a package stands for its folder and is not listed."""
-    paths = [path.relative_to(ROOT) for package in ("kvflow", "handshake") for path in (ROOT / package).rglob("*.py")]
-    names = {".".join(path.with_suffix("").parts) for path in paths}
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in product()}
     return {name for name in names if not name.endswith(("__init__", "__main__"))}
 
 
@@ -42,17 +41,17 @@ def rooms(text):
     return {re.sub(r"^vllm\.", "integrations.vllm.", name) for name in named}
 
 
+@cache
 def records():
     """Return the classes of the tree."""
-    trees = [ast.parse((ROOT / (name.replace(".", "/") + ".py")).read_text()) for name in modules()]
-    return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    return {node.name for path in product() for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)}
 
 
 def definition(name):
     """Return the class or function of ``module:Class.method``, or None."""
     module, _, path = name.partition(":")
     file = ROOT / (module.replace(".", "/") + ".py")
-    body = ast.parse(file.read_text()).body if file.exists() else []
+    body = tree_of(file).body if file.exists() else []
     node = None
     for part in path.split("."):
         kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

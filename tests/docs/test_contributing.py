@@ -3,16 +3,13 @@
 import ast
 import importlib.util
 import re
-from collections import defaultdict
-from functools import cache
-from pathlib import Path
 
 import pytest
 
 import kvflow
 from tests.helpers.loops import looped
+from tests.helpers.sources import ROOT, text_of, tree_of
 
-ROOT = Path(__file__).parents[2]
 PAGE = "".join((ROOT / page).read_text() for page in ("CONTRIBUTING.md", "tests/README.md"))
 
 
@@ -38,32 +35,35 @@ def listed(heading):
     return paths - tests, tests
 
 
-@cache
-def _words(folder):
-    """Return each name or text in the code of a folder, and each attribute or class, with the modules that have it."""
-    names, others = defaultdict(set), defaultdict(set)
+def modules_with(word, folder):
+    """Yield each module of a folder in whose text a word is, with the nodes of its tree."""
     for path in [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.pyi")]:
-        module = str(path.relative_to(ROOT))
-        for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.Name(id=word) | ast.Constant(value=str(word)):
-                    names[word].add(module)
-                case ast.alias(name=word) if path.suffix == ".pyi":
-                    names[word].add(module)
-                case ast.Attribute(attr=word) | ast.ClassDef(name=word):
-                    others[word].add(module)
-    return names, others
+        if word in text_of(path):
+            yield path, ast.walk(tree_of(path))
 
 
 def naming(word, folder="kvflow"):
     """Return the modules whose code has a name, or a text that is nothing else; imports and comments do not count."""
-    return set(_words(folder)[0][word])
+    found = set()
+    for path, nodes in modules_with(word, folder):
+        for node in nodes:
+            match node:
+                case ast.Name(id=name) | ast.Constant(value=str(name)) if name == word:
+                    found.add(str(path.relative_to(ROOT)))
+                case ast.alias(name=name) if path.suffix == ".pyi" and name == word:
+                    found.add(str(path.relative_to(ROOT)))
+    return found
 
 
 def having(word, folder="kvflow"):
     """Return these modules, and those that have it as an attribute, or as a class of theirs."""
-    names, others = _words(folder)
-    return names[word] | others[word]
+    found = naming(word, folder)
+    for path, nodes in modules_with(word, folder):
+        for node in nodes:
+            match node:
+                case ast.Attribute(attr=name) | ast.ClassDef(name=name) if name == word:
+                    found.add(str(path.relative_to(ROOT)))
+    return found
 
 
 def test_the_list_for_a_data_plane_is_that_of_the_smallest():

@@ -4,6 +4,7 @@ import ast
 import re
 import shutil
 import subprocess
+from functools import cache
 from typing import get_args
 
 import pytest
@@ -50,12 +51,18 @@ def described(name):
     return metrics[name if name in metrics else re.sub(r"_(total|bucket|sum|count)$", "", name)]
 
 
+@cache
+def alert_rules(kind):
+    """Return the rules of a kind, as Prometheus reads them."""
+    return yaml.safe_load(rules(kind))["groups"][0]["rules"]
+
+
 def firing(kind, alert, labels, *scraped, minutes=120):
     """Return promtool's test of an alert that fires with these labels alone, or does not fire: None.
 
     ``sick`` and ``well`` are both scraped.
     """
-    (rule,) = [each for each in yaml.safe_load(rules(kind))["groups"][0]["rules"] if each.get("alert") == alert]
+    (rule,) = [each for each in alert_rules(kind) if each.get("alert") == alert]
     return {
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in scraped],

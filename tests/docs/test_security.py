@@ -3,7 +3,6 @@
 import ast
 import importlib
 import re
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -22,8 +21,8 @@ from kvflow.rendezvous.endpoint import Advertisement
 from kvflow.tools.proxy import completions
 from kvflow.worker.snapshot import Inspection
 from tests.helpers.loops import looped
+from tests.helpers.sources import ROOT, product, tree_of
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "explanation" / "security.md").read_text()
 HEADING = "## Numbers from outside\n"
 COLUMNS = ["input", "who sends it", "checked by", "bound", "at most it costs", "shown by"]
@@ -246,9 +245,9 @@ def test_every_message_and_every_field_without_a_bound_has_a_row():
     assert uncovered(STRUCTS, NAMED) == []
 
 
-def decoders(text):
+def decoders(tree):
     """Tell whether a module decodes into types, or any JSON."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Attribute(attr="Decoder" | "convert" | "loads")):
                 return True
@@ -257,18 +256,16 @@ def decoders(text):
     return False
 
 
-def unpacks(text):
+def unpacks(tree):
     """Tell whether a module takes numbers out of bytes."""
     names = {"unpack", "unpack_from", "iter_unpack", "frombuffer", "from_bytes"}
-    calls = [node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return any(isinstance(func, ast.Attribute) and func.attr in names for func in calls)
 
 
 def modules(test):
     """Return the modules of which something is true."""
-    paths = [path for package in ("kvflow", "handshake") for path in (ROOT / package).rglob("*.py")]
-    names = [path.relative_to(ROOT) for path in paths]
-    return {str(name) for name in names if "testing" not in name.parts and test((ROOT / name).read_text())}
+    return {str(path.relative_to(ROOT)) for path in product() if test(tree_of(path))}
 
 
 def test_every_module_that_decodes_says_whose_words_it_reads():
@@ -309,14 +306,12 @@ def test_what_has_no_bound_or_no_row_is_noticed():
 
 
 def test_what_decodes_is_noticed():
-    assert decoders("msgspec.msgpack.Decoder(X)")
-    assert decoders("msgspec.json.decode(b, type=X)")
-    assert decoders("msgspec.convert(b, X)")
-    assert not decoders("b.decode()")
+    for text in ("msgspec.msgpack.Decoder(X)", "msgspec.json.decode(b, type=X)", "msgspec.convert(b, X)"):
+        assert decoders(ast.parse(text))
+    assert not decoders(ast.parse("b.decode()"))
 
 
 def test_what_unpacks_is_noticed():
-    assert unpacks("struct.unpack('<I', data)")
-    assert unpacks("number = int.from_bytes(data, 'little')")
-    assert unpacks("numpy.frombuffer(data)")
-    assert not unpacks("struct.pack('<I', 1)")
+    for text in ("struct.unpack('<I', data)", "number = int.from_bytes(data, 'little')", "numpy.frombuffer(data)"):
+        assert unpacks(ast.parse(text))
+    assert not unpacks(ast.parse("struct.pack('<I', 1)"))

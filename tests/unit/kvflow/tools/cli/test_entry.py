@@ -141,7 +141,7 @@ def test_ctrl_c_is_a_status_without_a_traceback(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        ("explain llama-3.1-8b --target tp=2", "trying change 1 of "),
+        ("explain gpt-2 --target tp=2", "trying change 1 of "),
         ("trace long-file", "10,000 lines of 1 of 1 file"),
     ],
 )
