@@ -375,6 +375,11 @@ def proofs(folder: Path = TESTS) -> dict[str, list[Proof]]:
     return found
 
 
+def files_with_vllm(found: Iterable[Proof]) -> tuple[str, ...]:
+    """Return the files of proofs that need vLLM, in one order, so that they are collected once."""
+    return tuple(sorted({str(proof.path) for proof in found if proof.with_vllm}))
+
+
 def in_full_runs_only(found: Iterable[Proof]) -> set[Proof]:
     """Return the proofs that ``make test-vllm`` does not run.
 
@@ -382,7 +387,7 @@ def in_full_runs_only(found: Iterable[Proof]) -> set[Proof]:
         AssertionError: ``make test-vllm-full`` does not run one either, or not with a pair of its name.
     """
     real = [proof for proof in found if proof.with_vllm]
-    files = tuple(sorted({str(proof.path) for proof in real}))
+    files = files_with_vllm(real)
     usual, full = (started(run, files) for run in RUNS)
     for proof in real:
         assert proof.is_in(full), (
