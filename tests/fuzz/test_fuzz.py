@@ -16,7 +16,7 @@ from .tcp import attack as attack_tcp
 from .tcp import lie as lie_over_tcp
 from .tcp_frames import Served, talk
 
-MESSAGES = 20_000
+MESSAGES = 5_000
 LIES = 25
 ALONE = 300
 TCP_FRAMES = {"off": 3000, "tls": 500}
