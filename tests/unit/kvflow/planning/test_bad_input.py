@@ -82,6 +82,17 @@ DISAGREEMENTS = {
     "state's shape": (states((4, 3)), states((4, 2)), "a.ssm.shape[1]", (3, 2)),
     "state's extent": (states((4, 3)), states((5, 3)), "a.ssm.shape[0]", (4, 5)),
     "state's axis": (states((4, 4)), states((4, 4), shard_axis=1), "a.ssm.axes", ((2, 0, -1), (2, 1, -1))),
+    "state's axes": (states((4, 3)), states((4, 3, 1)), "a.ssm.axes", ((2, 0, -1), (3, 0, -1))),
+    "state that is divided": (states((4, 3)), states((4, 3), shard_axis=None), "a.ssm.axes", ((2, 0, -1), (2, -1, -1))),
+    "state for tokens": (states((4, 3)), full(), "a.kind", ("mamba", "full")),
+    "latent without rope": (latent(), latent(rope_size=2), "a.components", (["latent"], ["latent", "rope"])),
+    "layers": (manifest_of({"a": full()}), manifest_of({"b": full()}), "layers", (["a"], ["b"])),
+    "kind of one layer": (
+        manifest_of({"a": full(), "b": full()}),
+        manifest_of({"a": full(), "b": sliding()}),
+        "b.kind",
+        ("full", "sliding"),
+    ),
 }
 
 
@@ -92,6 +103,7 @@ def test_a_disagreement_names_the_field_and_both_values_from_either_side(name):
     for there, here, expected in ((source, target, values), (target, source, values[::-1])):
         error = refused(there, here, LayoutMismatch)
         assert (error.field, (error.source, error.target)) == (field, expected)
+        assert all(words in str(error) for words in (field, *map(repr, expected)))
 
 
 def test_a_layer_that_no_source_has_is_named():
