@@ -648,12 +648,13 @@ def hostile(key):
 @pytest.mark.parametrize("name", hostile(b""))
 def test_what_the_scheduler_has_not_signed_is_dropped_and_the_rank_goes_on(socket, name):
     rank, contact, early = socket
+    rubbish = hostile(contact.key)[name]
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
         stranger.connect(contact.endpoint)
         for _ in range(3):
-            stranger.send(hostile(contact.key)[name])
-            stranger.send_multipart([hostile(contact.key)[name], b""])
+            stranger.send(rubbish)
+            stranger.send_multipart([rubbish, b""])
         honest = new_ticket(request_id=f"after {name}")
         stranger.send(message(honest, contact.key))  # behind them, unless they have ended its connection
         if name == "more than is read":

@@ -223,8 +223,7 @@ def lists_of(order, count, groups, pool):
 
 
 @looped("order", ["in order", "in short runs", "shuffled"])
-@looped("groups", [1, 6])
-@looped("context", CONTEXTS)
+@looped("context, groups", [("8k", 1), ("8k", 6), ("128k", 6), ("1M", 1)])
 def test_parameters_are_about_as_long_as_those_of_nixl_connector(context, groups, order):
     """``pytest -s`` shows the table."""
     count = CONTEXTS[context] // BLOCK

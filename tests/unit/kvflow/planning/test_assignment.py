@@ -1,5 +1,7 @@
 """Which source rank gives what: one that has everything, or several, and no byte twice."""
 
+from functools import cache
+
 import msgspec
 import pytest
 
@@ -124,14 +126,20 @@ def test_what_every_rank_holds_is_taken_of_one_of_them_beside_heads_of_all():
     assert shares == (Assignment(0, {("a", "k"): (0, 1), ("a", "v"): (0, 1)}), Assignment(1, None))
 
 
+@cache
+def rank_of(heads, rank, size):
+    """The manifest of one rank of a model of heads and a latent."""
+    specs = {"a": full(block_size=2, num_kv_heads=heads), "m": MLA(block_size=2, head_size=8, dtype="float16")}
+    return manifest_of(specs, tp=(rank, size))
+
+
 @looped("source_size", range(1, 9))
 @looped("target_size", range(1, 9))
 @looped("heads", [1, 2, 5, 8])
 def test_plans_of_all_shares_write_every_byte_of_every_rank_once(source_size, target_size, heads):
-    specs = {"a": full(block_size=2, num_kv_heads=heads), "m": MLA(block_size=2, head_size=8, dtype="float16")}
-    sources = [manifest_of(specs, tp=(rank, source_size)) for rank in range(source_size)]
+    sources = [rank_of(heads, rank, source_size) for rank in range(source_size)]
     for rank in range(target_size):
-        target = manifest_of(specs, tp=(rank, target_size))
+        target = rank_of(heads, rank, target_size)
         plans = [
             plan_transfer(sources[share.source], target, head_ranges=share.head_ranges)
             for share in assign_sources(target, sources, rotation=rank)

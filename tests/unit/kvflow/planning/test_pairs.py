@@ -72,18 +72,6 @@ def test_any_sequence_of_integers_will_do(right):
     assert checked is not right or isinstance(right, tuple), "what the caller does to his list later is not our concern"
 
 
-@looped("form", [list, tuple, np.array])
-@looped("unique", [True, False])
-def test_few_ids_are_a_tuple_and_many_an_array(form, unique):
-    for count in (FEW_IDS, FEW_IDS + 1):
-        given = form(range(count))
-        (checked,) = check(given, num_blocks=count, unique=unique)
-        assert isinstance(checked, tuple) == (count == FEW_IDS)
-        assert list(checked) == list(range(count))
-    assert checked.dtype == np.int64
-    assert checked is not given
-
-
 def test_the_offending_block_is_named():
     with pytest.raises(BlockIdsInvalid, match=r"group 0: block 18446744073709551615 is not in \[0, 10\)"):
         check([2**64 - 1])
