@@ -89,7 +89,7 @@ def room(monkeypatch):
     ids=["48 KiB", "the most digests", "short", "the most groups", "the most leases"],
 )
 async def test_a_question_that_waits_costs_what_it_is_counted_for(producer, make):
-    questions, said = [encode(make(number)) for number in range(400)], []
+    questions, said = [encode(make(number)) for number in range(100)], []
     assert max(map(len, questions)) <= 48 * KIB
     tracemalloc.start()
     try:
@@ -100,7 +100,7 @@ async def test_a_question_that_waits_costs_what_it_is_counted_for(producer, make
     finally:
         tracemalloc.stop()
     count, counted = waiting(producer)
-    assert (count, said) == (400, [])
+    assert (count, said) == (100, [])
     assert traced <= counted
 
 
