@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvflow.errors import PlanUnsound
+from kvflow.layout.specs import Mamba, State
 from kvflow.planning import certificate
 from kvflow.planning.certificate import Missing, PlannedGroup, certify
 from kvflow.planning.match import match_groups
@@ -34,6 +35,21 @@ def test_a_complete_plan_writes_the_page():
     proven = certify(CACHE, [PlannedGroup(PAIR, runs_of(), CUT, CUT)])
     assert proven.written_bytes == proven.page_bytes == 2 * 16 * 4 * 8 * 2
     assert proven.complete
+
+
+def test_the_slices_of_states_that_a_rank_lacks_are_named():
+    states = (
+        State("conv_x", (6, 3), "float16"),
+        State("conv_B", (5, 3), "float16", shard_axis=None),  # whole on every rank
+        State("conv_C", (3, 8), "bfloat16", shard_axis=1),
+        State("ssm", (4, 3, 2), "float32"),
+    )
+    specs = {"m": Mamba(block_size=16, states=states)}
+    assert plan_transfer(manifest_of(specs, tp=(1, 2)), manifest_of(specs)).certificate.missing == (
+        Missing("m", "conv_x", 0, 3, "slices"),
+        Missing("m", "conv_C", 0, 4, "slices"),
+        Missing("m", "ssm", 0, 2, "slices"),
+    )
 
 
 @pytest.mark.parametrize("proven_at_once", [1, 100, 1 << 18])

@@ -4,7 +4,7 @@ import pytest
 
 from kvflow.errors import CapacityExceeded, LayoutMismatch
 from kvflow.layout.groups import Group
-from kvflow.layout.specs import Opaque
+from kvflow.layout.specs import Mamba, Opaque, State
 from kvflow.planning.pairs import pair_units
 from kvflow.planning.plan import PlanCache, PlanLimits, plan_transfer
 from tests.helpers.loops import looped
@@ -46,6 +46,38 @@ def test_consecutive_blocks_do_not_merge_where_a_row_has_gaps():
     assert plan.descriptors([3, 0], consecutive=True) == 1
     assert plan.descriptors([0, 3], consecutive=True) == 3
     assert "; 0 of 1 merge over consecutive blocks" in plan.explain()
+
+
+KERNELS = {"kernel_block_size": 16}
+STATES = (State("conv", (5, 3), "float16", shard_axis=None), State("ssm", (4, 3, 2), "float32"))  # 2 bytes lie between
+OF_STATES = manifest_of({"m": Mamba(block_size=16, states=STATES)}, num_blocks=16)
+
+
+def of_layers(block_size=16, layers=2, layout="BLHNC", **fields):
+    """A cache of layers of full attention."""
+    return manifest_of({f"a{at}": full(block_size, 4, **fields) for at in range(layers)}, num_blocks=16, layout=layout)
+
+
+@looped(
+    "source, target, runs, consecutive",
+    [
+        # Alone, kernel blocks are blocks of 16: whatever the block tables say, neighbors merge.
+        (of_layers(64, layout="LBNHC", **KERNELS), of_layers(layout="LBNHC"), 2, 2),
+        (of_layers(layout="LBNHC"), of_layers(64, layout="LBNHC", **KERNELS), 2, 2),
+        # In rows another layer lies between one block's last kernel block and the next one's first.
+        (of_layers(64, **KERNELS), of_layers(64, **KERNELS), 2, 24),
+        (of_layers(64, 1, **KERNELS), of_layers(64, 1, **KERNELS), 1, 1),
+        # Padding stands between blocks, or nothing does.
+        (of_layers(page_bytes=4096), of_layers(), 2, 24),
+        # States of one layer touch where no padding aligns them.
+        (OF_STATES, OF_STATES, 2, 2),
+    ],
+)
+def test_runs_merge_as_far_as_both_sides_are_dense(source, target, runs, consecutive):
+    (group,) = (plan := plan_transfer(source, target)).groups
+    blocks = 12 * 16 // (group.unit_tokens * group.target_units) if group.unit_tokens else 1
+    assert len(group.runs) == runs
+    assert plan.descriptors(blocks, consecutive=True) == consecutive
 
 
 def test_descriptors_can_be_asked_per_group():
