@@ -240,14 +240,6 @@ class QuestionsMachine(RuleBasedStateMachine):
         self.count += 1
         return f"request-{self.count}"
 
-    @rule(num_tokens=st.sampled_from((6, 12, 24)))
-    def open(self, num_tokens):
-        if len(self.of("open", "offer", "kept")) < 6:
-            name = self.new_name()
-            offer = self.at_producer(lambda: self.worker.offer_progressive(name, [[]], num_tokens))
-            self.add("open", offer.ticket, [])
-            self.leases[-1].offer = offer
-
     @rule(content=contents, is_kept=st.booleans())
     def hold(self, content, is_kept):
         if len(self.of("open", "offer", "kept")) < 6:
@@ -257,11 +249,30 @@ class QuestionsMachine(RuleBasedStateMachine):
             ticket = self.at_producer(lambda: door(*given, digests=[list(chained(content))]))
             self.add("kept" if is_kept else "offer", ticket, ids, content)
 
-    @precondition(lambda self: any(not each.sealed for each in self.of("open")))
-    @rule(which=st.integers(0, 9), tokens=st.integers(0, 12), seals=st.booleans())
-    def advance(self, which, tokens, seals):
+    @rule(
+        which=st.integers(0, 2),
+        num_tokens=st.sampled_from((6, 12, 24)),
+        steps=st.lists(st.tuples(st.integers(0, 9), st.sampled_from((False, False, True))), max_size=3),
+        ask=st.sampled_from(((), ((0, 1, 4), (1, 0, 9)), ((0, 0, 25), (0, 2, 6)))),
+    )
+    def compute(self, which, num_tokens, steps, ask):
+        """A producer computes one of its open offers, or a new one; members ask what has settled of it, and wait."""
         leases = [each for each in self.of("open") if not each.sealed]
-        lease = leases[which % len(leases)]
+        if which >= len(leases) and len(self.of("open", "offer", "kept")) < 6:
+            name = self.new_name()
+            offer = self.at_producer(lambda: self.worker.offer_progressive(name, [[]], num_tokens))
+            self.add("open", offer.ticket, [])
+            self.leases[-1].offer = offer
+            leases.append(self.leases[-1])
+        if leases:
+            lease = leases[which % len(leases)]
+            for who, known, above in ask:
+                self.ask(self.members[who], AskSettled((lease.name,), (known,), above, WAIT_MS))
+            for tokens, seals in steps:
+                if not lease.sealed:
+                    self.advance(lease, tokens, seals=seals)
+
+    def advance(self, lease, tokens, *, seals):
         settled = min(lease.most, lease.settled + tokens)
         end = -(-lease.most // BLOCK) if seals else settled // BLOCK
         new = [list(range(len(lease.blocks) + 1, end + 1))]
@@ -310,7 +321,7 @@ class QuestionsMachine(RuleBasedStateMachine):
         waits=st.booleans(),
     )
     def ask_what_has_settled(self, who, which, right, *, known, above, waits):
-        leases = [self.leases[each % len(self.leases)] for each in which]
+        leases = [self.leases[-1 - each % min(4, len(self.leases))] for each in which]
         names = tuple(
             each.name if right else LeaseName(*msgspec.structs.astuple(each.name)[:2], bytes(32)) for each in leases
         )

@@ -324,7 +324,7 @@ class FollowersMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        for name, small in {"STRIDE_TOKENS": 2, "PIECE_MAX": 3, "GONE_MAX": 2, "ENDS_MAX": 12}.items():
+        for name, small in {"STRIDE_TOKENS": 2, "PIECE_MAX": 3, "GONE_MAX": 2, "ENDS_MAX": 7}.items():
             self.patch.setattr(told, name, small)
         self.leases = LeaseTable(EpochTable(8, BASE), num_blocks=99, unread_s=100.0)
         self.mint = Issuer(
