@@ -1,6 +1,11 @@
 """Records say when something was, and of one failure that goes on a warning says now and then how often it came."""
 
+import fcntl
+import json
 import logging
+import os
+import select
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.errors import PeerLost, StaleLease
-from kvflow.events import BreakerOpened, PeerDropped
+from kvflow.events import BreakerOpened, ConsumerRejected, PeerDropped
 from kvflow.integrations.vllm import logs as vllm_logs
 from kvflow.observability import logs
 from kvflow.observability.logs import REPEATS_S, EventLog, Repeats
@@ -85,7 +90,7 @@ EVENTS = (
     PeerDropped("b", PeerLost.code, "it has gone"),
     PeerDropped("a", StaleLease.code, "it has gone"),
     BreakerOpened("tcp://a:1", 3, 1.0),
-    BreakerOpened("tcp://b:1", 3, 1.0),
+    ConsumerRejected("a", PeerLost.code, "it has gone"),
 )
 ERRORS = (
     PeerLost("gone", peer="a"),
@@ -151,3 +156,48 @@ def test_a_file_takes_no_record_from_the_handlers_of_the_application(events, pas
     assert len(lines) == len(events)
     assert len(root.records) == len(events) * passes_on
     assert len(other.records) == len(events) * has_another
+
+
+def read_all(descriptor):
+    found = b""
+    with suppress(BlockingIOError):
+        while more := os.read(descriptor, 1 << 16):
+            found += more
+    return found
+
+
+@thorough
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1), st.lists(st.sampled_from((1, 300, 1500, 3900)), max_size=4), st.booleans()),
+        max_size=12,
+    )
+)
+def test_lines_of_two_writers_of_a_pipe_come_whole_or_are_counted(batches):
+    """However slowly somebody reads it: no line is within another, and how many are lost is told."""
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder, ExitStack() as stack:
+        patch.setattr(logs, "UNWRITTEN_BYTES_MAX", 2000)
+        path = Path(folder, "pipe")
+        os.mkfifo(path)
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        stack.callback(os.close, reader)
+        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, select.PIPE_BUF)
+        files, text, told = [logs.JsonFile(path), logs.JsonFile(path)], b"", [0, 0]
+        for number, file in enumerate(files):
+            file.setFormatter(logging.Formatter(f'{{"writer": {number}, "text": "%(message)s"}}'))
+        last = [(which, [1], True) for _ in range(3) for which in (0, 1)]
+        for which, sizes, is_read in [*batches, *last]:
+            text += read_all(reader) if is_read else b""
+            files[which].flush()
+            files[which].write_events([{"writer": which, "event": "x" * size} for size in sizes])
+            told[which] += len(sizes)
+        for _ in range(20):
+            text += read_all(reader)
+            for file in files:
+                file.flush()
+        lines = [json.loads(line) for line in text.splitlines()]
+        for number, file in enumerate(files):
+            mine = [line for line in lines if line["writer"] == number]
+            lost = sum(int(line["text"].split()[0]) for line in mine if "text" in line)
+            assert sum("event" in line for line in mine) + lost == told[number]
+            file.close()
