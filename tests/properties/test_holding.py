@@ -28,22 +28,36 @@ class Offer:
 class HoldingMachine(RuleBasedStateMachine):
     """Requests hold tickets, let them go, read them, or forget them."""
 
-    @initialize(ranks=st.integers(1, 2), lease_s=st.sampled_from((6.0, 6.0, 0.3)))
-    def begin(self, ranks, lease_s):
+    @initialize(ranks=st.integers(1, 2), lease_s=st.sampled_from((6.0, 6.0, 0.06)), busy=st.booleans())
+    def begin(self, ranks, lease_s, busy):
+        """``busy``: some other ticket is held all the time."""
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(renewals, "HELD_MAX", HOLDS_MAX * ranks)
+        self.patch.setattr(renewals, "HELD_MAX", (HOLDS_MAX + busy) * ranks)
         self.lease_s, self.ranks = lease_s, ranks
         self.compute_s = COMPUTE_LEASES * lease_s
         self.context = virtual(ranks=ranks, lease_s=lease_s, compute_s=self.compute_s)
         self.world = self.context.__enter__()
         self.world.pull(self.world.offer())  # all are connected
         self.world.pass_time(1.0)
-        self.offers, self.gone = [], False
+        self.offers, self.gone = [], None  # the rank that has gone
         self.idle_since = self.world.now
+        self.other = self.world.offer((7,)) if busy else None
+        self.hold_another(begins=True)
 
     @property
     def now(self):
         return self.world.now
+
+    def hold_another(self, *, begins=False):
+        if self.other is not None and (begins or self.now > self.held_since + self.compute_s / 2):
+            self.held_since = self.now
+            if not begins:
+                self.pull_wrongly(self.other, "other")
+            self.world.do(lambda: self.world.consumer.worker.hold(self.other, local_request_id="other"))
+
+    def pull_wrongly(self, ticket, name):
+        with pytest.raises(BlockIdsInvalid):
+            self.world.pull(ticket, (10**6,), local_request_id=name)
 
     def rests(self, offer):
         """Return the requests that hold a ticket for certain, and those that may have come to the end of their time."""
@@ -55,9 +69,8 @@ class HoldingMachine(RuleBasedStateMachine):
 
     def outcomes(self, offer):
         """Return how the lease has ended on each rank that lives; None if it is held."""
-        producers = self.world.producers[: 1 if self.gone else self.ranks]
         found = []
-        for life in producers:
+        for life in [life for rank, life in enumerate(self.world.producers) if rank != self.gone]:
             ends = {event.request_id: event.outcome for event in life.of(LeaseEnded)}
             found.append(ends.get(offer.ticket.request_id))
         return found
@@ -78,14 +91,15 @@ class HoldingMachine(RuleBasedStateMachine):
             elif self.now > offer.free_since + self.lease_s + SLACK_S:
                 assert set(self.outcomes(offer)) == {"expired"}, "nobody needs it"
                 offer.outcome = "expired"
-        if self.now > self.idle_since + self.lease_s / 2 + SLACK_S:
+        self.hold_another()
+        if self.other is None and self.now > self.idle_since + self.lease_s / 2 + SLACK_S:
             for rank in range(self.ranks):
                 assert not self.world.heard("Renew", rank, self.idle_since + self.lease_s / 2)
 
     def is_certain(self):
         return not any(self.rests(offer)[1] for offer in self.live())
 
-    @precondition(lambda self: not self.gone and len(self.live()) < 4)
+    @precondition(lambda self: self.gone is None and len(self.live()) < 4)
     @rule(block=st.integers(1, 5))
     def offer(self, block):
         self.offers.append(Offer(self.world.offer((block,)), self.now))
@@ -123,8 +137,7 @@ class HoldingMachine(RuleBasedStateMachine):
     def pull_in_vain(self, which, name):
         """A pull ends the hold of its request. This one is refused, and releases nothing."""
         offer = self.live()[which % len(self.live())]
-        with pytest.raises(BlockIdsInvalid):
-            self.world.pull(offer.ticket, (10**6,), local_request_id=name)
+        self.pull_wrongly(offer.ticket, name)
         self.let_go(offer, name)
         self.look()
 
@@ -136,25 +149,25 @@ class HoldingMachine(RuleBasedStateMachine):
         self.look()
         if offer.outcome or not self.is_certain() or set(offer.holders) - {name} or set(self.outcomes(offer)) != {None}:
             return
-        if reads and not self.gone:
+        if reads and self.gone is None:
             self.world.pull(offer.ticket, local_request_id=name)
         else:
             try:
                 self.world.do(lambda: self.world.consumer.worker.release(offer.ticket, local_request_id=name))
             except KvflowError:
-                assert self.gone
+                assert self.gone is not None
         self.world.pass_time(SLACK_S / 4)
         assert set(self.outcomes(offer)) == {"released"}
         offer.outcome = "released"
         self.look()
 
-    @precondition(lambda self: not self.gone and self.ranks == 2)
-    @rule(sure=st.sampled_from((False, False, True)))
-    def lose_a_rank(self, sure):
+    @precondition(lambda self: self.gone is None and self.ranks == 2)
+    @rule(rank=st.integers(0, 1), seldom=st.integers(0, 2))
+    def lose_a_rank(self, rank, seldom):
         """One rank closes; what is held on the other stays so."""
-        if sure:
-            self.gone = True
-            self.world.producers[1].leave()
+        if not seldom:
+            self.gone = rank
+            self.world.producers[rank].leave()
             self.world.pass_time(SLACK_S)
             self.look()
 
@@ -167,7 +180,7 @@ class HoldingMachine(RuleBasedStateMachine):
     @rule()
     def the_network_stands_still(self):
         """For as long as two of three renewals take: they may be lost."""
-        if self.lease_s < 1.0 or self.gone:
+        if self.lease_s < 1.0 or self.gone is not None:
             return
         self.look()
         hosts = [life.process.host for life in self.world.producers]
@@ -182,7 +195,7 @@ class HoldingMachine(RuleBasedStateMachine):
         if not hasattr(self, "context"):
             return
         try:
-            if not self.gone:
+            if self.gone is None:
                 last = [self.world.offer((block,)) for block in (6, 7)]
                 for ticket in last:
                     self.world.pull(ticket)
