@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from kvflow import Finished, RankAddress, Ticket
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded
 from kvflow.integrations.vllm.admission import reachable
-from kvflow.integrations.vllm.messages import KeepBlocks, Ordered
+from kvflow.integrations.vllm.messages import KeepBlocks, Ordered, Reset
 from kvflow.integrations.vllm.worker import RankWorker
 from kvflow.layout.groups import Group
 from kvflow.leases.epochs import EpochTable, judge
@@ -220,7 +220,7 @@ class Engine:
     def __init__(self, *, windows, device, clears, concurrent, near, num_ranks):
         self.lock = threading.RLock()
         self.num_groups = 1 + windows
-        self.device, self.clears = device, clears
+        self.device, self.clears, self.is_near = device, clears, near
         self.faults, self.memory, self.tokens = [], {}, {}
         self.launched, self.passed, self.step_number = deque(), 0, 0
         self.pool, self.running, self.keeping, self.done, self.preempted = Pool(), {}, {}, [], set()
@@ -378,20 +378,26 @@ class Engine:
                 for block in fresh:
                     self.memory[block] = None, ()
                 self.compare()
-        ordered = [each for each in commands if isinstance(each, Ordered | KeepBlocks)]
-        others = [each for each in commands if not isinstance(each, Ordered | KeepBlocks)]
+        before, after = self._divided(commands)
         for rank in self.ranks:
             rank.prepare(commands)
             rank.revoke(revoked)
-            rank.execute(ordered if self.device else commands)
+            rank.execute(before)
         self.launched.append((self.step_number, writes))
         if fast or not self.device:
             self.write(len(self.launched))
         for rank in self.ranks:
-            if self.device:
-                rank.execute(others)
+            rank.execute(after)
             rank.end_step(self.step_number)
         self.collect()
+
+    def _divided(self, commands):
+        """Return the commands that come before the model runs, and those that come after its launch or end."""
+        if not self.device and (not self.is_near or any(isinstance(each, Reset) for each in commands)):
+            return commands, []
+        holds = [each for each in commands if isinstance(each, Ordered | KeepBlocks)]
+        others = [each for each in commands if not isinstance(each, Ordered | KeepBlocks)]
+        return (holds, others) if self.device else (others, holds)
 
     def write(self, count):
         """Have the device do the work of so many steps."""
