@@ -133,6 +133,12 @@ class ConversationMachine(RuleBasedStateMachine):
                 case _:
                     assert new == [expected]
 
+    def is_out_of_turn(self, opened, message):
+        """Tell whether a question may not be opened, or one is answered that is not open."""
+        if isinstance(message, Answer):
+            return message.nonce not in opened
+        return message.nonce in opened or len(opened) == QUESTIONS_MAX
+
     def hears(self, role, message):
         """Return what an end has to tell of a message, or why it ends."""
         match message:
@@ -141,7 +147,7 @@ class ConversationMachine(RuleBasedStateMachine):
                 if role is Role.CLIENT:
                     return PingAnswered(rtt_s=self.rtt_s[role])
                 self.shown_bytes = self.at_ping
-            case Ask(nonce=nonce) if nonce in self.asked[role] or len(self.asked[role]) == QUESTIONS_MAX:
+            case Ask() | Answer() if self.is_out_of_turn(self.asked[role], message):
                 return CloseCode.PROTOCOL_VIOLATION
             case Ask(nonce=nonce, question=question):
                 if not self.questions.takes(self.now):
@@ -149,7 +155,6 @@ class ConversationMachine(RuleBasedStateMachine):
                 self.asked[role].add(nonce)
                 return Asked(nonce=nonce, question=question)
             case Answer(nonce=nonce, answer=answer):
-                assert nonce in self.asked[role], "an honest server answers what is open, once"
                 self.asked[role].remove(nonce)
                 return Answered(nonce=nonce, answer=answer)
         return None
