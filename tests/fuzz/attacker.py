@@ -1,9 +1,12 @@
 """A member of the cluster that lies, in a process of its own: many short conversations with one listener.
 
-Conversation ``i`` is drawn from ``seed/i``.
+Conversation ``i`` is drawn from ``seed/i``. ``python -m tests.fuzz.attacker ENDPOINT SECRET SEED`` lies without end,
+and prints what it has told.
 """
 
 import asyncio
+import json
+import sys
 import time
 from contextlib import contextmanager
 from itertools import count
@@ -18,6 +21,8 @@ AT_ONCE = 12
 """Conversations: far below what a listener takes at once, so that it turns none away unheard."""
 
 PATIENCE_S = 60.0
+PRINTED = 100
+"""Mutated messages from one line that is printed to the next."""
 
 
 class Attack:
@@ -85,9 +90,10 @@ class Attack:
 
     async def run(self, goal):
         """Say so many mutated messages."""
-        await asyncio.to_thread(self._run, goal)
+        await asyncio.to_thread(self.say, goal)
 
-    def _run(self, goal):
+    def say(self, goal):
+        """Do so on the calling thread."""
         while self.told["said"] < goal:
             while len(self._under_way) < AT_ONCE:
                 self.begin()
@@ -98,3 +104,15 @@ class Attack:
 def attacking(endpoint, secret, seed, first, step):
     """Open one, whose conversations have these numbers."""
     yield Attack(endpoint, secret, seed, count(first, step))
+
+
+def main(endpoint, secret, seed):
+    attack = Attack(endpoint, secret, seed, count())
+    for goal in count(PRINTED, PRINTED):
+        attack.say(goal)
+        sys.stdout.write(json.dumps(attack.told) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

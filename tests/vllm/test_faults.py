@@ -218,7 +218,7 @@ def test_engines_that_are_flooded_with_garbage_answer_right(cluster, tmp_path):
 @contextmanager
 def flooded(end, secret, path):
     """Have a member of the cluster and strangers send garbage; yield what tells how much of the former was answered."""
-    command = [PYTHON, "-m", "tests.fuzz.attacker", end, secret, "faults", "0", "1", str(10**9)]
+    command = [PYTHON, "-m", "tests.fuzz.attacker", end, secret, "faults"]
     strangers = threading.Thread(target=asyncio.run, args=(be_raw(end, "faults", RAW, Attacked()),))
     strangers.start()
     with path.open("wb") as said, subprocess.Popen(command, cwd=ROOT, stdout=said) as member:
@@ -226,7 +226,7 @@ def flooded(end, secret, path):
         def mutated():
             assert member.poll() is None
             return max(
-                (json.loads(line)["mutated"] for line in path.read_text().splitlines(keepends=True)[:-1]), default=0
+                (json.loads(line)["said"] for line in path.read_text().splitlines(keepends=True)[:-1]), default=0
             )
 
         try:
