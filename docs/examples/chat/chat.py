@@ -19,7 +19,7 @@ import textwrap
 import time
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "OMP_NUM_THREADS": "1",  # three engines share this host
 }
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that end everything
 
 
 class Server:
@@ -274,12 +276,26 @@ def talk(servers: dict[str, Server], questions: Sequence[str]) -> bool:
     return equal
 
 
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Let signals wait meanwhile: otherwise one ends us before a server that was just started is known."""
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        sys.exit(128 + came[0])
+
+
 def main() -> int:
     """Start the servers, talk to them, and end them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--question", action="append", help="what to ask; repeat it for further turns")
     questions = parser.parse_args().question or QUESTIONS
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     model = get_model()
     shutil.rmtree(LOGS, ignore_errors=True)
@@ -288,8 +304,9 @@ def main() -> int:
     servers: dict[str, Server] = {}
     print(f"Starting three vLLM servers and a proxy (a minute or two). Their logs are in {LOGS}.", flush=True)
     try:
-        for name, command in commands(model, ports).items():
-            servers[name] = Server(name, ports[name], command)
+        with signals_held():
+            for name, command in commands(model, ports).items():
+                servers[name] = Server(name, ports[name], command)
         for server in servers.values():
             server.wait_ready()
         return 0 if talk(servers, questions) else 1
