@@ -49,6 +49,7 @@ from kvflow.integrations.vllm import finder as finder_module
 from kvflow.integrations.vllm.finder import Finder
 from kvflow.integrations.vllm.messages import Tally
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
+from kvflow.leases.held import Names
 from kvflow.leases.told import END_BYTES, STRIDE_TOKENS, KeptEnds
 from kvflow.rendezvous.dialer import Asker, ContentQuestion, _split
 from kvflow.rendezvous.questions import AnswerHeld, encode
@@ -251,7 +252,7 @@ class Cache:
 class Part:
     """As much of a kept lease as ``KeptEnds`` reads."""
 
-    ends: list[bytes]
+    names: Names
 
 
 class KeptCache(Cache):
@@ -271,7 +272,7 @@ class KeptCache(Cache):
             if key in self.kept:
                 places = {*range(STRIDE_TOKENS, end + 1, STRIDE_TOKENS), end - end % BLOCK}
                 digests = [(request.application, session, place // BLOCK - 1) for place in places if place > begin]
-                self._parts[key] = Part([_DIGEST.pack(*each)[:END_BYTES] for each in digests])
+                self._parts[key] = Part(Names(ends=tuple([_DIGEST.pack(*each)[:END_BYTES] for each in digests])))
                 self.ends.add(self._parts[key])
 
     def shrink(self, others: int) -> None:
