@@ -39,7 +39,7 @@ async def minting(ranks):
 async def write_and_admit(ranks, grant):
     for rank in ranks:
         await rank.write(grant.request_id, grant.block_ids, grant.num_tokens[0])
-        await rank.admit(msgspec.to_builtins(grant))
+        await rank.admit(grant)
 
 
 async def leases(ranks):

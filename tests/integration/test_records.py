@@ -208,7 +208,7 @@ async def brief(producer, request):
     mint = kvflow.TicketMint("prefill-0", [address], cluster_secret=SECRET, lease_s=0.2)
     ticket, grant = mint.offer(request, block_ids=BLOCKS, num_tokens=8)
     await producer.write(request, BLOCKS, 8)
-    await producer.admit(msgspec.to_builtins(grant))
+    await producer.admit(grant)
     return ticket.to_params()
 
 
