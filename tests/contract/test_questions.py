@@ -329,6 +329,9 @@ class QuestionsMachine(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 1), content=contents, waits=st.booleans(), at_least=st.integers(0, 2))
     def ask_who_holds(self, who, content, waits, at_least):
+        waiting = [each for each in self.waiting.values() if isinstance(each, AskHeld)]
+        if waits and any(each.at_least != at_least for each in waiting):
+            return  # which of them is answered first is not promised
         if at_least <= len(content):
             self.ask(self.members[who], AskHeld(chained(content), WAIT_MS * waits, at_least))
 
@@ -380,6 +383,6 @@ class QuestionsMachine(RuleBasedStateMachine):
 
 
 QuestionsMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
+    derandomize=True, max_examples=60, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
 )
 TestQuestions = QuestionsMachine.TestCase
