@@ -28,7 +28,7 @@ BUGS = {
     ),
     planted.first_check_left_out: (0, r"was delivered wrong: block \d+"),
     planted.fence_posted_with_the_last_chunk: (18, r"was delivered wrong: block \d+"),
-    planted.read_ends_before_its_chunk: (8, "its transfer goes on|is over, and writes"),
+    planted.read_ends_before_its_chunk: (12, "its transfer goes on|is over, and writes"),
     planted.bytes_of_a_shared_chunk_are_swapped: (0, r"writes into block \d+, which is|was delivered wrong"),
     planted.unserved_bytes_are_delivered: (1, r"was delivered wrong: block \d+"),
     planted.peer_lost_while_others_are_met_is_used: (35, "KeyError"),
