@@ -57,7 +57,7 @@ class Path(Struct, frozen=True, kw_only=True):
 
     source: Shape = TARGET
     ranks: int = 1
-    lease_s: float = 0.005
+    lease_s: float = 0.03
     minted: bool = False
     blocks_max: int = 8
     revoked: float = REVOKED
@@ -73,7 +73,7 @@ PATHS = {
     "many chunks": Path(
         source=msgspec.structs.replace(TARGET, layout="LBNHC"), blocks_max=6, lease_s=0.02, target=DIRECT
     ),
-    "two ranks": Path(ranks=2, lease_s=0.008),
+    "two ranks": Path(ranks=2, lease_s=0.03),
     "admitted late": Path(ranks=2, minted=True, lease_s=0.06),
     "over TCP": Path(ranks=2, lease_s=0.02, source_settings=OVER_TCP),
     "over TCP, admitted late": Path(ranks=2, minted=True, lease_s=0.06, source_settings=OVER_TCP),
