@@ -114,7 +114,7 @@ def test_nothing_is_written_after_a_worker_was_closed(device):
         pull = worker.pull(source.offer("second", blocks), [blocks])
         worker.close()
         fill(cache, blocks, ENGINES)
-        source.go()  # nothing can come any more
+        source.go()  # nothing can come now
         assert (cache.backing == ENGINES).all()
         assert pull.done()
 

@@ -30,7 +30,7 @@ def tcp(flood, words):
     for _ in range(flood.count):
         held.append(socket.socket())
         held[-1].setblocking(False)
-        held[-1].connect_ex((host, int(port)))  # whoever finds no room waits in the kernel, and we do not
+        held[-1].connect_ex((host, int(port)))  # one that finds no room waits in the kernel, and we do not
     poll = select.poll()
     for each in held:
         poll.register(each, select.POLLOUT)

@@ -1,4 +1,4 @@
-"""Whoever reads from engines that take their blocks back: every read that is delivered is compared, word by word."""
+"""Readers of engines that take their blocks back: every read that is delivered is compared, word by word."""
 
 import asyncio
 import random

@@ -90,7 +90,7 @@ async def flood(kind, endpoint, *, leaving=None):
         yield node
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        await asyncio.to_thread(node.end)  # closing thousands of sockets one by one is nobody's concern
+        await asyncio.to_thread(node.end)  # closing thousands of sockets takes time, and no test waits for it
 
 
 async def serves(world, producer, consumer, name):

@@ -215,7 +215,7 @@ class ConversationMachine(RuleBasedStateMachine):
 
     @rule(eighths=st.sampled_from((1, 2, 4, 8, 20, 36)))
     def time_passes(self, eighths):
-        """Whoever is silent is pinged, and then left: at its time, and once."""
+        """A silent member is pinged, then dropped: in time, and once."""
         until = self.now + eighths / 8
         while True:
             due = {role: end.next_deadline() for role, end in self.ends.items()}

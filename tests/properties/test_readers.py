@@ -255,7 +255,7 @@ class ReadersMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 9), mac=st.sampled_from((MAC, WRONG_MAC)))
     def show_a_ticket(self, which, mac):
-        """Whoever shows what, its grant is signed once, and only the right MAC counts as a sign of a reader."""
+        """However a grant is shown, it is signed once, and only the right MAC counts as a sign of a reader."""
         promise = [*self.held.values()][which % len(self.held)]
 
         def macs_of(grant):

@@ -97,7 +97,7 @@ class Interrupted(Victim):
                 self.chaos.record.complain(f"{self.name}: the producer has left with status {status}")
 
     async def restart(self):
-        """Start both anew."""
+        """Start both again."""
         for node in (self.node, self._honest):
             if node is not None:
                 self.chaos.kill(node)

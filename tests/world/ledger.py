@@ -49,7 +49,7 @@ class Ledger:
                 setattr(self, name, getattr(self, name) + theirs)
 
     def take(self):
-        """Return all of it, and begin anew."""
+        """Return all of it, and start from nothing."""
         taken = {each.name: getattr(self, each.name) for each in fields(self)}
         type(self).__init__(self)
         return taken

@@ -195,7 +195,7 @@ class Node(Mortal, Opened):
         for line in self.process.stdout:
             said = json.loads(line)
             asked = self._asked.pop(said["id"])
-            with suppress(InvalidStateError):  # nobody waits for it any more
+            with suppress(InvalidStateError):  # nobody waits for it now
                 if "error" in said:
                     asked.set_exception(NodeFailed(f"{self.name}: {said['error']}"))
                 else:

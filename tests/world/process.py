@@ -117,7 +117,7 @@ async def done(function, args, named):
 async def serve(process, number, command):
     try:
         answer = await process.do(**command)
-    except Exception:  # noqa: BLE001 - whoever asked is told, with all there is
+    except Exception:  # noqa: BLE001 - the one that asked is told all of it
         say(id=number, error=traceback.format_exc())
     else:
         say(id=number, answer=answer)

@@ -231,7 +231,7 @@ class DoomedProducer(Victim):
             yield self
 
     async def restart(self):
-        """Start it anew, at the same address; a ticket of its earlier life remains."""
+        """Start it again, at the same address; a ticket of its earlier life remains."""
         if self.node is not None:
             self._outlived, self._ticket = self._ticket, None
             self.chaos.end(self.node)
