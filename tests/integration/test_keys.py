@@ -50,7 +50,7 @@ async def test_workers_meet_whom_they_trust_and_nobody_else(near_world):
         params = await producer.offer("r", BLOCKS, 8)
         await refused(another, params, errors.AuthenticationFailed)
         await until(lambda: producer.worker.snapshot().rejected)  # its own socket tells the producer
-        assert producer.worker.snapshot().rejected == {"key_unknown": 1}
+        assert set(producer.worker.snapshot().rejected) == {"key_unknown"}  # once, or again by its release
         consumer.worker.allow_keys([STRANGER[1]])
         await refused(consumer, params, errors.AuthenticationFailed)
         dropped = consumer.worker.snapshot().dropped
