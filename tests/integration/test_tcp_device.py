@@ -24,8 +24,8 @@ from kvflow.reads.staging import StagingMemory
 from kvflow.reads.tcp.backend import TcpBackend
 from kvflow.reads.thread import ThreadedTransport
 from kvflow.worker import runtime
-from tests.benchmarks.blocks import Blocks
 from tests.devices import StandInCache, Watched, cache_of
+from tests.helpers.blocks import Blocks
 
 PATIENCE_S = 60.0
 KEY = bytes(range(32))
