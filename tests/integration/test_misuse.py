@@ -1,12 +1,10 @@
 """What a newcomer does wrong is answered with the thing, the value, what it must be, and what to do.
 
-Each row of ``TABLE`` has the message that a newcomer once got (``was``; "same" if it was right) and that of today.
+What is wrong in a deployment rather than in a call is in ``misconfigurations.py``.
 """
 
 import asyncio
-import contextlib
 import re
-import socket
 from typing import NamedTuple
 
 import pytest
@@ -16,25 +14,21 @@ from kvflow import errors
 from tests.helpers.loops import looped
 from tests.helpers.settings import flat_config
 
-from .misconfigured import few_files_left
-
 SECRET = "a secret of the tests, long enough"
 SPEC = {"block_size": 16, "num_kv_heads": 4, "head_size": 8, "dtype": "bfloat16"}
 REFERENCE = "[config_invalid] See docs/reference/config.md for the settings and their bounds."
 LISTS = "Give one list of block ids per group, each id in [0, num_blocks), targets without duplicates."
 TOKENS = "Give one number of tokens, at least 1, or one per group."
-FREE_PORT = "[config_invalid] Choose another port, or port 0, which takes a free one."
 OWN_ADDRESS = "[config_invalid] Give an address of this host, or a wildcard."
 RENEW = "[stale_lease] Ask the producer for a new ticket, or recompute the prompt."
 
 
 class Row(NamedTuple):
-    """One misuse: what is done, the message that it once got, and today's, in which ``*`` stands for anything."""
+    """One misuse: what is done, and the message, in which ``*`` stands for anything."""
 
     misuse: str
     does: object
-    was: str
-    now: str
+    said: str
     kind: type[Exception]
 
 
@@ -50,13 +44,6 @@ def config(**settings):
     return flat_config(**{"engine_id": "p", "cluster_secret": SECRET, "transport": "loopback"} | settings)
 
 
-@contextlib.contextmanager
-def listening():
-    """Take a port on which nothing ever answers."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
-
-
 def opens(**settings):
     """Open a worker with these settings."""
 
@@ -65,16 +52,6 @@ def opens(**settings):
             pass
 
     return does
-
-
-async def opens_where_another_listens():
-    with listening() as taken:
-        await opens(bind=taken)()
-
-
-async def opens_tcp_where_another_listens():
-    with listening() as taken:
-        await opens(transport="tcp", tcp_bind=taken)()
 
 
 async def opens_with_a_dictionary():
@@ -87,23 +64,17 @@ async def opens_with_a_tensor():
         pass
 
 
-async def opens_without_files_left():
-    with few_files_left():
-        await opens()()
-
-
 async def misspells_a_setting():
     config(lease=30)
 
 
-def pulls(block_ids=((1, 2),), *, offered=((3, 4),), num_tokens=32, change=None, producer=None, consumer=None):
+def pulls(block_ids=((1, 2),), *, offered=((3, 4),), num_tokens=32, change=None):
     """Offer blocks on one worker and pull them on another."""
 
     async def does():
-        settings = {"engine_id": "c", **(consumer or {})}
         async with (
-            kvflow.open_worker(config(**producer or {}), cache()) as source,
-            kvflow.open_worker(config(**settings), cache()) as target,
+            kvflow.open_worker(config(), cache()) as source,
+            kvflow.open_worker(config(engine_id="c"), cache()) as target,
         ):
             ticket = source.offer("r", block_ids=offered, num_tokens=num_tokens)
             await target.pull(change(ticket) if change else ticket, block_ids=block_ids)
@@ -111,43 +82,13 @@ def pulls(block_ids=((1, 2),), *, offered=((3, 4),), num_tokens=32, change=None,
     return does
 
 
-def changed(ticket):
-    """Return a ticket of which one byte differs."""
-    params = ticket.to_params()
-    [(name, text)] = [(name, value) for name, value in params.items() if isinstance(value, str) and len(value) > 99]
-    other = "A" if text[20] != "A" else "B"
-    return kvflow.Ticket.from_params(params | {name: text[:20] + other + text[21:]})
-
-
-def cut(ticket):
-    """Return a ticket whose second half is gone."""
-    params = ticket.to_params()
-    return kvflow.Ticket.from_params(
-        {name: value[: len(value) // 2] if isinstance(value, str) else value for name, value in params.items()}
-    )
-
-
-async def pulls_from_a_port_that_never_answers():
-    with listening() as silent:
-        await pulls(producer={"advertise": silent}, consumer={"handshake_s": 0.5})()
-
-
-async def pulls_from_another_worker():
-    async with kvflow.open_worker(config(engine_id="third"), cache()) as third:
-        await pulls(producer={"advertise": third.endpoint})()
-
-
-async def ended(end):
+async def pulls_what_was_revoked():
     async with (
-        kvflow.open_worker(config(lease_s=0.3 if end == "expired" else 30.0), cache()) as source,
+        kvflow.open_worker(config(), cache()) as source,
         kvflow.open_worker(config(engine_id="c"), cache()) as target,
     ):
         ticket = source.offer("r", block_ids=[[3, 4]], num_tokens=32)
-        if end == "released":
-            await target.pull(ticket, block_ids=[[1, 2]])
-        if end == "revoked":
-            source.revoke("r")
-        assert await source.wait_offer("r") == end
+        source.revoke("r")
         await target.pull(ticket, block_ids=[[1, 2]])
 
 
@@ -165,12 +106,6 @@ async def pulls_the_same_blocks_at_once():
         finally:
             one.seal()
             await first
-
-
-async def offers_more_than_there_are_slots():
-    async with kvflow.open_worker(config(lease_slots=1), cache()) as source:
-        for name in ("one", "other"):
-            source.offer(name, block_ids=[[3]], num_tokens=16)
 
 
 async def offers_one_block_in_two_groups():
@@ -266,88 +201,40 @@ async def misspells_a_field():
     kvflow.FullAttention(block_size=16, num_heads=4)
 
 
-REGEX = "Expected `str` matching regex '^tcp://(...' - at `$.bind`"
-INTEGERS = "block ids and numbers of tokens must be integers: 'float' object is not iterable"
-STALE = "the lease ended before the read did: epoch 2949...110, the slot holds 2949...111"
-
 TABLE = (
-    Row(
-        "no secret",
-        opens(cluster_secret=None),
-        "the cluster secret has 0 characters, fewer than 16",
-        "the cluster secret is not set [config_invalid] Set cluster_secret or KVFLOW_CLUSTER_SECRET to the same "
-        "long random string on every worker. Draw one with kvflow keys secret.",
-        errors.ConfigInvalid,
-    ),
-    Row(
-        "a port that is taken",
-        opens_where_another_listens,
-        "cannot bind ...: Address already in use (addr=...) Correct the named setting.",
-        f"cannot listen on tcp://127.0.0.1:*: the address is already in use {FREE_PORT}",
-        errors.ConfigInvalid,
-    ),
-    Row(
-        "a port of the TCP plane that is taken",
-        opens_tcp_where_another_listens,
-        "the TCP data plane cannot listen at ...: [Errno 98] Address already in use",
-        "the TCP data plane cannot listen on tcp://127.0.0.1:*: Address already in use [transport_unavailable] "
-        "Set tcp_bind to an address of this host and a free port.",
-        errors.TransportUnavailable,
-    ),
     Row(
         "bind without tcp://",
         opens(bind="127.0.0.1:4000"),
-        REGEX,
         f"bind must be tcp://HOST:PORT, not '127.0.0.1:4000' {REFERENCE}",
         errors.ConfigInvalid,
     ),
     Row(
         "bind to a name that does not exist",
         opens(bind="tcp://no-such-host:4000"),
-        "No such device",
         f"cannot listen on tcp://no-such-host:4000: no-such-host is not an address of this host {OWN_ADDRESS}",
-        errors.ConfigInvalid,
-    ),
-    Row(
-        "a wildcard without advertise",
-        opens(bind="tcp://0.0.0.0:0"),
-        "same",
-        "bind is 'tcp://0.0.0.0:0', which no peer can dial [config_invalid] Set advertise to the address that peers "
-        "reach this worker at.",
-        errors.ConfigInvalid,
-    ),
-    Row(
-        "a transport that does not exist",
-        opens(transport="ucx"),
-        "Invalid enum value 'ucx' - at `$.transport`",
-        f"transport must be one of 'auto', 'loopback', 'nixl', 'tcp', not 'ucx' {REFERENCE}",
         errors.ConfigInvalid,
     ),
     Row(
         "a number as text",
         opens(lease_s="30"),
-        "Expected `float`, got `str` - at `$.lease_s`",
         f"lease_s must be a number of seconds above 0 and at most 86400, not '30' {REFERENCE}",
         errors.ConfigInvalid,
     ),
     Row(
         "a rank that the engine does not have",
         opens(rank=1),
-        "rank is 1, but num_ranks is 1",
         "rank is 1, but num_ranks is 1 [config_invalid] Ranks count from 0: give one from 0 to 0, or raise num_ranks.",
         errors.ConfigInvalid,
     ),
     Row(
         "a setting that does not exist",
         misspells_a_setting,
-        "Unexpected keyword argument 'lease'",
         "WorkerConfig has no field 'lease'. Did you mean lease_s? Known are advertise, *, wire_s.",
         TypeError,
     ),
     Row(
         "a dictionary as config",
         opens_with_a_dictionary,
-        "AttributeError: 'dict' object has no attribute 'check'",
         "config must be a WorkerConfig, not dict [argument_invalid] Pass kvflow.WorkerConfig(engine_id=..., "
         "cluster_secret=...).",
         errors.ArgumentInvalid,
@@ -355,14 +242,12 @@ TABLE = (
     Row(
         "a tensor as cache",
         opens_with_a_tensor,
-        "AttributeError: 'Tensor' object has no attribute 'manifest'",
         "cache must be a KVCache, not Tensor [argument_invalid] Pass what kvflow.allocate or kvflow.adopt returned.",
         errors.ArgumentInvalid,
     ),
     Row(
         "a worker without async with",
         forgets_async_with,
-        "'_AsyncGeneratorContextManager' object has no attribute 'offer'",
         "open_worker returns a context manager, which has no 'offer': the worker is not open. Write: async with "
         "kvflow.open_worker(config, cache) as worker:",
         AttributeError,
@@ -370,7 +255,6 @@ TABLE = (
     Row(
         "a threaded worker without with",
         forgets_with,
-        "'_GeneratorContextManager' object has no attribute 'offer'",
         "run_worker returns a context manager, which has no 'offer': the worker is not open. Write: with "
         "kvflow.run_worker(config, cache) as worker:",
         AttributeError,
@@ -378,7 +262,6 @@ TABLE = (
     Row(
         "a negative deadline",
         drains(-1.0),
-        "deadline_s must be a number of seconds, 0 or more, not float",
         "deadline_s must be a number of seconds, 0 or more, not -1.0 [argument_invalid] Pass seconds as a number, "
         "such as 30.0.",
         errors.ArgumentInvalid,
@@ -386,7 +269,6 @@ TABLE = (
     Row(
         "a digest too few",
         offers([[b"one"]]),
-        "digests[0] must be a list of 2 bytes, one for each block, not tuple",
         "digests[0] must be 2 digests, one per block, not a list of length 1 [argument_invalid] Pass one list per "
         "group, with one digest (bytes) for each of its blocks.",
         errors.ArgumentInvalid,
@@ -394,7 +276,6 @@ TABLE = (
     Row(
         "digests of no group",
         offers(7),
-        "TypeError: 'int' object is not iterable",
         "digests must be 1 list, one per group, not 7 [argument_invalid] Pass one list per group, with one digest "
         "(bytes) for each of its blocks.",
         errors.ArgumentInvalid,
@@ -402,7 +283,6 @@ TABLE = (
     Row(
         "text as a digest",
         offers([[b"one", "two"]]),
-        "digests[0] must be a list of 2 bytes, one for each block, not tuple",
         "digests[0][1] must be bytes, not str [argument_invalid] Pass one list per group, with one digest (bytes) for "
         "each of its blocks.",
         errors.ArgumentInvalid,
@@ -410,7 +290,6 @@ TABLE = (
     Row(
         "an empty digest",
         offers([[b"one", b""]]),
-        "digests[0] must be a list of 2 bytes, one for each block, not tuple",
         "digests[0][1] must be 1 to 64 bytes, not empty [argument_invalid] Pass empty bytes for absent blocks (-1) "
         "only.",
         errors.ArgumentInvalid,
@@ -418,7 +297,6 @@ TABLE = (
     Row(
         "a digest that is too long",
         offers([[b"one", b"x" * 65]]),
-        "contents[0].digests[1] must be bytes, not b'xxx",
         "a ticket cannot hold the offer: contents[0].digests[1] must be bytes of at most 64 in length, not b'xxx* "
         "[block_ids_invalid] Pass shorter digests, such as those of SHA-256.",
         errors.BlockIdsInvalid,
@@ -426,7 +304,6 @@ TABLE = (
     Row(
         "a ticket joined with itself",
         joins_a_ticket_with_itself,
-        "a rank is named twice",
         "rank 0 is in two of the tickets [ticket_invalid] Join one ticket per rank, all from offers of one engine "
         "with the same request_id and num_tokens.",
         errors.TicketInvalid,
@@ -434,7 +311,6 @@ TABLE = (
     Row(
         "workers in place of their addresses",
         mints_for_the_workers_themselves,
-        "AttributeError: 'Worker' object has no attribute 'slots'",
         "ranks[0] must be a RankAddress, not Worker [argument_invalid] Pass the rank_address of every worker of the "
         "engine.",
         errors.ArgumentInvalid,
@@ -442,7 +318,6 @@ TABLE = (
     Row(
         "a mint without a secret",
         mints_without_a_secret,
-        "the cluster secret has fewer than 16 characters",
         "the cluster secret is not set [config_invalid] Set cluster_secret or KVFLOW_CLUSTER_SECRET to the same "
         "long random string on every worker. Draw one with kvflow keys secret.",
         errors.ConfigInvalid,
@@ -450,21 +325,18 @@ TABLE = (
     Row(
         "no blocks",
         allocates(num_blocks=0),
-        "the budget holds 0 blocks; one block needs 2048 bytes",
         "num_blocks is 0: expected at least 1 [spec_invalid] Give at least one block.",
         errors.SpecInvalid,
     ),
     Row(
         "memory for less than one block",
         allocates(memory_bytes=100),
-        "the budget holds 0 blocks; one block needs 4096 bytes",
         "memory_bytes is 100, but one block needs * bytes [spec_invalid] Give memory for at least one block.",
         errors.SpecInvalid,
     ),
     Row(
         "neither blocks nor memory",
         allocates(),
-        "give exactly one of num_blocks and memory_bytes",
         "found neither of num_blocks and memory_bytes: expected exactly one [spec_invalid] Give num_blocks, or "
         "memory_bytes to fill a budget.",
         errors.SpecInvalid,
@@ -472,112 +344,43 @@ TABLE = (
     Row(
         "a rank above the number of ranks",
         gives_a_rank_above_the_size,
-        "shard.tp_rank is 2, but tp_size is 2",
         "shard.tp_rank is 2, but tp_size is 2 [spec_invalid] Ranks count from 0: give one from 0 to 1.",
         errors.SpecInvalid,
     ),
     Row(
         "numbers in place of tensors",
         adopts_numbers,
-        "layers.0[0]: found int; expected a torch tensor",
         "layers.0[0]: found int; expected a torch tensor [spec_invalid] Pass the tensors of the engine's cache, which "
         "hold its memory.",
         errors.SpecInvalid,
     ),
     Row(
-        "no open files left",
-        opens_without_files_left,
-        "NotDialed: no ZeroMQ context can be made: [Errno 24] ... [peer_lost]",
-        "no room for more open files (RLIMIT_NOFILE): the limit is * [capacity_exceeded] Raise this process's limit "
-        "of open files: *",
-        errors.CapacityExceeded,
-    ),
-    Row(
         "an async hook",
         gives_an_async_hook,
-        "coroutine was never awaited, on each event",
         "*hook* [config_invalid] *",
         errors.ConfigInvalid,
     ),
     Row(
-        "another secret",
-        pulls(consumer={"cluster_secret": "another secret, long enough"}),
-        "the grant of 'prefill-0' for 'r' has a wrong signature",
-        "the ticket was signed with another cluster secret: its fingerprint is *, and ours is * [ticket_invalid] "
-        "Use one cluster secret. kvflow config prints the fingerprint of a secret as cluster.",
-        errors.TicketInvalid,
-    ),
-    Row(
-        "a ticket that a router has edited",
-        pulls(change=changed),
-        "the grant of 'prefill-0' for 'r' has a wrong signature",
-        "the ticket has a wrong signature: it was changed on its way, or signed with another cluster secret "
-        "[ticket_invalid] *",
-        errors.TicketInvalid,
-    ),
-    Row(
-        "a ticket that was cut",
-        pulls(change=cut),
-        "the ticket is malformed: Input data was truncated",
-        "the ticket * it was cut or changed on its way [ticket_invalid] *",
-        errors.TicketInvalid,
-    ),
-    Row(
         "the parameters in place of a ticket",
         pulls(change=lambda ticket: ticket.to_params()),
-        "same",
         "ticket must be a Ticket, not dict [argument_invalid] Pass worker.read_ticket(params).",
         errors.ArgumentInvalid,
     ),
     Row(
-        "advertise where nothing listens",
-        pulls(producer={"advertise": "tcp://127.0.0.1:9"}),
-        "same",
-        "nobody listens at tcp://127.0.0.1:9 [peer_lost] *",
-        errors.PeerLost,
-    ),
-    Row(
-        "advertise where something else listens",
-        pulls_from_a_port_that_never_answers,
-        "the handshake was fresh after 5.0 s ... a hung peer is found only by its deadline",
-        "tcp://127.0.0.1:*: no handshake within 0.5 s: it accepted the connection, but nothing that speaks this "
-        "protocol answers [deadline_exceeded] Check that the port is that of the peer's bind, and not that of its data "
-        "or of HTTP, and that the peer runs and is not overloaded.",
-        errors.DeadlineExceeded,
-    ),
-    Row(
-        "advertise where another worker listens",
-        pulls_from_another_worker,
-        "same",
-        "tcp://127.0.0.1:* is 'third' rank 0 now, not 'p' rank 0 [peer_lost] *",
-        errors.PeerLost,
-    ),
-    Row(
-        "two data planes",
-        pulls(consumer={"transport": "tcp"}),
-        "transport differs ... Pair only engines that serve the same model",
-        "transport differs: source has 'loopback', target has 'tcp' [layout_mismatch] Set transport to 'auto', or "
-        "to the same data plane, on both sides.",
-        errors.LayoutMismatch,
-    ),
-    Row(
         "a block beyond the pool",
         pulls([[99, 2]]),
-        "same",
         f"group 0: block 99 is not in [0, 32) [block_ids_invalid] {LISTS}",
         errors.BlockIdsInvalid,
     ),
     Row(
         "block -2 in an offer",
         pulls(offered=[[-2, 4]]),
-        "the offer fits no ticket: Expected `int` >= -1 - at `$.block_ids[0][0]`",
         f"group 0: block -2 is not in [0, 2147483648) [block_ids_invalid] {LISTS}",
         errors.BlockIdsInvalid,
     ),
     Row(
         "block 2**70 in an offer",
         pulls(offered=[[1 << 70, 4]]),
-        "the offer fits no ticket: can't serialize ints < -2**63 or > 2**64 - 1",
         "group 0: block ids must be a flat list of integers, not [1180591620717411303424, 4] "
         f"[block_ids_invalid] {LISTS}",
         errors.BlockIdsInvalid,
@@ -585,28 +388,24 @@ TABLE = (
     Row(
         "num_tokens=16.0",
         pulls(num_tokens=16.0),
-        INTEGERS,
         f"num_tokens must be an integer, not 16.0 [block_ids_invalid] {TOKENS}",
         errors.BlockIdsInvalid,
     ),
     Row(
         "num_tokens=0",
         pulls(num_tokens=0),
-        "num_tokens is 0 for 1 groups",
         f"num_tokens must be at least 1, not 0 [block_ids_invalid] {TOKENS}",
         errors.BlockIdsInvalid,
     ),
     Row(
         "two numbers of tokens for one group",
         pulls(num_tokens=[32, 32]),
-        "num_tokens is [32, 32] for 1 groups",
         f"num_tokens has 2 numbers for 1 group [block_ids_invalid] {TOKENS}",
         errors.BlockIdsInvalid,
     ),
     Row(
         "fewer tokens than blocks",
         pulls(offered=[[1, 2, 3]], num_tokens=16),
-        "same",
         "group 0: 3 blocks for 16 tokens, which at most 1 can hold [block_ids_invalid] The last block of a list "
         "must hold the last token: leave out blocks behind it.",
         errors.BlockIdsInvalid,
@@ -614,42 +413,36 @@ TABLE = (
     Row(
         "a flat list of ids in an offer",
         pulls(offered=[3, 4]),
-        INTEGERS.replace("float", "int"),
         f"group 0: block ids must be a flat list of integers, not 3 [block_ids_invalid] {LISTS}",
         errors.BlockIdsInvalid,
     ),
     Row(
         "a flat list of ids in a pull",
         pulls([3, 4]),
-        "2 lists of block ids for 1 groups",
         f"block_ids must be one list per group, not [3, 4] [block_ids_invalid] {LISTS}",
         errors.BlockIdsInvalid,
     ),
     Row(
         "a list too many in a pull",
         pulls([[1, 2], [3]]),
-        "2 lists of block ids for 1 groups",
         f"block_ids has 2 lists for 1 group [block_ids_invalid] {LISTS}",
         errors.BlockIdsInvalid,
     ),
     Row(
         "text as a block id",
         pulls([["a", 2]]),
-        "group 0: block ids must be a flat list of integers",
         f"group 0: block ids must be a flat list of integers, not ['a', 2] [block_ids_invalid] {LISTS}",
         errors.BlockIdsInvalid,
     ),
     Row(
         "one target twice",
         pulls([[1, 1]]),
-        "same",
         f"block 1 is a target twice [block_ids_invalid] {LISTS}",
         errors.BlockIdsInvalid,
     ),
     Row(
         "one block in two groups",
         offers_one_block_in_two_groups,
-        "nothing: the other layer's bytes were delivered",
         "block 3 is in groups 0 and 1, whose pages share their bytes [block_ids_invalid] List a block in the one "
         "group whose pages it holds.",
         errors.BlockIdsInvalid,
@@ -657,64 +450,37 @@ TABLE = (
     Row(
         "one target of two pulls at once",
         pulls_the_same_blocks_at_once,
-        "same",
         "group 0: block 1 is still the target of another pull [block_ids_invalid] Wait for quiesced() of that pull "
         "before reusing its blocks.",
         errors.BlockIdsInvalid,
     ),
     Row(
-        "a ticket used twice",
-        lambda: ended("released"),
-        STALE,
-        f"request 'r': the lease ended before the read was complete; it was used before, and released * s ago {RENEW}",
-        errors.StaleLease,
-    ),
-    Row(
-        "a ticket used late",
-        lambda: ended("expired"),
-        STALE,
-        f"request 'r': the lease ended before the read was complete; it expired * s ago {RENEW}",
-        errors.StaleLease,
-    ),
-    Row(
         "a ticket that was revoked",
-        lambda: ended("revoked"),
-        STALE,
+        pulls_what_was_revoked,
         f"request 'r': the lease ended before the read was complete; the producer revoked it * s ago {RENEW}",
         errors.StaleLease,
     ),
     Row(
-        "more offers than slots",
-        offers_more_than_there_are_slots,
-        "same",
-        "no room for more leases: the limit is 1 [capacity_exceeded] Wait for a lease to end, or raise lease_slots.",
-        errors.CapacityExceeded,
-    ),
-    Row(
         "a pull on another event loop",
         pulls_on_another_event_loop,
-        "nothing: the pull hung",
         "* [wrong_event_loop] *run_worker*",
         errors.WrongEventLoop,
     ),
     Row(
         "a field of a spec that does not exist",
         misspells_a_field,
-        "Unexpected keyword argument 'num_heads'",
         "FullAttention has no field 'num_heads'. Did you mean num_kv_heads? Known are block_size, dtype, *.",
         TypeError,
     ),
     Row(
         "no heads",
         describes(num_kv_heads=0),
-        "layers.0: Expected `int` >= 1 - at `$.num_kv_heads`",
         "layers.0: num_kv_heads must be an integer from 1 to 16777216, not 0 [spec_invalid] *",
         errors.SpecInvalid,
     ),
     Row(
         "a dtype by its short name",
         describes(dtype="bf16"),
-        "layers.0: Invalid enum value 'bf16' - at `$.dtype`",
         "layers.0: dtype must be one of 'bfloat16', *, 'uint8', not 'bf16'; did you mean 'bfloat16'? [spec_invalid] *",
         errors.SpecInvalid,
     ),
@@ -731,10 +497,9 @@ async def test_a_misuse_is_answered_with_what_is_wrong_and_what_to_do(row, monke
     with pytest.raises(row.kind) as caught:
         async with asyncio.timeout(30):
             await row.does()
-    assert re.fullmatch(pattern(row.now), str(caught.value)), str(caught.value)
+    assert re.fullmatch(pattern(row.said), str(caught.value)), str(caught.value)
 
 
 @looped("row", TABLE)
 def test_no_message_shows_the_inside_of_a_validator(row):
-    assert not re.search(r"Expected `|`\$|regex|\[Errno|epoch", row.now)
-    assert row.was != row.now
+    assert not re.search(r"Expected `|`\$|regex|\[Errno|epoch", row.said)
