@@ -85,12 +85,3 @@ class Combination:
     def _behind_the_prefix(self, rank, group):
         block_tokens = group.block_size * rank.ranks_of_tokens(group)
         return rank.num_blocks(group, self.num_tokens) - self.prefix_tokens // block_tokens
-
-    def descriptors_per_block(self):
-        """Count what one target block of every group takes, without neighbors: fewest and most of the ranks."""
-        sources = self.source.ranks()
-        counts = [
-            sum(plan.descriptors(1) for plan in self.plans(sources, target, rank).values())
-            for rank, target in enumerate(self.target.ranks())
-        ]
-        return min(counts), max(counts)

@@ -1,4 +1,7 @@
-"""Every combination of engines that is proven over NIXL, by name."""
+"""Combinations of engines that are proven between processes, by name: one for each way in which caches can differ.
+
+``tests/properties/test_byte_copy.py`` and ``tests/exhaustive`` generate all others, and compare every byte in memory.
+"""
 
 from itertools import pairwise
 
@@ -90,27 +93,17 @@ HEADS_FIRST = {"layout": "BHLNC"}
 
 COMBINATIONS = {
     # Tensor parallelism.
-    "TP 1 to 1": Combination(Engine(full()), Engine(full()), "equal engines: a row per block"),
     "TP 1 to 1, ids that ascend": Combination(
         Engine(full()), Engine(full()), "neighboring blocks are one descriptor", ascending=True
     ),
-    "TP 1 to 2": Combination(Engine(full()), Engine(full(), tp=2), "each rank reads its half of the heads"),
     "TP 1 to 2, tokens outermost": Combination(
         Engine(full(), **PER_LAYER), Engine(full(), tp=2, **PER_LAYER), "heads lie inside of tokens: a piece per token"
     ),
-    "TP 2 to 1": Combination(
-        Engine(full(), tp=2), Engine(full(), **PER_LAYER), "two ranks fill one, into another layout"
-    ),
-    "TP 2 to 2": Combination(Engine(full(), tp=2), Engine(full(), tp=2), "each rank reads the rank of its number"),
     "TP 2 to 4": Combination(
         Engine(full(), tp=2, **HEADS_FIRST), Engine(full(), tp=4, **HEADS_FIRST), "heads first: halves stay whole"
     ),
-    "TP 4 to 2": Combination(Engine(full(), tp=4, layout="BLNHC"), Engine(full(), tp=2), "pairs of ranks fill one"),
     "TP 3 to 2": Combination(
         Engine(full(), tp=3), Engine(full(), tp=2, layout="LBHNC"), "3, 3 and 2 heads to 4 and 4: a rank is shared"
-    ),
-    "TP 2 to 3": Combination(
-        Engine(full(), tp=2, **PER_LAYER), Engine(full(), tp=3), "4 and 4 heads to 3, 3 and 2: a rank reads both"
     ),
     "TP 8 to 4": Combination(Engine(full(), tp=8), Engine(full(), tp=4, **PER_LAYER), "eight ranks of one head"),
     "TP 4 to 1": Combination(
@@ -118,17 +111,8 @@ COMBINATIONS = {
         "every rank offers for itself, with block ids of its own", joined=True,
     ),
     # Heads that several ranks hold.
-    "2 heads, TP 4 to 1": Combination(
-        Engine(full(heads=2), tp=4), Engine(full(heads=2)), "replicas on the source: each head is read once"
-    ),
-    "2 heads, TP 1 to 4": Combination(
-        Engine(full(heads=2)), Engine(full(heads=2), tp=4, layout="BLNHC"), "replicas on the target: each is filled"
-    ),
     "2 heads, TP 4 to 3": Combination(
         Engine(full(heads=2), tp=4, **PER_LAYER), Engine(full(heads=2), tp=3), "replicas on both sides, not dividing"
-    ),
-    "3 heads, TP 2 to 4": Combination(
-        Engine(full(heads=3), tp=2), Engine(full(heads=3), tp=4), "2 and 1 heads to replicas of one"
     ),
     # Latents.
     "latents, TP 2 to 2": Combination(
@@ -136,9 +120,6 @@ COMBINATIONS = {
     ),
     "latents, TP 3 to 2": Combination(
         Engine(latent(), tp=3, layout="LBNHC"), Engine(latent(64), tp=2), "replicas of tensors, to blocks of 64"
-    ),
-    "latents, TP 1 to 3": Combination(
-        Engine(latent(64)), Engine(latent(16), tp=3, layout="LBNHC"), "three replicas of one source"
     ),
     "latents with scales": Combination(
         Engine(latent(64, dtype="uint8", scale_bytes=4, **KERNEL)),
@@ -153,85 +134,31 @@ COMBINATIONS = {
     "latents beside heads, TP 2 to 4": Combination(
         Engine(beside(), tp=2), Engine(beside(), tp=4), "latents whole, keys and values by heads, in one pull"
     ),
-    "latents beside heads, TP 4 to 2": Combination(
-        Engine(beside(), tp=4), Engine(beside(), tp=2), "latents of one replica only, heads of two ranks"
-    ),
     # Pipeline stages.
-    "2 stages to 1": Combination(
-        Engine(FOUR, stages=stages(FOUR, 2)), Engine(FOUR), "layers are matched by name", joined=True
-    ),
-    "1 stage to 2": Combination(
-        Engine(FOUR), Engine(FOUR, stages=stages(FOUR, 2)), "each stage reads its layers out of a row of all"
-    ),
-    "2 stages to 2": Combination(
-        Engine(FOUR, stages=stages(FOUR, 2)),
-        Engine(FOUR, stages=stages(FOUR, 2), **PER_LAYER),
-        "a stage has nothing in common with the other one's source",
-    ),
     "3 stages to 2, TP 1 to 2": Combination(
         Engine(FOUR, stages=stages(FOUR, 1, 3)),
         Engine(FOUR, stages=stages(FOUR, 2), tp=2),
         "stages cut elsewhere, and heads divided",
-    ),
-    "2 stages of TP 2 to TP 1": Combination(
-        Engine(windowed(), stages=stages(windowed(), 2), tp=2),
-        Engine(windowed()),
-        "a quarter of the cache from each rank",
     ),
     "2 stages, one without a window, to 1": Combination(
         Engine(windowed(layers=3), stages=stages(windowed(layers=3), 2)), Engine(windowed(layers=3)),
         "a stage with one group, and one with two", joined=True,
     ),
     # Block sizes.
-    "blocks of 16 to 64": Combination(Engine(full(16)), Engine(full(64)), "four source blocks fill one"),
-    "blocks of 64 to 16": Combination(
-        Engine(full(64), **PER_LAYER), Engine(full(16), **PER_LAYER), "one source block fills four"
-    ),
-    "blocks of 48 to 32": Combination(Engine(full(48)), Engine(full(32), layout="LBHNC"), "neither size divides"),
     "blocks of 48 to 32, 181 tokens": Combination(
         Engine(full(48)), Engine(full(32), layout="BLNHC"), "the last blocks are half full", num_tokens=181
     ),
     "blocks of 16 to 64, TP 2 to 1": Combination(
         Engine(full(16), tp=2, **PER_LAYER), Engine(full(64)), "other blocks, other ranks and another layout at once"
     ),
-    "kernel blocks of 16 in 64 to blocks of 16": Combination(
-        Engine(full(64, **KERNEL)), Engine(full(16), **PER_LAYER), "kernel blocks smaller than logical ones"
-    ),
-    "blocks of 48 to kernel blocks of 16 in 64": Combination(
-        Engine(full(48), kv="split"), Engine(full(64, **KERNEL), **PER_LAYER), "the same towards them"
-    ),
     "kernel blocks of 16 in 64 to kernel blocks of 24 in 48": Combination(
         Engine(full(64, **KERNEL), layout="LBNHC"), Engine(full(48, kernel_block_size=24)), "of two sizes at once"
     ),
     # Layouts.
-    "tensors of tokens to tensors of heads": Combination(
-        Engine(full(), layout="LBNHC"), Engine(full(), layout="LBHNC"), "a tensor per layer: NHD to HND"
-    ),
-    "tensors of heads to rows of tokens": Combination(
-        Engine(full(), layout="LBHNC"), Engine(full(), layout="BLNHC"), "a tensor per layer to a row per block"
-    ),
-    "rows of tokens to rows of heads": Combination(
-        Engine(full(), layout="BLNHC"), Engine(full(), layout="BLHNC"), "rows, NHD to HND"
-    ),
-    "rows of heads to heads first": Combination(
-        Engine(full(), layout="BLHNC"), Engine(full(), **HEADS_FIRST), "rows, layers outside to heads outside"
-    ),
-    "heads first to tensors of tokens": Combination(
-        Engine(full(), **HEADS_FIRST), Engine(full(), layout="LBNHC"), "and back to where engines began"
-    ),
-    "keys before values to keys beside values": Combination(
-        Engine(full(), **PER_LAYER), Engine(full(), layout="LBNHC"), "split against content"
-    ),
     "keys beside values to keys before values in a block": Combination(
         Engine(full()), Engine(full(), layout="LBHNC", kv="block_split"), "content against block_split"
     ),
-    "keys before values in a block to keys before values": Combination(
-        Engine(full(), layout="LBNHC", kv="block_split"), Engine(full(), tp=2, **PER_LAYER), "block_split against split"
-    ),
     # Memory that the engine allocated.
-    "adopted to allocated": Combination(
-        Engine(full(), form="KBNHC"), Engine(full()), "an engine's tensors, as FlashAttention wants them, to rows"
-    ),
     "allocated to adopted": Combination(
         Engine(full()), Engine(full(), form="BKNHC", order="BKHNC"), "rows to tensors with permuted axes"
     ),
@@ -241,61 +168,24 @@ COMBINATIONS = {
     "adopted layers in one tensor, TP 1 to 2": Combination(
         Engine(full(), form="BLKNHC"), Engine(full(), tp=2), "one tensor of all layers to rows"
     ),
-    "allocated latents to adopted": Combination(
-        Engine(latent(64, **KERNEL)), Engine(latent(64, **KERNEL), form="BRNC"),
-        "kernel blocks have an axis of their own",
-    ),
     "adopted states to allocated": Combination(
         Engine(hybrid(), tp=2, form="KBNHC"), Engine(hybrid()), "states of two ranks, in tensors of their own"
     ),
     # States.
-    "hybrid, TP 1 to 2": Combination(
-        Engine(hybrid()), Engine(hybrid(), tp=2), "each part of a state is divided along its own axis"
-    ),
-    "hybrid, TP 2 to 1": Combination(
-        Engine(hybrid(), tp=2, layout="LBNHC"), Engine(hybrid()), "and put together; what is not divided comes once"
-    ),
-    "hybrid, TP 2 to 2": Combination(Engine(hybrid(), tp=2), Engine(hybrid(), tp=2), "equal ranks: a row per block"),
     "hybrid, TP 3 to 2": Combination(
         Engine(hybrid(), tp=3, layout="LBHNC"), Engine(hybrid(), tp=2), "state heads that do not divide"
-    ),
-    "hybrid, blocks of 16 to 64": Combination(
-        Engine(hybrid(16)), Engine(hybrid(64), layout="LBNHC"), "a state is one, however many tokens a block has"
     ),
     "hybrid, blocks of 48 to 16, TP 1 to 2": Combination(
         Engine(hybrid(48), layout="LBHNC"), Engine(hybrid(16), tp=2), "other blocks and other ranks of states"
     ),
     # Tokens that ranks divide among themselves.
-    "latents, DCP 1 to 2": Combination(
-        Engine(latent(), tp=2), Engine(latent(), tp=2, dcp=2), "each rank takes every other token"
-    ),
-    "latents, DCP 2 to 1": Combination(
-        Engine(latent(), tp=2, dcp=2), Engine(latent()), "a rank reads both, token by token", num_tokens=181
-    ),
-    "latents, DCP 2 to 2": Combination(
-        Engine(latent(), tp=2, dcp=2), Engine(latent(), tp=2, dcp=2), "equal stripes: whole blocks, as if undivided"
-    ),
-    "latents, DCP 2 to 2, blocks of 48 to 32": Combination(
-        Engine(latent(48), tp=2, dcp=2, interleave=16), Engine(latent(32), tp=2, dcp=2, interleave=16, layout="LBNHC"),
-        "equal stripes in blocks of other sizes", num_tokens=181,
-    ),
     "latents, DCP 2 to 3": Combination(
         Engine(latent(), tp=2, dcp=2, interleave=16), Engine(latent(48), tp=3, dcp=3, interleave=8, layout="LBNHC"),
         "neither sizes, nor interleaves, nor blocks divide", num_tokens=181,
     ),
-    "latents, DCP 4 to 2": Combination(
-        Engine(latent(), tp=4, dcp=4), Engine(latent(), tp=2, dcp=2), "each rank reads every other one"
-    ),
     "latents, DCP 2 to 4, of 4 and 8 ranks": Combination(
         Engine(latent(), tp=4, dcp=2, interleave=4), Engine(latent(64, **KERNEL), tp=8, dcp=4, interleave=16),
         "replicas on both sides, and kernel blocks", num_tokens=250,
-    ),
-    "2 heads, TP 4 DCP 2 to TP 1": Combination(
-        Engine(full(heads=2), tp=4, dcp=2, interleave=16), Engine(full(heads=2), **PER_LAYER),
-        "four ranks: half of the heads, every other block", joined=True,
-    ),
-    "2 heads, TP 1 to TP 4 DCP 2": Combination(
-        Engine(full(heads=2), **PER_LAYER), Engine(full(heads=2), tp=4, dcp=2, interleave=8), "and back", num_tokens=181
     ),
     "2 heads, TP 4 DCP 2 to TP 6 DCP 3, adopted": Combination(
         Engine(full(heads=2), tp=4, dcp=2, interleave=4, form="KBNHC"),
@@ -318,9 +208,6 @@ COMBINATIONS = {
     "padded to unpadded": Combination(
         Engine(full(page_bytes=8192), note="pages of 8192 bytes"), Engine(full(), **PER_LAYER), "padding is left behind"
     ),
-    "unpadded to padded": Combination(
-        Engine(full(32)), Engine(full(page_bytes=4608), layout="LBHNC", note="pages of 4608 bytes"), "and left alone"
-    ),
     "aligned rows and a layer apart": Combination(
         Engine(full(layers=3), options={"apart": ("layers.1",), "alignment": 4096}, note="rows of 4096, a layer apart"),
         Engine(full(48, layers=3), layout="BLNHC"),
@@ -336,10 +223,6 @@ COMBINATIONS = {
         Engine(full(**UNEQUAL), layout="LBNHC"), Engine(full(**UNEQUAL), tp=2, kv="split"), "head_size_v of half"
     ),
     # Lists.
-    "a window": Combination(
-        Engine(windowed()), Engine(windowed(), layout="LBNHC"), "window_blocks on both sides",
-        source_window=True, target_window=True,
-    ),
     "a window, blocks of 16 to 48, TP 2 to 1": Combination(
         Engine(windowed(16), tp=2), Engine(windowed(48)), "the source offers all, the target asks for the window",
         target_window=True,
@@ -347,9 +230,6 @@ COMBINATIONS = {
     "chunks, TP 2 to 1": Combination(
         Engine(chunked(), tp=2), Engine(chunked(), layout="BLNHC"), "the chunk of the next token, on both sides",
         source_window=True, target_window=True,
-    ),
-    "a prefix": Combination(
-        Engine(full()), Engine(full(), **PER_LAYER), "the consumer has the first 80 tokens", prefix_tokens=80
     ),
     "a prefix, blocks of 16 to 64, TP 1 to 2": Combination(
         Engine(windowed(16)), Engine(windowed(64), tp=2, **HEADS_FIRST), "a shorter list in larger blocks",
@@ -359,14 +239,6 @@ COMBINATIONS = {
         Engine(windowed(), **PER_LAYER), Engine(windowed(), tp=2), "-1 is left alone", absent=(0, 3, -1)
     ),
     # Everything at once.
-    "compound, TP 1 to 1": Combination(
-        Engine(compound()), Engine(compound()), "five caches per layer as one row", num_tokens=512,
-        source_window=True, target_window=True,
-    ),
-    "compound, TP 2 to 1": Combination(
-        Engine(compound(), tp=2), Engine(compound()), "of replicas one is read", num_tokens=512,
-        source_window=True, target_window=True,
-    ),
     "compound, TP 1 to 2, a prefix": Combination(
         Engine(compound()), Engine(compound(), tp=2), "a prefix hit in every group", num_tokens=500,
         prefix_tokens=256, source_window=True, target_window=True,

@@ -8,7 +8,6 @@ import json
 import os
 from contextlib import asynccontextmanager
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -36,7 +35,7 @@ def plane_of(name):
 
 
 def settings_of(name):
-    # Direct: the table counts descriptors of direct reads. tests/properties/test_staged.py compares staged ones.
+    # Direct: descriptors of direct reads are counted. tests/properties/test_staged.py compares staged ones.
     return {"transport": plane_of(name), "staging_bytes": 0, **SETTINGS}
 
 
@@ -179,9 +178,3 @@ async def test_replicas_are_read_in_turns(prefill, name):
     """Each source rank holds other bytes here, so that the target tells whom it has read."""
     async with pulled(prefill, name, salted=True) as (targets, _):
         assert targets.wrong(salts=[0, 1]) == []
-
-
-def test_descriptors_of_every_combination():
-    """For one block of every group: the fewest and the most of the target's ranks."""
-    found = {name: list(each.descriptors_per_block()) for name, each in COMBINATIONS.items()}
-    assert found == json.loads((Path(__file__).parents[1] / "data" / "combinations.json").read_text())
