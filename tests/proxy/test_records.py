@@ -96,16 +96,17 @@ async def speak_no_http(request):
 async def test_one_sentence_says_what_is_wrong_with_a_server(behavior, said, log):  # noqa: F811
     async with open_rig(prefill=[behavior], prefill_timeout_s=0.5 if behavior is hang else 60.0) as rig:
         assert (await rig.send())[0] == 200
+        assert json.loads(rig.decode[0].bodies[0]) == ASKED
         [attempt] = (await only(log))["failed_attempts"]
     assert attempt["error"].startswith(said)
     assert "RequestInfo" not in attempt["error"]
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "answer"])
-async def test_a_client_that_hangs_up_is_recorded_with_phase_and_bytes(phase, log):  # noqa: F811
+async def test_a_client_that_hangs_up_ends_its_request_where_it_is(phase, log):  # noqa: F811
     given = b"data: 1\n\n"
     servers = {
-        "prefill": {"prefill": [hang]},
+        "prefill": {"prefill": [hang], "decode": [hang]},
         "decode": {"decode": [hang]},
         "answer": {"decode": [stream(given, asyncio.Event())]},
     }[phase]
@@ -118,7 +119,11 @@ async def test_a_client_that_hangs_up_is_recorded_with_phase_and_bytes(phase, lo
         else:
             asking = asyncio.create_task(rig.send(stream=True))
             await server.asked.wait()
+            assert not server.cancelled.is_set()
             asking.cancel()
+        await server.cancelled.wait()
+        assert len(rig.decode[0].bodies) == (phase != "prefill")
+        assert await rig.serves()
         record = await only(log)
     assert (record["event"], record["code"], record["phase"]) == ("request.failed", "client_lost", phase)
     assert (record["level"], record["detail"]) == ("info", "the client hung up")
@@ -172,6 +177,7 @@ async def test_a_stream_that_breaks_off_is_recorded_with_server_and_bytes(log): 
             read.set()
             with pytest.raises(aiohttp.ClientPayloadError):
                 await answer.content.read()
+        assert await rig.serves()
         record = await only(log)
     assert (record["event"], record["code"], record["phase"]) == ("request.failed", "stream_broken", "answer")
     assert (record["level"], record["decode_server"]) == ("warning", rig.decode[0].url)
