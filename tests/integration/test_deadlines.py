@@ -8,13 +8,11 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-import kvflow
 from handshake.sockets import DialedChannel
 from kvflow import errors
 from tests.unit.handshake.helpers import PATIENT, connected, serving
 
 from .consuming import works
-from .producing import SECRET
 from .strangers import ticket_to
 
 BLOCKS = [[0, 1], [2, 3]]
@@ -42,40 +40,13 @@ def mute():
         yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
-@pytest.mark.parametrize(
-    ("stranger", "phase", "budget"), [(deaf, "connect", "connect_s"), (mute, "handshake", "handshake_s")]
-)
-async def test_a_peer_that_is_not_met(near_world, stranger, phase, budget):
-    async with near_world.producing() as producer, near_world.consuming(**{budget: 0.2}) as consumer:
-        with stranger() as endpoint, pytest.raises(errors.DeadlineExceeded) as caught:
+async def test_a_peer_that_does_not_accept(near_world):
+    """Of the budgets of other phases, ``test_records.py`` and ``test_ranks.py`` tell."""
+    async with near_world.producing() as producer, near_world.consuming(connect_s=0.2) as consumer:
+        with deaf() as endpoint, pytest.raises(errors.DeadlineExceeded) as caught:
             await consumer.pull(ticket_to(endpoint), BLOCKS)
-        assert (caught.value.phase, caught.value.quarantined) == (phase, False)
+        assert (caught.value.phase, caught.value.quarantined) == ("connect", False)
         assert caught.value.remedy
-        consumer.at_rest()
-        await works(producer, consumer, at_last=True)
-
-
-async def test_a_read_that_does_not_end(near_world, gate):
-    async with near_world.producing() as producer, near_world.consuming(wire_s=0.2) as consumer:
-        params = await producer.offer("r", BLOCKS, 8)
-        with pytest.raises(errors.DeadlineExceeded) as caught:
-            await consumer.pull(params, BLOCKS)
-        assert (caught.value.phase, caught.value.quarantined) == ("wire", True)
-        assert [entry.reason for entry in consumer.worker.snapshot().quarantined] == ["deadline_exceeded"]
-        gate.open()
-        await consumer.worker.quiesced("r")
-        consumer.at_rest()
-        await consumer.pull_at_last(params, BLOCKS)
-        consumer.has("r", BLOCKS, 8)
-
-
-async def test_an_admission_that_does_not_come(near_world):
-    async with near_world.producing() as producer, near_world.consuming(fence_s=0.2) as consumer:
-        mint = kvflow.TicketMint("prefill-0", [producer.worker.rank_address], cluster_secret=SECRET)
-        ticket, _ = mint.offer("r", block_ids=BLOCKS, num_tokens=8)
-        with pytest.raises(errors.DeadlineExceeded) as caught:
-            await consumer.pull(ticket.to_params(), BLOCKS)
-        assert (caught.value.phase, caught.value.quarantined) == ("fence", False)
         consumer.at_rest()
         await works(producer, consumer, at_last=True)
 

@@ -316,17 +316,6 @@ async def test_the_plane_listens_where_it_is_told_and_is_found_where_it_says(set
     assert listening(port) == set()
 
 
-async def test_a_port_that_is_taken_is_named_and_one_plane_less_is_no_choice(heard):
-    port = free_port()
-    settings = {"tcp_bind": f"tcp://127.0.0.1:{port}"}
-    async with producing(Shape(), **settings):
-        for transport in ("tcp", "auto"):
-            with pytest.raises(errors.TransportUnavailable, match=str(port)) as caught:
-                async with consuming(transport=transport, **settings):
-                    pass
-            assert "tcp_bind" in caught.value.remedy
-
-
 @pytest.mark.parametrize("advertised", ["tcp://127.0.0.1:{port}", "tcp://no-such-host.invalid:{port}"])
 @pytest.mark.nixl
 @pytest.mark.processes

@@ -1,4 +1,4 @@
-"""Where two caches must agree they are compared; ``test_bad_input.py`` has the differences that a field names."""
+"""Where two caches must agree they are compared; ``tests/integration/misconfigurations.py`` has what users are told."""
 
 import pytest
 from msgspec.structs import replace
