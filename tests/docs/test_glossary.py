@@ -106,7 +106,3 @@ def test_every_term_is_in_use():
     texts += [path.read_text() for path in (ROOT / "docs").rglob("*.md") if path.name != "glossary.md"]
     used = " ".join(" ".join(texts).lower().replace("_", " ").replace("-", " ").split())
     assert [term for term in rows() if term.lower().replace("-", " ") not in used] == []
-
-
-def test_a_missing_term_is_noticed():
-    assert [word for word in split("WidgetLease_frobs") if stem(word) not in KNOWN] == ["widget", "frobs"]

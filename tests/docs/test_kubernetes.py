@@ -13,7 +13,6 @@ import yaml
 from kvflow.config import SECRET_VARIABLE, WorkerConfig
 from kvflow.integrations.vllm.settings import HOST_VARIABLE, EngineFacts, read_settings
 from kvflow.tools.cli import build_parser, main
-from tests.helpers.loops import looped
 
 from .manifests import (
     ENGINES,
@@ -49,29 +48,6 @@ def test_every_object_has_the_fields_of_its_kind(version):
         *("Service", "StatefulSet") * 2,
         *("Service", "Deployment"),
     ]
-
-
-@looped(
-    "path, wrong",
-    [
-        (("spec", "replicaCount"), 2),
-        (("spec", "replicas"), "two"),
-        (("spec", "template", "spec", "containers", 0, "readynessProbe"), {}),
-        (("spec", "template", "spec", "containers", 0, "readinessProbe", "periodSeconds"), "5s"),
-        (("spec", "template", "spec", "containers", 0, "env", 0, "valueFrom", "fieldRef", "path"), "status.podIP"),
-        (("spec", "template", "spec", "containers", 0, "env", 0, "value"), 5600),
-        (("spec", "template", "spec", "containers", 0, "lifecycle", "preStop", "exec", "command"), "sleep 30"),
-        (("spec", "template", "spec", "shareProcessNamespaces"), True),
-    ],
-)
-def test_a_wrong_name_or_type_is_noticed(path, wrong):
-    document = copy.deepcopy(workload("prefill"))
-    place = document
-    for step in path[:-1]:
-        place = place[step]
-    place[path[-1]] = wrong
-    with pytest.raises(kubernetes_validate.ValidationError):
-        validate(document)
 
 
 def test_every_file_of_the_folder_is_on_the_page_and_applied():

@@ -121,8 +121,3 @@ def test_what_a_run_leaves_out_by_file_by_mark_and_by_pair_is_not_started():
     test = "vllm/test_tokens.py::test_two_engines_say_what_one_says"
     assert "granite-ranks-2-to-1" in usual[test]
     assert "llama-32-to-128" in set(full[test]) - set(usual[test])
-
-
-def test_a_missing_section_is_noticed():
-    with pytest.raises(AssertionError, match="has no section"):
-        section("config.md", "Nothing")

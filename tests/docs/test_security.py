@@ -303,15 +303,3 @@ def test_what_has_no_bound_or_no_row_is_noticed():
     expected = sorted([outer, inner, f"{inner}.free", *free])
     assert uncovered(structs_of(Outer), set()) == expected
     assert uncovered(structs_of(Outer), {*expected} - {f"{outer}.some"}) == [f"{outer}.some"]
-
-
-def test_what_decodes_is_noticed():
-    for text in ("msgspec.msgpack.Decoder(X)", "msgspec.json.decode(b, type=X)", "msgspec.convert(b, X)"):
-        assert decoders(ast.parse(text))
-    assert not decoders(ast.parse("b.decode()"))
-
-
-def test_what_unpacks_is_noticed():
-    for text in ("struct.unpack('<I', data)", "number = int.from_bytes(data, 'little')", "numpy.frombuffer(data)"):
-        assert unpacks(ast.parse(text))
-    assert not unpacks(ast.parse("struct.pack('<I', 1)"))
