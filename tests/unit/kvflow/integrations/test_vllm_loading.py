@@ -26,29 +26,6 @@ def loading(*, wanted=48, ticket=TICKET, groups=FULL):
     return found
 
 
-def test_a_prompt_is_loaded_whole():
-    requests = loading()
-    assert requests.matched("r", 0) == 48
-    requests.allocated("r", [[1, 2, 3]], 48)
-    assert requests.take_commands() == [Load("r", TICKET, ((1, 2, 3),))]
-    assert requests.take_commands() == []
-    requests.received("r")
-    assert requests.matched("r", 0) == 0  # preempted, or computed anew after a failure
-
-
-def test_only_what_is_not_in_the_cache_is_loaded():
-    requests = loading()
-    assert requests.matched("r", 16) == 32
-    requests.allocated("r", [[0, 2, 3]], 32)
-    assert requests.take_commands() == [Load("r", TICKET, ((2, 3),))]
-
-
-def test_asking_changes_nothing():
-    requests = loading()
-    assert [requests.matched("r", computed) for computed in (0, 32, 0)] == [48, 16, 48]
-    assert requests.begun() == []
-
-
 def test_a_request_that_waits_for_room_has_its_ticket_kept_once():
     requests = loading()
     requests.matched("r", 0)
@@ -56,50 +33,6 @@ def test_a_request_that_waits_for_room_has_its_ticket_kept_once():
     assert requests.take_commands() == []
     requests.allocated("r", [[1, 2, 3]], 48)
     assert requests.take_commands() == [Load("r", TICKET, ((1, 2, 3),))]
-
-
-@pytest.mark.parametrize(
-    "end", [lambda requests: requests.finished("r"), lambda requests: requests.allocated("r", [[1, 2, 3]], 48)]
-)
-def test_a_request_that_waits_no_more_has_no_ticket_kept(end):
-    requests = loading()
-    requests.matched("r", 0)
-    requests.take_commands()
-    end(requests)
-    assert RenewLeases not in [type(command) for command in requests.take_commands()]
-
-
-def test_a_refused_request_has_no_ticket_that_could_be_kept():
-    requests = Loading(FULL, TOKENS_MAX)
-    requests.refuse("r", TicketInvalid("forged"), wanted=48)
-    assert [requests.take_commands() for _ in range(3)] == [[], [], []]
-
-
-def test_a_prompt_that_is_in_the_cache_gives_its_ticket_back():
-    requests = loading()
-    assert requests.matched("r", 48) == 0
-    requests.allocated("r", [[1, 2, 3]], 0)
-    assert requests.take_commands() == [GiveBack("r", TICKET)]
-    requests.finished("r")
-    assert requests.take_commands() == []
-
-
-def test_a_request_rejected_before_it_has_blocks_releases_its_ticket():
-    requests = loading()
-    requests.finished("r")
-    assert requests.take_commands() == [GiveBack("r", TICKET)]
-    assert requests.matched("r", 0) == 0
-
-
-def test_a_request_that_is_aborted_while_it_loads_is_canceled_once():
-    requests = loading()
-    requests.matched("r", 0)
-    requests.allocated("r", [[1, 2, 3]], 48)
-    requests.finished("r")
-    assert requests.take_commands() == [Load("r", TICKET, ((1, 2, 3),)), Cancel("r")]
-    requests.received("r")
-    requests.finished("r")
-    assert requests.take_commands() == []
 
 
 def test_a_request_that_has_loaded_ends_without_orders():
@@ -113,32 +46,10 @@ def test_a_request_that_has_loaded_ends_without_orders():
     assert requests.take_commands() == []
 
 
-def test_a_ticket_that_goes_further_is_read_as_far_as_the_prompt_goes():
-    requests = loading(wanted=33)
-    assert requests.matched("r", 0) == 33
-    requests.allocated("r", [[1, 2, 3]], 33)
-    assert requests.take_commands() == [Load("r", TICKET, ((1, 2, 3),))]
-    assert loaded_blocks(FULL, [[1, 2]], end=20, num_tokens=48) == ((1, 2, -1),)
-
-
 def test_blocks_that_are_not_loaded_are_absent_by_the_size_of_their_group():
     groups = groups_of(FullAttentionSpec(), FullAttentionSpec(block_size=64))
     found = loaded_blocks(groups, [[1, 2], [3]], end=20, num_tokens=200)
     assert found == ((1, 2, *[-1] * 11), (3, *[-1] * 3))
-
-
-def test_a_prompt_that_goes_further_than_the_ticket_is_computed_from_there():
-    requests = loading(wanted=100)
-    assert requests.matched("r", 0) == 48
-    requests.allocated("r", [[1, 2, 3]], 48)
-    assert requests.take_commands() == [Load("r", TICKET, ((1, 2, 3),))]
-
-
-def test_a_request_that_waits_for_anothers_load_releases_its_ticket():
-    requests = loading()
-    requests.matched("r", 0)  # it has blocks now, of which a step in flight may still write some
-    requests.finished("r")
-    assert requests.take_commands() == [GiveBack("r", TICKET)]
 
 
 def samples(*names):
@@ -146,25 +57,6 @@ def samples(*names):
     for name in names:
         requests.announce(name, TICKET, wanted=48)
     return requests
-
-
-def test_one_sample_of_a_prompt_loads_and_the_others_hit_the_cache():
-    requests = samples("0_r", "1_r", "2_r")
-    assert [requests.matched(name, 0) for name in ("1_r", "0_r", "2_r")] == [None, 48, None]
-    requests.allocated("0_r", [[1, 2, 3]], 48)
-    assert requests.matched("1_r", 0) is None
-    requests.received("0_r")
-    assert [requests.matched(name, 32) for name in ("1_r", "2_r")] == [0, 0]
-    requests.allocated("1_r", [[1, 2, 4]], 0)
-    requests.finished("2_r")
-    assert requests.take_commands() == [Load("0_r", TICKET, ((1, 2, 3),))]
-
-
-def test_a_sample_whose_leader_was_aborted_is_computed():
-    requests = samples("0_r", "1_r")
-    requests.finished("0_r")
-    assert requests.matched("1_r", 0) == 0
-    assert requests.take_commands() == [GiveBack("0_r", TICKET)]
 
 
 @pytest.mark.parametrize("aborted", [False, True])
@@ -202,15 +94,6 @@ def test_the_prompts_whose_samples_are_remembered_are_bounded(monkeypatch):
         requests.announce(f"1_{prompt}", TICKET, wanted=48)
         found.append(requests.matched(f"1_{prompt}", 0))
     assert found == [0, 0, 48]
-
-
-def test_a_ticket_that_comes_again_after_its_load_is_tried_again():
-    requests = loading()
-    requests.matched("r", 0)
-    requests.allocated("r", [[1, 2, 3]], 48)
-    requests.received("r")
-    requests.announce("later", TICKET, wanted=48)
-    assert requests.matched("later", 0) == 48
 
 
 @pytest.mark.parametrize("listed", [[], [0], [0, 0, 0]], ids=repr)
@@ -280,13 +163,6 @@ def test_a_refused_request_fails_as_a_load_does():
     assert requests.take_commands() == [Fail("r", "ticket_invalid", "forged", TicketInvalid.default_remedy)]
     requests.received("r")
     assert requests.matched("r", 0) == 0
-
-
-def test_a_refused_request_that_ends_before_leaves_nothing():
-    requests = Loading(FULL, TOKENS_MAX)
-    requests.refuse("r", TicketInvalid("forged"), wanted=48)
-    requests.finished("r")
-    assert requests.take_commands() == []
 
 
 def test_requests_that_nobody_announced_have_nothing_to_load():

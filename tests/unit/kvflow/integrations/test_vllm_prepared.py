@@ -155,23 +155,6 @@ def test_a_ticket_that_is_not_answered_gives_its_slot_back(status):
     assert prefill.free_slots() == SLOTS
 
 
-def test_a_request_that_was_preempted_gets_the_ticket_of_its_last_blocks():
-    prefill = Prefill()
-    request = prefill.arrive()
-    prefill.compute({"r": 48}, new={"r": (0, [[1, 2, 3]])})
-    request.num_computed_tokens = 0
-    prefill.compute({"r": 20}, known={"r": (0, [[4, 5]])})  # vLLM tells of it as of one that goes on
-    prefill.compute({"r": 28}, known={"r": (20, [[6]])})
-    assert prefill.end(blocks=[(4, 5, 6)]).block_ids == ((4, 5, 6),)
-    request = prefill.arrive("s")
-    prefill.compute({"s": 48}, new={"s": (0, [[1, 2, 3]])})
-    request.num_computed_tokens = 0
-    prefill.compute({"s": 48}, new={"s": (0, [[1, 2, 3]])})  # or as of a new one
-    assert prefill.end("s").block_ids == ((1, 2, 3),)
-    assert prefill.signed_here == ["r"]
-    assert prefill.free_slots() == SLOTS - 2
-
-
 def test_a_request_that_ends_before_its_ticket_is_signed_gets_it_at_once():
     prefill, goes_on = Prefill(), threading.Event()
     prefill.arrive()
@@ -182,19 +165,6 @@ def test_a_request_that_ends_before_its_ticket_is_signed_gets_it_at_once():
     prefill.await_other()
     assert prefill.signed_here == ["r"]
     assert prefill.free_slots() == SLOTS - 1
-
-
-def test_tickets_are_answered_in_any_order():
-    prefill = Prefill()
-    for name in "abc":
-        prefill.arrive(name)
-    prefill.compute(
-        dict.fromkeys("abc", 48), new={name: (0, [[at, at + 1, at + 2]]) for at, name in enumerate("abc", 1)}
-    )
-    ends = [prefill.end(name, [(at, at + 1, at + 2)]) for at, name in ((2, "b"), (1, "a"), (3, "c"))]
-    assert [grant.request_id for grant in ends] == ["b", "a", "c"]
-    assert prefill.signed_here == []
-    assert prefill.free_slots() == SLOTS - 3
 
 
 def test_ranks_that_were_started_again_are_those_of_the_ticket():

@@ -82,18 +82,6 @@ def test_ranks_that_slept_are_redialed_and_their_offers_are_forgotten():
     assert incarnations == [rank_address().incarnation, "b" * 32]
 
 
-def test_a_consumer_reads_what_a_producer_has_answered():
-    producer, consumer = side(FullAttentionSpec()), side(FullAttentionSpec())
-    first, second = new_request(OFFER), new_request(None, request_id="s")
-    producer.on_new_request(first)
-    _, second.kv_transfer_params = finished(producer, first, ([1, 2, 3],))
-    consumer.on_new_request(second)
-    assert consumer.matched(second, 0) == (48, True)
-    consumer.allocated(second, blocks_of([7, 8, 9]), 48)
-    (command,) = consumer.take_commands()
-    assert (type(command), command.block_ids) == (Load, ((7, 8, 9),))
-
-
 def test_nothing_is_loaded_into_a_block_of_the_prefix_cache():
     consumer = side(FullAttentionSpec())
     request = new_request({"do_remote_prefill": True, **new_ticket().to_params()})
@@ -104,16 +92,6 @@ def test_nothing_is_loaded_into_a_block_of_the_prefix_cache():
     consumer.allocated(request, blocks, 32)
     (command,) = consumer.take_commands()
     assert command.block_ids == ((8, 9),)
-
-
-@pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR"])
-def test_an_aborted_request_is_not_offered(status):
-    producer = side(FullAttentionSpec())
-    request = new_request(OFFER)
-    producer.on_new_request(request)
-    request.status = SimpleNamespace(name=status)
-    assert finished(producer, request, ([1, 2, 3],)) == (False, None)
-    assert producer.take_commands() == []
 
 
 def test_a_request_that_wants_nothing_is_left_alone():
