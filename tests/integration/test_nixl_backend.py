@@ -121,6 +121,33 @@ def test_an_error_on_a_living_endpoint_is_reported_after_a_flush(ends):
 
 
 @pytest.mark.nixl
+def test_a_load_that_fails_behind_its_connection_is_made_again():
+    """NIXL then refuses its name for ever. It happens if a device of the address is said to have another's memory."""
+    ends = Ends(meets=False)
+    truth = decode_envelope(ends.exporter.metadata, transport="nixl")
+    blob = truth.blob
+    start = blob.index(b"UCX|")
+    domains = [at for at in range(start, blob.index(b"MemSection")) if blob[at] in (1, 2)]
+    stuck = 0
+    for at in domains:
+        lie = replace(truth, blob=blob[:at] + b"\0" + blob[at + 1 :])
+        try:
+            ends.reader.add(PeerAddress("liar", {"nixl": encode_envelope(lie)}, ends.table))
+        except BackendError as error:
+            stuck += error.reason.code == "peer_lost"
+        ends.reader.remove("liar", gone=True)
+        ends.meet(ends.exporter)
+        ends.caches[0][:] = 0
+        assert ends.finish(ends.reader.post(ends.chunk())) == 0
+        assert np.array_equal(*ends.caches)
+        assert ends.finish(ends.check()) == [103]
+        ends.reader.remove("p", gone=False)
+    assert stuck
+    ends.reader.close()
+    ends.exporter.close()
+
+
+@pytest.mark.nixl
 def test_without_a_flush_a_post_never_ends(ends):
     backend_error = type("nixlBackendError", (RuntimeError,), {})
     ends.flaky(backend_error("first"), backend_error("the flush too"))

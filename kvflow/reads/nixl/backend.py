@@ -50,7 +50,7 @@ from kvflow.reads.nixl.binding import (
     words_of,
 )
 from kvflow.reads.nixl.copying import Helpers, Pieces, RemotePeer
-from kvflow.reads.nixl.metadata import carrier_between, difference, inspect, inspect_own, is_within_a_host
+from kvflow.reads.nixl.metadata import carrier_between, difference, inspect, inspect_own, is_within_a_host, renamed
 from kvflow.reads.nixl.reading import SPANS, Posted, ReadingAgent
 from kvflow.reads.reach import expects_more, host_facts, unreached
 from kvflow.reads.staging import StagingMemory
@@ -189,12 +189,6 @@ class NixlBackend(Backend):
             if not sharing:
                 self._forget(envelope.agent)
             raise failure_of(ADDING, error) from error
-        if peer.agent != envelope.agent:
-            self._reader.agent.release_list(peer.epochs)
-            if not self._sharing(peer.agent):
-                self._kept.pop(peer.agent, None)
-                self._forget(peer.agent)  # never another peer's: its reads would go on writing, unseen
-            raise BackendError(FailureCode.METADATA_INVALID, f"{envelope.agent!r} calls itself {peer.agent!r}")
         peer.carrier = carrier.name
         self._peers[address.peer] = peer
         return carrier
@@ -294,9 +288,30 @@ class NixlBackend(Backend):
                 return RemotePeer(self._reader, envelope.agent, prepared, blob=envelope.blob, rows=epochs)
         if kept is not None:
             self._forget(envelope.agent)
-        agent = self._reader.agent.add_remote(envelope.blob)
+        agent, blob = self._load(envelope)
         prepared = self._reader.agent.prepare_remote(agent, epochs, "DRAM")
-        return RemotePeer(self._reader, agent, prepared, blob=envelope.blob, rows=epochs)
+        return RemotePeer(self._reader, agent, prepared, blob=blob, rows=epochs)
+
+    def _load(self, envelope: Envelope) -> tuple[str, bytes]:
+        """Load the metadata of an exporter; return the name that our agent knows it by, and its metadata so named.
+
+        If a load fails after it has connected, NIXL keeps the connection, and refuses the name from then on. So what it
+        refuses is loaded under another name: a member that lies in the name of a peer keeps nobody from that peer.
+        """
+        load = self._reader.agent.add_remote
+        try:
+            agent = load(envelope.blob)
+        except self._errors as error:
+            if self._ours is None or failure_of(ADDING, error).reason.code != FailureCode.METADATA_INVALID:
+                raise
+            blob = renamed(envelope.blob, envelope.agent, f"{envelope.agent}/{next(self._numbers)}")
+            return load(blob), blob
+        if agent != envelope.agent:
+            if not self._sharing(agent):
+                self._kept.pop(agent, None)
+                self._forget(agent)  # never another peer's: its reads would go on writing, unseen
+            raise BackendError(FailureCode.METADATA_INVALID, f"{envelope.agent!r} calls itself {agent!r}")
+        return agent, envelope.blob
 
     def _carrier_of(self, envelope: Envelope, *, encrypted: bool) -> Carrier:
         """Return what carries a peer's bytes, if the peer need do nothing for it, and the bytes may be plain."""

@@ -115,6 +115,13 @@ def inspect(blob: bytes, agent: str) -> Exported:
     return Exported(interfaces, _VRAM in kinds)
 
 
+def renamed(blob: bytes, agent: str, name: str) -> bytes:
+    """Return metadata that ``inspect`` has accepted with another name of its agent."""
+    before = b"nixlSerDes|Agent"
+    new = name.encode()
+    return before + len(new).to_bytes(8, "little") + new + blob[len(before) + 8 + len(agent.encode()) :]
+
+
 def inspect_own(ours: Envelope, *, on_device: bool) -> Exported | None:
     """Read our own metadata; None if this NIXL writes another form than the one that we know.
 
