@@ -362,8 +362,9 @@ class LeaseTable:
         return self._index.find(digests, question)
 
     def name(self, lease: Lease, digest: bytes) -> None:
-        """Let one peer find a lease by the digest of its last block."""
-        self._index.remove(lease)
+        """Let one peer find a lease by the digest of its last block; a question that has found it keeps it."""
+        if lease.found_by is None:
+            self._index.remove(lease)
         lease.names = Names(for_one=(digest,) if digest else ())
         self._index.add(lease)
 

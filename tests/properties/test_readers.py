@@ -326,7 +326,7 @@ class ReadersMachine(RuleBasedStateMachine):
             self.patch.undo()
 
 
-ReadersMachine.TestCase.settings = settings(thorough, max_examples=150, stateful_step_count=40, derandomize=True)
+ReadersMachine.TestCase.settings = settings(thorough, max_examples=150, stateful_step_count=40)
 TestReaders = ReadersMachine.TestCase
 
 
@@ -405,7 +405,7 @@ class FollowersMachine(RuleBasedStateMachine):
         self.patch.undo()
 
 
-FollowersMachine.TestCase.settings = settings(thorough, stateful_step_count=40, derandomize=True)
+FollowersMachine.TestCase.settings = settings(thorough, stateful_step_count=40)
 TestFollowers = FollowersMachine.TestCase
 
 
