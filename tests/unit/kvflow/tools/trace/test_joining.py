@@ -39,6 +39,12 @@ async def released(world):
     await until(lambda: not any(each.snapshot().leases for each in world.producers))
 
 
+def forget_handshakes(log):
+    """Leave out how clocks compare. Workers of one log have one clock, of which a busy handshake is less sure."""
+    lines = [line for line in log.read_text().splitlines(keepends=True) if "peer.connected" not in line]
+    log.write_text("".join(lines))
+
+
 def adds_up(request):
     """Check that phases follow each other without a gap and add up to the whole."""
     at = 0.0
@@ -92,6 +98,7 @@ async def test_what_was_read_is_beside_what_was_computed_meanwhile(log):
         offer.seal([[0]])
         report = await asyncio.wait_for(pull, PATIENCE_S)
         await released(world)
+    forget_handshakes(log)
     request = only(log)
     adds_up(request)
     ((offered,), (read,)) = request.offers, request.pulls
@@ -240,8 +247,7 @@ async def test_clocks_that_were_never_compared_are_said_to_be(log):
     async with opened() as world:
         await world.pull()
         await released(world)
-    lines = [line for line in log.read_text().splitlines(keepends=True) if "peer.connected" not in line]
-    log.write_text("".join(lines))
+    forget_handshakes(log)
     (request,) = read_trace(divided(log, 0.0)).requests
     assert request.clock_error_s is None
 
