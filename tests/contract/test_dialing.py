@@ -252,6 +252,27 @@ def test_of_several_addresses_the_right_one_is_met_once_and_heard_alone(kinds, f
             assert visit.took_s < TURNS_S, "who has answered answers the same again"
 
 
+def test_of_a_hundred_addresses_sixteen_are_tried_and_the_error_says_so():
+    addresses = tuple(map(address_of, range(100)))
+    visit = Visit(addresses, lambda address, _: "wrong" if address == addresses[0] else "nobody")
+    assert (type(visit.error), visit.error.answered) == (WrongServer, None)
+    beginning = f"{NAME} has 100 addresses. 16 were tried, and none leads to the server that is wanted: "
+    assert visit.error.message.startswith(beginning)
+    assert visit.error.message.endswith("; ...")
+    assert len(visit.network.counts) == ADDRESSES_MAX == 16
+    assert visit.network.counts[addresses[0]] == 1, "who has answered is not asked again"
+    assert visit.network.most == ADDRESSES_AT_ONCE
+
+
+def test_one_reason_at_every_address_is_the_reason():
+    kinds = {address_of(1): "cut", address_of(2): "nobody"}
+    assert type(Visit(tuple(kinds), lambda *_: "cut").error) is Unauthenticated
+    error = Visit(tuple(kinds), lambda address, _: kinds[address]).error
+    assert type(error) is ConnectionLost
+    assert "does not share our cluster secret" in error.message
+    assert f"nobody listens at {address_of(2)}" in error.message
+
+
 @pytest.mark.parametrize("dead", ["nobody", "cut", "silent"])
 def test_a_name_that_has_moved_is_not_sought_at_its_old_address(dead):
     """The earlier address is tried once, and who answers at the name's only one is told."""

@@ -6,9 +6,8 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from handshake.client import ADDRESSES_AT_ONCE, ADDRESSES_MAX, open_client
-from handshake.errors import ConnectionLost, SocketsExhausted, Unauthenticated, WrongServer
-from handshake.limits import Limits
+from handshake.client import open_client
+from handshake.errors import SocketsExhausted, WrongServer
 from handshake.messages import ConnectionClosed, PeerReady, ReleaseAnswered, Released, ReleaseReceived
 from handshake.sockets import ZeroMqNetwork
 from tests.ports import free_port
@@ -17,7 +16,6 @@ from .helpers import (
     ANSWERS,
     CONSUMER,
     EXAMPLES,
-    OTHER_SECURITY,
     PATIENT,
     PRODUCED,
     PRODUCER,
@@ -119,21 +117,6 @@ async def test_a_server_of_its_own_address_is_told_from_another_one():
         assert "give each server an address or a name of its own" in error.remedy
 
 
-async def test_of_many_addresses_some_are_tried_a_few_at_a_time():
-    port = free_port()
-    async with serving(identity=OTHER) as wrong:
-        network = Names(wrong.endpoint, *(f"tcp://127.2.{at}.1:{port}" for at in range(99)))
-        error = await not_met(network, WrongServer, limits=Limits(connect_s=0.05))
-        assert error.answered is None
-        assert error.message.startswith(
-            f"{NAME} has 100 addresses. 16 were tried, and none leads to the server that is"
-        )
-        assert error.message.endswith("; ...")
-        assert len(set(network.dialed)) == ADDRESSES_MAX
-        assert network.dialed.count(wrong.endpoint) == 1, "who has answered is not asked again"
-        assert network.most == ADDRESSES_AT_ONCE
-
-
 async def test_a_server_that_starts_to_listen_at_one_of_several_is_met():
     port = free_port()
     network = Names(f"tcp://127.0.0.2:{port}", f"tcp://127.0.0.1:{port}")
@@ -159,16 +142,6 @@ async def test_an_address_that_is_silent_keeps_no_other_waiting():
                 assert client.address == server.endpoint
 
 
-async def test_one_reason_at_every_address_is_the_reason():
-    async with serving(security=OTHER_SECURITY) as one, serving(security=OTHER_SECURITY) as two:
-        await not_met(Names(one.endpoint, two.endpoint), Unauthenticated)
-        dead = f"tcp://127.0.0.1:{free_port()}"
-        error = await not_met(Names(one.endpoint, dead), ConnectionLost, limits=Limits(connect_s=0.05))
-        assert not isinstance(error, WrongServer)
-        assert "does not share our cluster secret" in error.message
-        assert f"nobody listens at {dead}" in error.message
-
-
 async def test_what_this_process_lacks_is_told_first():
     network = Names("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
     network.failing = SocketsExhausted("open files", 10)
@@ -185,15 +158,6 @@ async def test_an_earlier_address_is_tried_first_and_if_the_name_has_lost_it():
             assert network.dialed[0] == right.endpoint
         async with meeting(Names(right.endpoint), first=right.endpoint) as client:
             assert client.is_only
-
-
-async def test_who_answers_at_the_only_address_is_told_beside_a_dead_one():
-    dead = f"tcp://127.0.0.1:{free_port()}"
-    async with serving(identity=OTHER) as wrong:
-        network = Names(wrong.endpoint)
-        error = await not_met(network, WrongServer, first=dead, limits=Limits(connect_s=2))
-        assert error.answered == OTHER
-        assert network.dialed == [dead, wrong.endpoint], "nothing is tried again: the name has one address"
 
 
 async def test_canceling_a_search_at_any_moment_leaves_nothing_behind():
