@@ -197,5 +197,5 @@ class LoadingMachine(RuleBasedStateMachine):
         self.side.close()
 
 
-LoadingMachine.TestCase.settings = settings(thorough, max_examples=80, stateful_step_count=30, derandomize=True)
+LoadingMachine.TestCase.settings = settings(thorough, max_examples=80, stateful_step_count=30)
 TestLoading = LoadingMachine.TestCase
