@@ -22,6 +22,7 @@ from handshake.messages import (
 )
 from handshake.sockets import Delivery
 from handshake.states import Progress, Role
+from tests.helpers.waiting import until
 
 from .helpers import EXAMPLES, LIMITS, PRODUCED, PRODUCER, Recorder, frames_of
 
@@ -152,11 +153,14 @@ async def test_deadlines_are_kept(recorder, wire):
 
 
 async def test_a_silent_peer_is_pinged_and_given_up(recorder, wire):
+    patient = make_driver(recorder, wire, limits=Limits(ping_interval_s=0.02, silence_s_max=1000))
+    make_ready(patient)
+    await until(lambda: Ping in wire.kinds)
+    patient.lost("over")
     driver = make_driver(recorder, wire, limits=Limits(ping_interval_s=0.02, silence_s_max=0.1))
     make_ready(driver)
-    (failed,) = await recorder.wait_of(ConnectionFailed)
-    assert failed.code == "silent"
-    assert Ping in wire.kinds
+    await recorder.wait_of(ConnectionFailed, 2)
+    assert [failed.code for failed in recorder.of(ConnectionFailed)] == ["connection_lost", "silent"]
     driver.lost("over")
 
 

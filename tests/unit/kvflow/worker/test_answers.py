@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 
-from kvflow.errors import CapacityExceeded, StaleLease
+from kvflow.errors import CapacityExceeded
+from kvflow.events import LeaseEnded
 from kvflow.leases.table import Reader
 from kvflow.leases.tickets import MAC_BYTES, LeaseName
 from kvflow.rendezvous.issuer import TicketMint, draw_pair
@@ -486,10 +487,14 @@ async def test_the_number_of_a_question_may_be_used_again(producer):
     assert (index._for_one, index.by_question) == ({}, {})
 
 
-async def test_time_ends_an_offer_that_nobody_reads():
-    async with open_worker(config(lease_s=0.05), cache_of(40)) as producer:
-        offer = producer.offer("r", [[3, 4]], 8, digests=[chain(1, 2)])
-        assert (await held(producer, chain(1, 2)).answer()).count == 2
-        assert give_back(producer, offer) == "held"
-        assert await producer.wait_offer("r") == "expired"
-        assert isinstance(StaleLease("x", ended_by="expired"), StaleLease)
+def test_time_ends_an_offer_that_nobody_reads():
+    with virtual(lease_s=10.0) as world:
+        (producer,) = world.producers
+        worker = producer.worker
+        offer = world.do(lambda: worker.offer("r", [[3, 4]], 8, digests=[chain(1, 2)]), life=producer)
+        asked = world.do(lambda: held(worker, chain(1, 2)), life=producer)
+        world.pass_time(1.0)
+        assert [answer.count for answer in asked.answers] == [2]
+        assert world.do(lambda: give_back(worker, offer), life=producer) == "held"
+        world.pass_time(10.0)
+        assert [event.outcome for event in producer.of(LeaseEnded)] == ["expired"]
