@@ -32,10 +32,9 @@ from .starving import starving
 from .strangers import ticket_to
 
 CONNECTIONS = 1000
-SERVED_S = 10.0
+PATIENT = {"connect_s": 30.0, "handshake_s": 30.0}
 """A pull with its handshake takes some ten milliseconds in a flood, too. What is asked for is a second; a machine
 that runs other tests meanwhile gets more."""
-PATIENT = {"connect_s": 30.0, "handshake_s": 30.0}
 HERD_S = 300.0
 """A reader over TLS costs both sides some 11 ms of processor time at the door, beside its worker: 256 take seconds of a
 host that has nothing else to do, and minutes of one that has little left."""
@@ -97,33 +96,28 @@ async def flood(kind, endpoint, *, leaving=None):
 
 
 async def serves(world, producer, consumer, name):
-    """Serve a peer that is connected and one that is not; return the seconds that the slower one took."""
-    begun_s = time.monotonic()
+    """Serve a peer that is connected and one that is not, each within its budgets."""
     await works(producer, consumer, request=f"{name} old")
-    old_s = time.monotonic() - begun_s
     async with world.consuming(engine_id="decode-1", **PATIENT) as newcomer:
-        begun_s = time.monotonic()
         await works(producer, newcomer, request=f"{name} new")
-        return max(old_s, time.monotonic() - begun_s)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", FLOODS)
 async def test_honest_peers_are_served_throughout_and_memory_is_flat(near_world, kind):
-    in_use, worst_s = [], 0.0
+    in_use = []
     async with near_world.producing() as producer, near_world.consuming(**PATIENT) as consumer:
         await serves(near_world, producer, consumer, "before")
         calm = open_files()
         for wave in range(2):
             async with flood(kind, producer.endpoint):
                 for turn in range(2):
-                    worst_s = max(worst_s, await serves(near_world, producer, consumer, f"{wave} {turn}"))
+                    await serves(near_world, producer, consumer, f"{wave} {turn}")
             await until(lambda: open_files() <= calm + 8)  # it has gone, and everything with it
             in_use.append(in_use_kib())
         await serves(near_world, producer, consumer, "after")
         # ZeroMQ frees behind our back.
         await until(lambda: in_use_kib() - in_use[0] < GROWTH_KIB_MAX)
-    assert worst_s < SERVED_S
 
 
 @pytest.mark.processes
@@ -131,8 +125,8 @@ async def test_beside_a_member_that_never_stops_talking_the_others_are_served(ne
     async with near_world.producing() as producer, near_world.consuming(**PATIENT) as consumer:
         await serves(near_world, producer, consumer, "before")
         async with flood("a member that never stops talking", producer.endpoint):
-            worst_s = max([await serves(near_world, producer, consumer, str(turn)) for turn in range(3)])
-        assert worst_s < SERVED_S
+            for turn in range(3):
+                await serves(near_world, producer, consumer, str(turn))
 
 
 @pytest.mark.processes

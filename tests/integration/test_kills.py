@@ -23,7 +23,7 @@ FEW = msgspec.structs.replace(LARGE, num_blocks=16)
 MOST_BLOCKS = [list(range(4080)), []]
 """510 MiB: a read of it takes a tenth of a second over shared memory."""
 MOST_TOKENS = 4080 * 16
-SOON_S = 10.0
+SOON_S = 25.0
 """A pull is lost within 2 s on an idle machine, and after a deadline of 30 s if nobody notices."""
 WIRES = {"shared memory": {}, "tcp": OVER_TCP}
 
