@@ -13,6 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from handshake.intake import SLACK_BYTES, SWEEP_S, Intake, watched
 from tests.fakes import Process, World
 from tests.fakes.process import bury
+from tests.helpers.waiting import PATIENCE_S
+from tests.unit.handshake.test_intake import Pair
 
 from .caches import thorough
 
@@ -20,29 +22,12 @@ HELD_MAX = 1000
 SIZES = st.sampled_from((1, 400, 600, 999, 1000, 1001))
 
 
-class Connected:
+class Connected(Pair):
     """Both ends of one connection. ``held``: bytes that were read and not handed over; None: nobody counts it."""
 
     def __init__(self, listening):
-        self.theirs = socket.create_connection(listening.getsockname())
-        self.ours, _ = listening.accept()
-        self.held, self.is_cut = None, False
-
-    @property
-    def seems_cut(self):
-        self.theirs.setblocking(False)
-        try:
-            return self.theirs.recv(1) == b""
-        except BlockingIOError:
-            return False
-        except ConnectionError:
-            return True
-        finally:
-            self.theirs.setblocking(True)
-
-    def close(self):
-        self.ours.close()
-        self.theirs.close()
+        super().__init__(listening)
+        self.held, self.read, self.is_over = None, 0, False
 
 
 class IntakeMachine(RuleBasedStateMachine):
@@ -57,7 +42,7 @@ class IntakeMachine(RuleBasedStateMachine):
         self.connections, self.expected = [], []
 
     def live(self):
-        return [each for each in self.connections if not each.is_cut]
+        return [each for each in self.connections if not each.is_over]
 
     @precondition(lambda self: len(self.live()) < 3)
     @rule(is_told=st.booleans())
@@ -76,7 +61,7 @@ class IntakeMachine(RuleBasedStateMachine):
     def be_told_again(self, which):
         """ZeroMQ's monitor tells of a connection at any time; what came before is not counted."""
         connection = self.live()[which % len(self.live())]
-        if connection.held is None and getattr(connection, "read", 0):
+        if connection.held is None and connection.read:
             return
         self.tell(connection)
 
@@ -84,11 +69,8 @@ class IntakeMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9), nbytes=SIZES)
     def read(self, which, nbytes):
         connection = self.live()[which % len(self.live())]
-        connection.theirs.sendall(bytes(nbytes))
-        left = nbytes
-        while left:
-            left -= len(connection.ours.recv(left))
-        connection.read = getattr(connection, "read", 0) + nbytes
+        connection.send(nbytes)
+        connection.read += nbytes
         if connection.held is not None:
             connection.held += nbytes
 
@@ -117,12 +99,12 @@ class IntakeMachine(RuleBasedStateMachine):
     def sweep(self):
         for each in self.live():
             if (each.held or 0) > HELD_MAX:
-                each.is_cut = True
+                each.is_over = True
                 self.expected.append("{}:{}".format(*each.theirs.getsockname()))
         self.intake.sweep()
         assert sorted(self.cut) == sorted(self.expected)
         for each in self.connections:
-            assert each.seems_cut == each.is_cut
+            assert each.is_cut(PATIENCE_S if each.is_over else 0.0) == each.is_over
         assert len(self.intake) == sum(each.held is not None for each in self.live())
 
     def teardown(self):
@@ -131,7 +113,7 @@ class IntakeMachine(RuleBasedStateMachine):
         self.listening.close()
 
 
-IntakeMachine.TestCase.settings = settings(thorough, max_examples=60, stateful_step_count=25, derandomize=True)
+IntakeMachine.TestCase.settings = settings(thorough, max_examples=60, stateful_step_count=25)
 TestIntake = IntakeMachine.TestCase
 
 
@@ -193,5 +175,5 @@ class WatchMachine(RuleBasedStateMachine):
         bury(self.world)
 
 
-WatchMachine.TestCase.settings = settings(thorough, max_examples=40, stateful_step_count=20, derandomize=True)
+WatchMachine.TestCase.settings = settings(thorough, max_examples=40, stateful_step_count=20)
 TestWatch = WatchMachine.TestCase
