@@ -383,6 +383,6 @@ class QuestionsMachine(RuleBasedStateMachine):
 
 
 QuestionsMachine.TestCase.settings = settings(
-    derandomize=True, max_examples=60, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=60, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
 )
 TestQuestions = QuestionsMachine.TestCase
