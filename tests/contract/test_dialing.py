@@ -86,9 +86,12 @@ class Dialed:
 
 
 class Played(ZeroMqNetwork):
-    """A name and its addresses. ``kind_of``: what answers, by the address and how often it was dialed before."""
+    """A name and its addresses, which can be looked up so often.
 
-    def __init__(self, process, addresses, kind_of, late_s=0.0):
+    ``kind_of``: what answers, by the address and how often it was dialed before.
+    """
+
+    def __init__(self, process, addresses, kind_of, late_s, lookups):
         self.now, self.wall, self.addresses, self.kind_of, self.late_s = (
             process.time,
             process.wall,
@@ -97,11 +100,15 @@ class Played(ZeroMqNetwork):
             late_s,
         )
         self.dialed, self.open, self.most = [], [], 0
+        self.lookups = lookups
 
     def draw(self):
         return 0.5
 
     async def resolve(self, endpoint):
+        if not self.lookups:
+            await asyncio.Event().wait()
+        self.lookups -= 1
         return self.addresses
 
     @asynccontextmanager
@@ -133,10 +140,10 @@ def address_of(number):
 class Visit:
     """A client that dials, and stays for a while. It has ``met`` somebody or an ``error``, and hears ``events``."""
 
-    def __init__(self, addresses, kind_of, *, late_s=0.0, first="", stay=None):
+    def __init__(self, addresses, kind_of, *, late_s=0.0, first="", stay=None, lookups=1000):
         world = World(1)
         process = Process(world, "client", "10.0.0.99", began_s=1.0, skew_s=0.0)
-        self.network = Played(process, addresses, kind_of, late_s)
+        self.network = Played(process, addresses, kind_of, late_s, lookups)
         self.met = self.error = None
         self.events, self.stay, self.first = [], stay, first
         try:
@@ -250,6 +257,25 @@ def test_of_several_addresses_the_right_one_is_met_once_and_heard_alone(kinds, f
         assert visit.took_s < HANDSHAKE_S + LIMITS.closing_s + TURNS_S
         if set(at) <= {"wrong"}:
             assert visit.took_s < TURNS_S, "who has answered answers the same again"
+
+
+@pytest.mark.parametrize("lookups", [1, 1000], ids=["looked up", "dialed"])
+def test_a_late_attempt_does_not_hide_why_the_earlier_one_failed(lookups):
+    visit = Visit((address_of(1),), lambda _, before: "silent" if before else "nobody", lookups=lookups)
+    assert type(visit.error) is ConnectionLost
+    assert len(visit.network.dialed) == min(2, lookups)
+    assert visit.took_s == pytest.approx(CONNECT_S, abs=TURNS_S)
+
+
+def test_silent_addresses_have_equal_shares_of_all_of_the_time():
+    """Four at a time, until the handshake has no more time."""
+    addresses = tuple(map(address_of, range(12)))
+    visit = Visit(addresses, lambda *_: "silent")
+    assert isinstance(visit.error, TimedOut)
+    assert tuple(address for address, _ in visit.network.dialed) == addresses
+    shares = [number // ADDRESSES_AT_ONCE * HANDSHAKE_S / 3 for number in range(12)]
+    assert visit.network.times == pytest.approx(shares, abs=TURNS_S)
+    assert visit.took_s == pytest.approx(HANDSHAKE_S, abs=TURNS_S)
 
 
 def test_of_a_hundred_addresses_sixteen_are_tried_and_the_error_says_so():

@@ -138,21 +138,6 @@ async def test_nobody_listens():
     assert endpoint in str(error)
 
 
-async def test_a_late_attempt_does_not_hide_why_the_earlier_one_failed(monkeypatch):
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
-    dial = DialedChannel.dial
-    dialed = []
-
-    def dial_once(channel):
-        dialed.append(channel)
-        if len(dialed) == 1:
-            dial(channel)
-
-    monkeypatch.setattr(DialedChannel, "dial", dial_once)
-    await fails_to_connect(endpoint, ConnectionLost, limits=SHORT)
-    assert len(dialed) == 2
-
-
 async def test_a_server_that_listens_a_little_later_is_met(monkeypatch):
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     failed, ready = asyncio.Event(), asyncio.Event()
@@ -470,21 +455,6 @@ async def test_a_name_that_does_not_exist_is_a_peer_that_cannot_be_reached(monke
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", unknown)
     error = await fails_to_connect("tcp://gone.invalid:9", ConnectionLost)
     assert "cannot be resolved" in error.message
-
-
-async def test_a_late_lookup_does_not_hide_why_the_earlier_attempt_failed(monkeypatch):
-    port = free_port()
-    asked = []
-
-    async def once(*_args, **_kwargs):
-        asked.append(None)
-        if len(asked) > 1:
-            await asyncio.Event().wait()
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", once)
-    await fails_to_connect(f"tcp://gone.invalid:{port}", ConnectionLost, limits=SHORT)
-    assert len(asked) == 2
 
 
 async def test_every_address_of_a_name_is_tried(monkeypatch):
