@@ -22,6 +22,7 @@ from tests.unit.kvflow.integrations.vllm_like import (
     ABORTED,
     OFFER,
     FullAttentionSpec,
+    LikePool,
     SlidingWindowSpec,
     new_request,
     side,
@@ -33,60 +34,6 @@ NUM_BLOCKS, SLOTS, BASE = 20, 4, 500
 PATIENCE_S = 3600.0  # the machine may stand still; only a defect takes so long
 READER = Reader("decode", 0, 1)
 KINDS = (Group((), "full", BLOCK), Group((), "sliding", BLOCK, WINDOW))
-
-
-class Pool:
-    """vLLM's block pool: free blocks in the order in which they are handed out, and what is cached."""
-
-    def __init__(self):
-        named = {"ref_cnt": 0, "block_hash": None, "is_null": False}
-        self.blocks = [SimpleNamespace(block_id=at, **named) for at in range(NUM_BLOCKS)]
-        self._free = self.blocks[1:]
-        self._watchers = {}
-
-    def get_num_free_blocks(self):
-        return len(self._free)
-
-    def touch(self, blocks):
-        for block in blocks:
-            if not block.ref_cnt:
-                self._free.remove(block)
-            block.ref_cnt += 1
-
-    def unpin_blocks(self, blocks, on_reuse):
-        for block in blocks:
-            self._watchers[block.block_id] = on_reuse
-        self.free(blocks)
-
-    def free(self, blocks):
-        for block in blocks:
-            assert block.ref_cnt > 0
-            block.ref_cnt -= 1
-            if not block.ref_cnt:
-                self._free.insert(0 if block.block_hash is None else len(self._free), block)
-
-    def take(self, number):
-        """Hand blocks out; who watches one is told first."""
-        taken, self._free = self._free[:number], self._free[number:]
-        self._tell(taken)
-        for block in taken:
-            block.ref_cnt, block.block_hash = 1, None
-        return taken
-
-    def cached(self, content):
-        """Return a block that is cached with this content, or None."""
-        return next((each for each in self.blocks if each.block_hash == content), None)
-
-    def reset(self):
-        """Forget what is cached."""
-        self._tell([self.blocks[number] for number in list(self._watchers)])
-        for block in self.blocks:
-            block.block_hash = None
-
-    def _tell(self, blocks):
-        for block in blocks:
-            if (watcher := self._watchers.pop(block.block_id, None)) is not None:
-                watcher(block)
 
 
 class LeaseKeeper:
@@ -223,7 +170,7 @@ class Engine:
         self.device, self.clears, self.is_near = device, clears, near
         self.faults, self.memory, self.tokens = [], {}, {}
         self.launched, self.passed, self.step_number = deque(), 0, 0
-        self.pool, self.running, self.keeping, self.done, self.preempted = Pool(), {}, {}, [], set()
+        self.pool, self.running, self.keeping, self.done, self.preempted = LikePool(NUM_BLOCKS), {}, {}, [], set()
         self.keepers = [LeaseKeeper(self, rank) for rank in range(num_ranks)]
         mark = self._mark if device else None
         self.ranks = [RankWorker(keeper, mark) for keeper in self.keepers]
@@ -311,7 +258,7 @@ class Engine:
 
     def _free(self, lists):
         for ids in lists:
-            self.pool.free([self.pool.blocks[block] for block in reversed(ids) if block])
+            self.pool.free_blocks([self.pool.blocks[block] for block in reversed(ids) if block])
 
     def _allocate(self, running, count, ahead):
         """Allocate what a step needs; return the number of tokens before, the new blocks, and all that it writes."""
@@ -329,13 +276,13 @@ class Engine:
         if self.num_groups > 1:
             window = running.lists[1]
             gone = [at for at in range(max(0, before - WINDOW + 1) // BLOCK) if window[at]]
-            self.pool.free([self.pool.blocks[window[at]] for at in reversed(gone)])
+            self.pool.free_blocks([self.pool.blocks[window[at]] for at in reversed(gone)])
             for at in gone:
                 window[at] = 0
         more = [max(0, -(-(end + ahead) // BLOCK) - len(ids)) for ids in running.lists]
         if sum(more) > self.pool.get_num_free_blocks():
             return None
-        new = [[block.block_id for block in self.pool.take(each)] for each in more]
+        new = [[block.block_id for block in self.pool.get_new_blocks(each)] for each in more]
         for ids, fresh in zip(running.lists, new, strict=True):
             ids.extend(fresh)
         writes = []
@@ -455,7 +402,7 @@ class Engine:
     def end_kept(self):
         """Reset the prefix cache."""
         self.side.end_kept()
-        self.pool.reset()
+        self.pool.reset_prefix_cache()
 
     def drain(self):
         """End all that runs, and all leases but those that are kept; then everything is as in the beginning."""

@@ -20,6 +20,7 @@ from .vllm_like import (
     NUM_BLOCKS,
     OFFER,
     FullAttentionSpec,
+    LikePool,
     MambaSpec,
     SlidingWindowSpec,
     counted,
@@ -31,65 +32,6 @@ from .vllm_like import (
 )
 
 SLOTS = rank_address().slots
-
-
-class LikePool:
-    """vLLM's block pool, as far as the connector and these tests ask it."""
-
-    def __init__(self):
-        named = {"ref_cnt": 0, "block_hash": None, "is_null": False}
-        self.blocks = [SimpleNamespace(block_id=at, **named) for at in range(NUM_BLOCKS)]
-        self._free = self.blocks[1:]
-        self._watchers = {}
-        self._filled = 0
-
-    def touch(self, blocks):
-        for block in blocks:
-            if not block.ref_cnt:
-                self._free.remove(block)
-            block.ref_cnt += 1
-
-    def unpin_blocks(self, blocks, on_reuse):
-        for block in blocks:
-            assert block.ref_cnt > 0
-            block.ref_cnt -= 1
-            self._watchers[block.block_id] = on_reuse
-            if not block.ref_cnt:
-                self._free.append(block)
-
-    def get_new_blocks(self, number):
-        taken, self._free = self._free[:number], self._free[number:]
-        self._tell(taken)
-        for block in taken:
-            block.ref_cnt, block.block_hash = 1, None
-        return taken
-
-    def free_blocks(self, blocks):
-        for block in blocks:
-            block.ref_cnt -= 1
-            if not block.ref_cnt:
-                self._free.insert(0 if block.block_hash is None else len(self._free), block)
-
-    def reset_prefix_cache(self):
-        self._tell([self.blocks[block] for block in list(self._watchers)])
-        for block in self.blocks:
-            block.block_hash = None
-        return True
-
-    def hash(self, block):
-        """Note that a block is filled."""
-        self._filled += 1
-        block.block_hash = b"of its tokens %d" % self._filled
-
-    def order(self):
-        """Return the ids of the free blocks, the first to be handed out first."""
-        return [block.block_id for block in self._free]
-
-    def _tell(self, blocks):
-        for block in blocks:
-            watcher = self._watchers.pop(block.block_id, None)
-            if watcher is not None:
-                watcher(block)
 
 
 @pytest.fixture

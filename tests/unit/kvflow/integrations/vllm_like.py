@@ -198,6 +198,71 @@ def new_mint(engine_id="prefill-0", ranks=1, secret=SECRET, block_sizes=(16,)):
     return TicketMint(engine_id, addresses, cluster_secret=secret, block_sizes=block_sizes)
 
 
+class LikePool:
+    """vLLM's block pool: free blocks in the order in which they are handed out, and what is cached."""
+
+    def __init__(self, num_blocks=NUM_BLOCKS):
+        named = {"ref_cnt": 0, "block_hash": None, "is_null": False}
+        self.blocks = [SimpleNamespace(block_id=at, **named) for at in range(num_blocks)]
+        self._free = self.blocks[1:]
+        self._watchers = {}
+        self._filled = 0
+
+    def touch(self, blocks):
+        for block in blocks:
+            if not block.ref_cnt:
+                self._free.remove(block)
+            block.ref_cnt += 1
+
+    def unpin_blocks(self, blocks, on_reuse):
+        for block in blocks:
+            self._watchers[block.block_id] = on_reuse
+        self.free_blocks(blocks)
+
+    def get_num_free_blocks(self):
+        return len(self._free)
+
+    def get_new_blocks(self, number):
+        """Hand blocks out; who watches one is told first."""
+        taken, self._free = self._free[:number], self._free[number:]
+        self._tell(taken)
+        for block in taken:
+            block.ref_cnt, block.block_hash = 1, None
+        return taken
+
+    def free_blocks(self, blocks):
+        for block in blocks:
+            assert block.ref_cnt > 0
+            block.ref_cnt -= 1
+            if not block.ref_cnt:
+                self._free.insert(0 if block.block_hash is None else len(self._free), block)
+
+    def reset_prefix_cache(self):
+        """Forget what is cached."""
+        self._tell([self.blocks[number] for number in list(self._watchers)])
+        for block in self.blocks:
+            block.block_hash = None
+        return True
+
+    def hash(self, block):
+        """Note that a block is filled."""
+        self._filled += 1
+        block.block_hash = b"of its tokens %d" % self._filled
+
+    def cached(self, content):
+        """Return a block that is cached with this content, or None."""
+        return next((each for each in self.blocks if each.block_hash == content), None)
+
+    def order(self):
+        """Return the ids of the free blocks, the first to be handed out first."""
+        return [block.block_id for block in self._free]
+
+    def _tell(self, blocks):
+        for block in blocks:
+            if (watcher := self._watchers.pop(block.block_id, None)) is not None:
+                watcher(block)
+
+
 def new_contents(secret=SECRET, accepted=None):
     security = ClusterSecurity.from_secret(secret)
     key = TicketKey(security if accepted is None else security.accepting(accepted))
