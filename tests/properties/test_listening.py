@@ -16,7 +16,6 @@ from handshake.messages import (
     Bye,
     ConnectionFailed,
     Hello,
-    Identity,
     LeaseRef,
     Publication,
     Publish,
@@ -31,10 +30,8 @@ from tests.fakes import Process, World
 from tests.fakes.process import bury
 
 from .caches import thorough
-from .test_conversation import Rate
+from .test_conversation import CLIENT, SERVER, Rate
 
-SERVER = Identity(engine_id="p", rank=0, num_ranks=1, incarnation="0" * 31 + "1", role="prefill", software="1")
-CLIENT = Identity(engine_id="d", rank=0, num_ranks=1, incarnation="0" * 31 + "2", role="decode", software="1")
 KEYS = ("a" * 64, "b" * 64, "c" * 64)
 PLACES, OF_KEY, MESSAGES_PER_S, HANDSHAKE_S = 3, 3, 10_000, 8.0  # the rate is for test_intake and test_conversation
 RELEASES = 6
