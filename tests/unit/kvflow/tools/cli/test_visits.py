@@ -5,13 +5,16 @@ import json
 import re
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
+from handshake.sockets import ZeroMqNetwork
 from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE
 from kvflow.errors import PeerLost
 from kvflow.rendezvous.dialer import open_asker
 from kvflow.rendezvous.issuer import draw_pair
 from kvflow.tools.cli import inspect, main
+from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
 from tests.helpers.settings import flat_config
 from tests.unit.kvflow.worker.helpers import PATIENCE_S, SECRET, cache_of
@@ -28,8 +31,9 @@ def config(engine_id="prefill-0", **settings):
 
 
 @asynccontextmanager
-async def working(engine_id="prefill-0", **settings):
-    async with asyncio.timeout(PATIENCE_S), open_worker(config(engine_id, **settings), cache_of()) as worker:
+async def working(engine_id="prefill-0", environment=PRODUCTION, **settings):
+    settings = config(engine_id, **settings)
+    async with asyncio.timeout(PATIENCE_S), open_worker(settings, cache_of(), environment=environment) as worker:
         yield worker
 
 
@@ -152,7 +156,9 @@ async def in_turn(awaitables):
 
 
 async def test_a_member_that_asks_too_often_is_refused_and_others_are_not():
-    async with working() as worker:
+    network = ZeroMqNetwork()
+    network.now = lambda: 1000.0  # all is asked within one second, however long the answers take
+    async with working(environment=msgspec.structs.replace(PRODUCTION, network=network)) as worker:
         async with open_asker(worker.endpoint, config("flood")) as flood:
             answers = [flood.ping(report=True) for _ in range(20)]
             with pytest.raises(PeerLost, match="questions for a report per second"):
