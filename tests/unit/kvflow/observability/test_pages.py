@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 import time
 from http.client import HTTPConnection
@@ -89,13 +90,13 @@ async def test_a_worker_whose_event_loop_hangs_is_not_alive(monkeypatch):
         silent_s = pages.ALIVE_S + 1.0  # while this function, which the event loop calls, does not return to it
         assert get_while_it_hangs(address, "/readyz") == (200, "ready\n")
         for path, words in (
-            ("/healthz", "has not run for 6 s"),
+            ("/healthz", r"has not run for \d+ s"),
             ("/metrics", "does not answer"),
             ("/debug/kvflow", "not answer"),
         ):
             status, body = get_while_it_hangs(address, path)
             assert status == 503
-            assert words in body
+            assert re.search(words, body)
         async with asyncio.timeout(PATIENCE_S):
             while not (await exchange(address, request("/healthz")))[0].startswith("HTTP/1.1 200 "):
                 pass
