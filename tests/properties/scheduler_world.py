@@ -31,7 +31,6 @@ class Rank:
     first: RankRead
     state: str = "reading"  # waiting, held or over
     found: bool = False  # whether it may be read again: somebody said so, or bytes were refused
-    early: int = 0
     asked: object = None  # the scheduler's own record, once its lease is to be asked for
     unserved: bool = False
 
@@ -45,6 +44,8 @@ class Story:
     ranks: list = field(default_factory=list)
     told: list = field(default_factory=list)
     stale: bool = False
+    early: int = 0  # how often a rank of it was
+    early_bytes: int = 0  # that were read in vain
 
     @property
     def live(self):
@@ -128,7 +129,8 @@ class World:
         if ended.verdict == "held":
             rank.state = "held"
         elif ended.verdict == "early" and not (ended.unserved and rank.unserved):
-            rank.early += 1
+            rank.pull.early += 1
+            rank.pull.early_bytes += 0 if ended.unserved else ended.nbytes
             rank.unserved |= ended.unserved
             rank.state, rank.found = "waiting", ended.unserved
         else:
@@ -228,6 +230,7 @@ class World:
         assert rank.found
         assert read.priority == rank.pull.priority
         assert read.check_first != rank.unserved
+        assert (read.phase, read.started_at, read.nbytes) == ("queue", 0.0, 0)
         rank.state, rank.found = "reading", False
         self._hand_over(rank, read)
 
@@ -239,6 +242,7 @@ class World:
         assert not self.reads_of(story)
         assert len(pull.ended) == len(story.ranks)
         assert pull.nbytes == RANK_BYTES * len(story.ranks)
+        assert (pull.early, pull.early_bytes) == (story.early, story.early_bytes)
         story.told.append(Delivered)
 
     def _told(self, event):
@@ -246,7 +250,9 @@ class World:
         assert event.request_id == f"request-{story.pull_id}"
         match event:
             case TransferRetried(peer=peer):
-                assert any(rank.state == "waiting" and rank.first.peer == peer for rank in story.ranks)
+                (rank,) = [rank for rank in story.ranks if rank.first.peer == peer]
+                assert rank.state == "waiting"
+                assert rank.asked is None, "it is told of once"
                 assert story.live
             case PullFailed():
                 assert not story.ended

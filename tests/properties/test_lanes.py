@@ -9,13 +9,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvflow.errors import FailureCode
 from kvflow.leases.epochs import judge
 from kvflow.reads.backend import Cause
-from kvflow.reads.lanes import OVERTAKEN_MAX, Check
-from tests.unit.kvflow.reads.lane_reads import Bench, prepared
+from kvflow.reads.contract import SPAN_MAX
+from kvflow.reads.lanes import CHECKS_IN_FLIGHT_MAX, CHUNKS_IN_FLIGHT_MAX, OVERTAKEN_MAX, Check
+from tests.unit.kvflow.reads.lane_reads import STAGED, Bench, prepared
 
 from .caches import thorough
 
 PEERS = "pq"
-SLOTS = 3
+SLOTS = (0, 0, 1, 1, 2, SPAN_MAX)
+BUFFERS = 2
 LOST = Cause(FailureCode.PEER_LOST, "the wire broke")
 
 
@@ -23,20 +25,20 @@ class Expected:
     """What is known of a read."""
 
     def __init__(self, read):
-        self.read, self.arrived, self.scatter_s, self.failed, self.cancelled = read, 0, 0.0, False, False
+        self.read, self.arrived, self.failed, self.cancelled = read, 0, False, False
+        self.post_s = self.scatter_s = 0.0
         self.in_flight, self.checked = 0, not read.check_first
 
 
 class LanesMachine(RuleBasedStateMachine):
-    """Work is taken, and ends or fails; reads are admitted and cancelled meanwhile."""
+    """Work is taken, and ends or fails; reads are admitted and cancelled meanwhile, and peers abandoned and opened."""
 
     def __init__(self):
         super().__init__()
-        self.bench, self.reads, self.count = Bench(*PEERS), {}, 0
-        self.lists = [prepared(2, portion=4), prepared(3, shared=6, list_id=2)]
-        self.flying = []
+        self.bench, self.reads, self.count = Bench(*PEERS, buffers=BUFFERS), {}, 0
+        self.lists = [prepared(2, portion=4), prepared(3, shared=6, list_id=2), STAGED]
+        self.flying, self.open = [], {*PEERS}
         self.since = dict.fromkeys(PEERS, math.inf)  # of what a peer owes
-        self.epochs = dict.fromkeys(range(SLOTS), 7)
 
     @property
     def lanes(self):
@@ -44,16 +46,16 @@ class LanesMachine(RuleBasedStateMachine):
 
     @rule(
         peer=st.sampled_from(PEERS),
-        which=st.integers(0, 1),
+        which=st.sampled_from((0, 0, 1, 1, 2)),
         chunks=st.integers(1, 6),
-        slot=st.integers(0, SLOTS - 1),
+        slot=st.sampled_from(SLOTS),
         epoch=st.sampled_from((7, 7, 9)),
         parts=st.integers(1, 2),
         check_first=st.booleans(),
         count=st.integers(1, 3),
     )
     def admit(self, peer, which, count, **how):
-        for _ in range(count):
+        for _ in range(count if peer in self.open else 0):
             self.count += 1
             read = self.bench.admit(self.count, self.lists[which], peer=peer, **how)
             self.reads[self.count] = Expected(read)
@@ -68,9 +70,13 @@ class LanesMachine(RuleBasedStateMachine):
             self.flying.append(work)
             if self.since[peer] == math.inf:
                 self.since[peer] = self.bench.now
+            mine = [isinstance(each, Check) for each in self.flying if each.lane is work.lane]
+            assert mine.count(True) <= CHECKS_IN_FLIGHT_MAX
+            assert mine.count(False) <= CHUNKS_IN_FLIGHT_MAX
             names = [opened.read.read_id for opened in work.reads]
             assert len(set(names)) == len(names)
             if isinstance(work, Check):
+                assert work.last - work.first < SPAN_MAX
                 leases = {}
                 for opened in work.reads:
                     lease = opened.read.lease
@@ -97,7 +103,7 @@ class LanesMachine(RuleBasedStateMachine):
         work = self.flying[which % len(self.flying)]
         self.over(work)
         if isinstance(work, Check):
-            values = [self.epochs[slot] + 2 * raised for slot in range(work.first, work.last + 1)]
+            values = [7 + 2 * raised] * (work.last + 1 - work.first)
             verdicts = {}
             for opened in work.reads:
                 lease = opened.read.lease
@@ -109,7 +115,7 @@ class LanesMachine(RuleBasedStateMachine):
                 elif name in self.reads:
                     self.ends(name, verdict)
         else:
-            work.scatter_s = scatter_s
+            work.scatter_s, work.post_s = scatter_s, 2 * scatter_s
             self.note_chunk(work)
             self.lanes.arrived(work)
         self.look()
@@ -119,6 +125,7 @@ class LanesMachine(RuleBasedStateMachine):
             each = self.reads[opened.read.read_id]
             each.in_flight -= 1
             each.scatter_s += work.scatter_s
+            each.post_s += work.post_s
             each.arrived += share.pairs if len(work.reads) > 1 else work.nbytes
 
     @precondition(lambda self: self.flying)
@@ -131,8 +138,6 @@ class LanesMachine(RuleBasedStateMachine):
             if each is not None:
                 each.failed = True
                 each.in_flight -= not isinstance(work, Check)
-                if not isinstance(work, Check):
-                    each.scatter_s += work.scatter_s
         self.lanes.failed(work, LOST)
         self.look()
 
@@ -143,6 +148,19 @@ class LanesMachine(RuleBasedStateMachine):
         self.reads[name].cancelled = True
         self.lanes.cancel([name])
         self.look()
+
+    @rule(peer=st.sampled_from(PEERS), sure=st.sampled_from((True, False, False)))
+    def abandon(self, peer, sure):
+        """Its reads end once nothing of them is in flight. When all has ended, it may be opened again."""
+        if peer not in self.open and self.lanes.drained(peer):
+            self.lanes.open(peer)
+            self.open.add(peer)
+        elif peer in self.open and sure:
+            self.open.remove(peer)
+            for each in self.reads.values():
+                each.failed |= each.read.peer == peer
+            self.lanes.abandon(peer, LOST)
+            self.look()
 
     @rule(seconds=st.sampled_from((0.5, 2.0)))
     def time_passes(self, seconds):
@@ -158,7 +176,7 @@ class LanesMachine(RuleBasedStateMachine):
         for answer in self.bench.answers:
             each = self.reads.pop(answer.read_id)
             assert not each.in_flight, "nothing writes any longer"
-            assert answer.scatter_s == each.scatter_s
+            assert (answer.post_s, answer.scatter_s) == (each.post_s, each.scatter_s)
             assert answer.nbytes == each.arrived
             wanted = sum(len(part.pairs.source) for part in each.read.parts)
             if answer.verdict == "failed":
@@ -174,7 +192,16 @@ class LanesMachine(RuleBasedStateMachine):
     @invariant()
     def each_peer_owes_since_it_last_gave_something(self):
         for peer in PEERS:
-            assert self.lanes._lanes[peer].outstanding.since == self.since[peer]
+            lane = self.lanes._lanes.get(peer)
+            assert self.since[peer] == (math.inf if lane is None else lane.outstanding.since)
+            assert self.lanes.drained(peer) == (peer not in self.open and self.since[peer] == math.inf)
+
+    @invariant()
+    def a_buffer_has_one_chunk_in_flight(self):
+        self.lanes.check()
+        buffers = [each.chunk.buffer for each in self.flying if not isinstance(each, Check)]
+        taken = [buffer for buffer in buffers if buffer >= 0]
+        assert len(set(taken)) == len(taken) == self.lanes.staging()[0]
 
     def teardown(self):
         """Once everything has ended, every read has its answer, and nobody owes anything."""

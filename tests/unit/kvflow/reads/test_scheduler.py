@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvflow.config import Tuning
-from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
+from kvflow.events import PullFailed, TransferQuiesced
 from kvflow.leases.tickets import LeaseName
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads import scheduler as scheduling
@@ -86,26 +86,6 @@ def scheduler():
     scheduler.check()
 
 
-def test_a_pull_from_submission_to_delivery(scheduler):
-    (one,) = submit(scheduler, now=0.5)
-    assert scheduler.open_pulls() == (1,)
-    scheduler.check()
-    start(one, 1.0)
-    (delivered,) = answer(scheduler, one, now=2.0)
-    assert isinstance(delivered, Delivered)
-    assert (delivered.pull.pull_id, delivered.pull.nbytes) == (1, 50)
-    assert not scheduler.busy
-    assert scheduler.tick(100.0) == []
-
-
-def test_a_pull_is_delivered_when_every_rank_is_held(scheduler):
-    one, other = submit(scheduler, read("p"), read("q", slot=3))
-    assert one.read_id != other.read_id
-    assert answer(scheduler, other) == []
-    (delivered,) = answer(scheduler, one)
-    assert [ended.read_id for ended in delivered.pull.ended] == [other.read_id, one.read_id]
-
-
 def test_a_stale_lease_of_the_only_rank_fails_at_once_and_is_quiescent(scheduler):
     (one,) = submit(scheduler)
     arrive(one)
@@ -114,43 +94,6 @@ def test_a_stale_lease_of_the_only_rank_fails_at_once_and_is_quiescent(scheduler
     assert failed.detail == "the lease ended before the read was complete"
     assert isinstance(quiesced, TransferQuiesced)
     assert not scheduler.busy
-
-
-def test_a_lease_that_is_not_admitted_yet_is_read_once_it_is(scheduler):
-    (one,) = submit(scheduler, read(check_first=True, priority=3))
-    retried, early = answer(scheduler, one, "early", now=1.0)
-    assert (retried.pull_id, retried.request_id, retried.peer) == (1, "request-1", "p")
-    scheduler.check()
-    assert scheduler.tick(1.5) == []
-    again = read_again(scheduler.read_again([early.rank], 1.5))
-    assert again.read_id != one.read_id
-    assert (again.peer, again.lease, again.parts, again.priority) == (one.peer, one.lease, one.parts, 3)
-    assert again.check_first
-    assert (again.phase, again.started_at, again.nbytes) == ("queue", 0.0, 0)
-    delivered = only(Delivered, answer(scheduler, again, now=1.1))
-    assert (delivered.pull.early, delivered.pull.early_bytes) == (1, 0)
-    assert [ended.read_id for ended in delivered.pull.ended] == [again.read_id]
-
-
-def test_what_was_read_before_an_admission_is_read_again_behind_a_check(scheduler):
-    """A producer said that the lease was held, and the fence found that it was not yet."""
-    (one,) = submit(scheduler)
-    arrive(one)
-    retried, early = answer(scheduler, one, "early", now=1.0)
-    assert isinstance(retried, TransferRetried)
-    again = read_again(scheduler.read_again([early.rank], 2.0))
-    assert again.check_first
-    pull = only(Delivered, answer(scheduler, again)).pull
-    assert (pull.early, pull.early_bytes, pull.nbytes) == (1, 50, 50)
-
-
-def test_a_rank_that_is_early_waits_alone(scheduler):
-    one, other = submit(scheduler, read("p"), read("q"))
-    rank = only(LeaseEarly, answer(scheduler, one, "early")).rank
-    assert answer(scheduler, other) == []
-    again = read_again(scheduler.read_again([rank], 1.5))
-    assert again.peer == "p"
-    assert kinds(answer(scheduler, again)) == [Delivered]
 
 
 def test_ranks_are_read_again_in_the_order_in_which_they_are_named(scheduler):
@@ -163,43 +106,6 @@ def test_ranks_are_read_again_in_the_order_in_which_they_are_named(scheduler):
     assert all(one.check_first for one in again)
 
 
-@pytest.mark.parametrize("end", ["read again", "cancelled", "delivered"])
-def test_a_rank_that_does_not_wait_any_longer_is_not_read_again(scheduler, end):
-    (one,) = submit(scheduler, read(check_first=True))
-    rank = only(LeaseEarly, answer(scheduler, one, "early")).rank
-    if end == "cancelled":
-        scheduler.cancel(1, code="transfer_cancelled", detail="", now=1.3)
-    else:
-        (again,) = only(StartReads, scheduler.read_again([rank], 1.3)).reads
-    if end == "delivered":
-        answer(scheduler, again)
-    assert scheduler.read_again([rank], 1.3) == []
-
-
-def test_a_rank_that_is_early_again_is_asked_for_again_and_told_of_once(scheduler):
-    (one,) = submit(scheduler, read(check_first=True))
-    first = only(LeaseEarly, answer(scheduler, one, "early", 1.0))
-    again = read_again(scheduler.read_again([first.rank], 1.3))
-    (second,) = answer(scheduler, again, "early", 1.7)
-    assert (second.rank, first.again, second.again) == (first.rank, False, True)
-    scheduler.check()
-    assert only(Delivered, answer(scheduler, read_again(scheduler.read_again([second.rank], 1.8)))).pull.early == 2
-
-
-def test_waiting_for_an_admission_has_one_budget_in_all(scheduler):
-    (one,), now = submit(scheduler, read(check_first=True)), 0.0
-    rank, effects = only(LeaseEarly, answer(scheduler, one, "early", now)).rank, []
-    while not effects:
-        assert now < 10 * BUDGETS.fence_s
-        answer(scheduler, read_again(scheduler.read_again([rank], now)), "early", now)
-        now += 0.5
-        effects = scheduler.tick(now)
-    failed, quiesced = effects
-    assert (failed.code, failed.phase, failed.peer, failed.quarantined) == ("deadline_exceeded", "fence", "p", False)
-    assert isinstance(quiesced, TransferQuiesced)
-    assert now == BUDGETS.fence_s + 0.5
-
-
 def test_a_lease_that_is_found_held_has_its_budgets_anew(scheduler):
     (one,) = submit(scheduler, read(check_first=True))
     rank = only(LeaseEarly, answer(scheduler, one, "early", 0.0)).rank
@@ -209,14 +115,6 @@ def test_a_lease_that_is_found_held_has_its_budgets_anew(scheduler):
     assert scheduler.tick(late + BUDGETS.wire_s - 0.1) == []
     arrive(again, late + BUDGETS.wire_s)
     assert scheduler.tick(late + BUDGETS.wire_s + BUDGETS.fence_s - 0.1) == []
-
-
-def test_two_ranks_that_are_both_too_late_fail_their_pull_once(scheduler):
-    one, other = submit(scheduler, read("p", check_first=True), read("q", check_first=True))
-    answer(scheduler, one, "early", 0.0)
-    answer(scheduler, other, "early", 0.0)
-    assert kinds(scheduler.tick(BUDGETS.fence_s + 0.1)) == [PullFailed, TransferQuiesced]
-    assert not scheduler.busy
 
 
 @pytest.mark.parametrize("first", ["p", "q"])
@@ -244,14 +142,6 @@ def test_blocks_that_were_not_served_are_read_again_at_once_and_only_once(schedu
     assert isinstance(quiesced, TransferQuiesced)
 
 
-def test_blocks_that_are_served_the_second_time_are_delivered(scheduler):
-    (one,) = submit(scheduler)
-    arrive(one)
-    again = read_again(answer(scheduler, one, "early", unserved=True))
-    pull = only(Delivered, answer(scheduler, again)).pull
-    assert (pull.early, pull.early_bytes) == (1, 0)
-
-
 def test_a_failed_read_fails_the_pull_with_its_own_words(scheduler):
     (one,) = submit(scheduler)
     start(one)
@@ -274,14 +164,6 @@ def test_a_failure_drops_the_other_ranks_and_is_quiescent_when_they_are(schedule
     assert not scheduler.busy
 
 
-@pytest.mark.parametrize("verdict", ["held", "early", "stale", "failed"])
-def test_nothing_of_a_failed_pull_is_delivered_or_read_again(scheduler, verdict):
-    (one,) = submit(scheduler)
-    scheduler.cancel(1, code="transfer_cancelled", detail="", now=0.0)
-    assert kinds(answer(scheduler, one, verdict)) == [TransferQuiesced]
-    assert scheduler.tick(10.0) == []
-
-
 @pytest.mark.parametrize(
     ("progress", "phase"), [(take, "queue"), (start, "wire"), (arrive, "fence")], ids=["queue", "wire", "fence"]
 )
@@ -294,22 +176,6 @@ def test_a_cancelled_pull_says_where_it_was_and_waits_for_its_reads(scheduler, p
     assert cancelled.read_ids == (one.read_id,)
     assert scheduler.cancel(1, code="transfer_cancelled", detail="", now=2.0) == []
     assert kinds(answer(scheduler, one, "failed", code="cancelled")) == [TransferQuiesced]
-
-
-def test_a_pull_waiting_for_an_admission_is_quiescent_when_canceled(scheduler):
-    (one,) = submit(scheduler, read(check_first=True))
-    answer(scheduler, one, "early")
-    failed, quiesced = scheduler.cancel(1, code="transfer_cancelled", detail="", now=2.0)
-    assert (failed.phase, failed.quarantined) == ("fence", False)
-    assert isinstance(quiesced, TransferQuiesced)
-    assert scheduler.tick(10.0) == []
-
-
-def test_canceling_what_has_ended_or_never_was_does_nothing(scheduler):
-    (one,) = submit(scheduler)
-    answer(scheduler, one)
-    for pull_id in (1, 2):
-        assert scheduler.cancel(pull_id, code="transfer_cancelled", detail="", now=2.0) == []
 
 
 def test_a_lost_peer_ends_the_pulls_that_need_it_and_no_others(scheduler):
@@ -392,24 +258,6 @@ def test_a_fence_that_is_not_read_in_time_fails_in_its_own_phase(scheduler):
     assert (failed.code, failed.phase, failed.peer) == ("deadline_exceeded", "fence", "p")
 
 
-def test_two_ranks_of_a_pull_that_are_both_overdue_fail_it_once(scheduler):
-    reads = submit(scheduler, read("p"), read("q"))
-    for one in reads:
-        start(one)
-    effects = scheduler.tick(BUDGETS.wire_s + 1.0)
-    assert kinds(effects) == [PullFailed, CancelReads]
-    assert effects[1].read_ids == tuple(one.read_id for one in reads)
-
-
-def test_a_read_that_does_not_end_is_not_told_of_twice(scheduler):
-    (one,) = submit(scheduler)
-    start(one)
-    assert PullFailed in kinds(scheduler.tick(4.0))
-    for now in range(5, 30):
-        assert scheduler.tick(float(now)) == []
-    assert kinds(answer(scheduler, one, "failed", code="peer_lost")) == [TransferQuiesced]
-
-
 def test_a_stale_lease_is_told_when_the_other_ranks_are_quiet_too(scheduler):
     one, other = submit(scheduler, read("p"), read("q"))
     arrive(one)
@@ -421,13 +269,6 @@ def test_a_stale_lease_is_told_when_the_other_ranks_are_quiet_too(scheduler):
     assert isinstance(quiesced, TransferQuiesced)
 
 
-def test_a_stale_lease_beside_a_rank_that_waits_is_told_at_once(scheduler):
-    one, other = submit(scheduler, read("p"), read("q", check_first=True))
-    answer(scheduler, other, "early")
-    assert kinds(answer(scheduler, one, "stale")) == [PullFailed, TransferQuiesced]
-    assert scheduler.tick(10.0) == []
-
-
 def test_a_stale_lease_beside_a_hung_rank_is_told_in_the_end(scheduler):
     one, other = submit(scheduler, read("p"), read("q"))
     start(other)
@@ -437,15 +278,6 @@ def test_a_stale_lease_beside_a_hung_rank_is_told_in_the_end(scheduler):
     assert (failed.peer, failed.detail) == ("q", "wire took longer than its budget")  # not the rank that answered
     assert scheduler.tick(BUDGETS.wire_s + 4.0) == []
     assert kinds(answer(scheduler, other, "failed", code="peer_lost")) == [TransferQuiesced]
-
-
-def test_a_draining_pull_is_open(scheduler):
-    (one,) = submit(scheduler)
-    scheduler.cancel(1, code="transfer_cancelled", detail="", now=0.0)
-    assert scheduler.busy
-    scheduler.check()
-    answer(scheduler, one)
-    assert not scheduler.busy
 
 
 def test_a_read_that_is_lost_breaks_the_law(scheduler):
