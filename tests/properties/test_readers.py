@@ -17,7 +17,7 @@ from kvflow.ids import ABSENT
 from kvflow.leases import table, told
 from kvflow.leases.epochs import EpochTable, judge
 from kvflow.leases.issuer import Issuer
-from kvflow.leases.table import UNREAD_PAUSE_S, LeaseReader, LeaseTable, Reader
+from kvflow.leases.table import UNREAD_PAUSE_S, LeaseReader, LeaseTable, PastLease, Reader
 from kvflow.leases.tickets import RankAddress
 
 from .caches import thorough
@@ -26,7 +26,7 @@ from .test_leases import chained
 SLOTS, BASE, NUM_BLOCKS = 4, 500, 12
 UNREAD_S = 4.0
 DURATIONS_MS = (6_000, 10_000, 16_000)
-READERS_MAX = 3
+READERS_MAX, READERS_LISTED_MAX = 3, 2
 KEYS = ("a" * 64, "b" * 64)
 MAC, WRONG_MAC = b"m" * 32, b"w" * 32
 
@@ -54,7 +54,7 @@ class Promise:
     def __init__(self, grant, now, content, whole):
         self.grant, self.content, self.whole = grant, content, whole
         self.is_kept = grant.kind == "kept"
-        self.renewed_at = now
+        self.admitted_at = self.renewed_at = now
         self.engines = {}  # engine and number of ranks -> ranks that have released it, and the key that named it
         self.read = self.shown = False
         self.question = None  # by which it was found
@@ -91,6 +91,7 @@ class ReadersMachine(RuleBasedStateMachine):
     def begin(self, num_ranks, has_windows, unread_s):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(table, "READERS_MAX", READERS_MAX)
+        self.patch.setattr(table, "READERS_LISTED_MAX", READERS_LISTED_MAX)
         self.now, self.count, self.has_windows, self.num_ranks = 0.0, 0, has_windows, num_ranks
         self.epochs = EpochTable(SLOTS, BASE)
         self.unread_s = unread_s
@@ -108,8 +109,8 @@ class ReadersMachine(RuleBasedStateMachine):
         for event in events:
             promise = self.held.pop(event.request_id)
             is_used = promise.read and outcome == "released"
-            assert event.outcome == outcome
-            assert self.leases.past(*promise.key).ended_by == ("used" if is_used else outcome)
+            assert (event.outcome, event.held_s) == (outcome, self.now - promise.admitted_at)
+            assert self.leases.past(*promise.key) == PastLease("used" if is_used else outcome, self.now)
             assert judge(promise.grant.epoch, self.epochs[promise.grant.slot]) == "stale"
             self.mint.retire(event.request_id)
             self.past[promise.key] = promise
@@ -312,11 +313,15 @@ class ReadersMachine(RuleBasedStateMachine):
         listed = {lease.request_id: lease for lease in self.leases.listed(self.now, 100)}
         assert listed.keys() == self.held.keys()
         for name, promise in self.held.items():
-            assert listed[name].readers == tuple(
+            lease, ids = listed[name], promise.grant.block_ids
+            assert lease.readers == tuple(
                 LeaseReader(engine_id=engine, num_ranks=num_ranks, released=len(released))
-                for (engine, num_ranks), (released, _) in promise.engines.items()
+                for (engine, num_ranks), (released, _) in [*promise.engines.items()][:READERS_LISTED_MAX]
             )
-            assert self.leases.blocks_of(*promise.key) == promise.grant.block_ids
+            left_s = 0.0 if promise.is_kept else promise.ends_at - self.now
+            assert (lease.age_s, lease.expires_in_s) == (self.now - promise.admitted_at, left_s)
+            assert (lease.kind, lease.num_blocks) == (promise.grant.kind, len(ids[0]))
+            assert self.leases.blocks_of(*promise.key) == ids
             assert self.leases.past(*promise.key) is None
         for slot, epoch in self.past:
             assert self.leases.blocks_of(slot, epoch) is None
@@ -383,6 +388,10 @@ class FollowersMachine(RuleBasedStateMachine):
         for _ in range(rounds):
             number = self.leases.ends.number
             changes = self.leases.ends.after(follower["since"], follower["begun"])
+            if follower["since"] and number - follower["since"] <= told.GONE_MAX:
+                assert changes.begun == follower["begun"], "who keeps up is not told all again"
+            if follower["since"] == number:
+                assert not changes.new + changes.gone, "each change is told once"
             if changes.begun != follower["begun"]:
                 follower["ends"].clear()
             new, gone = (
@@ -425,7 +434,9 @@ def test_releases_that_come_early_are_counted_however_many_came_before(rounds):
                 ranks[reader.engine_id, reader.num_ranks].add(reader.rank)
             is_over = any(len(released) == num_ranks for (_, num_ranks), released in ranks.items())
             assert [each.outcome for each in ended] == ["released"] * is_over
-            if not is_over:
+            if is_over:
+                assert leases.past(grant.slot, grant.epoch).ended_by == "used"
+            else:
                 leases.revoke(grant.request_id, 0.0)
             mint.retire(grant.request_id)
 

@@ -40,17 +40,6 @@ def test_the_turn_before_is_found_again_without_a_search():
     assert index.find([b"a", b"b", b"c"]) == (first, 2)
 
 
-def test_if_the_turn_before_has_ended_another_one_is_found():
-    index = Index()
-    first, second, third = lease_of(0, b"a"), lease_of(1, b"a", b"b"), lease_of(2, b"a", b"b", b"c")
-    for each in (first, second, third):
-        index.add(each)
-    index.remove(second)
-    index.remove(third)
-    index.add(lease_of(1, b"x"))  # its slot has gone to another
-    assert index.find([b"a", b"b", b"c"]) == (first, 1)
-
-
 def test_a_digest_that_a_lease_has_twice_is_forgotten_with_it():
     """An engine's digests may not be chained."""
     index, first, second = Index(), lease_of(0, b"a", b"a"), lease_of(1, b"b", b"a", b"b")
@@ -60,16 +49,6 @@ def test_a_digest_that_a_lease_has_twice_is_forgotten_with_it():
     assert (index.find([b"a"]), index.find([b"b"])) == ((first, 1), None)
     index.remove(first)
     assert index.find([b"a"]) is None
-
-
-def test_of_equal_ones_a_question_is_given_the_oldest():
-    index = Index()
-    kept = [lease_of(slot, b"a") for slot in range(2)]
-    offers = [lease_of(slot, b"a", found_by_all=False) for slot in range(2, 4)]
-    for each in kept + offers:
-        index.add(each)
-    found = [index.find([b"a"], question) for question in (None, "first", "second", "third")]
-    assert found == [(each, 1) for each in (kept[1], *offers, kept[1])]
 
 
 WINDOWED = [
@@ -97,18 +76,3 @@ def test_a_lease_is_found_by_where_its_windows_are_whole(held, whole, asked, cou
     index.remove(lease)
     assert index.find([*asked]) is None
     assert not index._whole
-
-
-def test_of_leases_with_windows_the_longest_whole_one_is_found():
-    index = Index()
-    short, long, newer = (
-        lease_of(0, *"abc", whole=("c",)),
-        lease_of(1, *"abcde", whole=("e",)),
-        lease_of(2, *"abcd", whole=()),
-    )
-    for each in (short, long, newer):
-        index.add(each)
-    assert index.find([*"abcdx"]) == (short, 3)
-    assert index.find([*"abcde"]) == (long, 5)
-    index.remove(short)
-    assert index.find([*"abcdx"]) is None

@@ -46,15 +46,6 @@ def test_slots_are_those_that_every_rank_has():
     assert caught.value.limit == 2
 
 
-def test_a_retired_slot_is_allotted_again_with_a_higher_epoch():
-    mint = mint_of(address(slots=1))
-    first = offer(mint)
-    assert mint.retire("r")
-    second = offer(mint)
-    assert (second.slot, second.epoch) == (first.slot, first.epoch + 2)
-    assert not mint.retire("unknown")
-
-
 @pytest.mark.parametrize("number", [np.int64(48), np.int32(48), 48])
 def test_numpy_integers_are_integers(number):
     grant = offer(mint_of(), block_ids=[np.array([3, 4])], num_tokens=number)
@@ -130,13 +121,6 @@ def test_a_slot_can_be_free_before_its_name_is():
     assert not mint.retire("request-0")
     with pytest.raises(CapacityExceeded):
         offer(mint, "request-0")
-
-
-def test_a_name_is_on_offer_once():
-    mint = mint_of()
-    offer(mint)
-    with pytest.raises(BlockIdsInvalid, match="on offer already"):
-        offer(mint)
 
 
 def test_a_mint_needs_a_rank():
