@@ -34,6 +34,13 @@ ENDPOINTS = [f"tcp://127.0.0.1:{port}" for port in (5000, 5001)]
 PEERS = [(incarnation, endpoint) for incarnation in "ab" for endpoint in ENDPOINTS]
 SIGNED_MS = (None, 1_000, 2_000, 3_000)
 LOST = errors.PeerLost("nobody listens")
+SILENCES = (
+    LOST,
+    errors.DeadlineExceeded("silence", phase="connect"),
+    errors.DeadlineExceeded("silence", phase="handshake"),
+    errors.TransferFailed("the data plane cannot connect"),
+    ValueError("a defect"),
+)
 OTHER_ANSWERS = (
     Replaced("another engine answers"),
     errors.AuthenticationFailed("another secret"),
@@ -41,7 +48,13 @@ OTHER_ANSWERS = (
     errors.ProtocolViolation("rubbish"),
     errors.LayoutMismatch("a", 1, 2),
 )
-NO_RESULTS = (Distrusted("another key"), NotDialed("files", 1), errors.WorkerClosed("closing"))
+NO_RESULTS = (
+    Distrusted("another key"),
+    NotDialed("files", 1),
+    errors.WorkerClosed("closing"),
+    errors.ConfigInvalid("malformed"),
+    errors.TransferCancelled("given up"),
+)
 
 
 class AddressModel:
@@ -91,7 +104,10 @@ class ReachabilityMachine(RuleBasedStateMachine):
         with pytest.raises(expected) as refused:
             self.real.require(member)
         if expected is errors.PeerUnavailable:
-            assert refused.value.retry_after_s == max(0.0, address.retry_at - self.now)
+            retry_after_s = max(0.0, address.retry_at - self.now)
+            assert refused.value.retry_after_s == retry_after_s
+            when = "is being tried right now" if address.is_probed else f"is tried in {retry_after_s:.1f} s"
+            assert f"{who[1]} has failed {address.silences} times in a row, and {when}" in refused.value.message
 
     @rule(who=st.sampled_from(PEERS), times=st.integers(2, 6), pause_s=st.sampled_from((0.0, BACKOFF_S, BACKOFF_S_MAX)))
     def is_tried_in_vain(self, who, times, pause_s):
@@ -111,11 +127,11 @@ class ReachabilityMachine(RuleBasedStateMachine):
         self.addresses[endpoint] = AddressModel()
 
     @precondition(lambda self: self.attempts)
-    @rule(data=st.data())
-    def is_silent(self, data):
-        self.silence(*self.end(data))
+    @rule(data=st.data(), error=st.sampled_from(SILENCES))
+    def is_silent(self, data, error):
+        self.silence(*self.end(data), error)
 
-    def silence(self, who, member):
+    def silence(self, who, member, error=LOST):
         address = self.addresses[who[1]]
         address.silences += 1
         address.is_probed = False
@@ -125,7 +141,7 @@ class ReachabilityMachine(RuleBasedStateMachine):
             address.retry_at = self.now + pause_s
             if address.silences == FAILURES_MAX:
                 self.expected.append(BreakerOpened(who[1], FAILURES_MAX, address.retry_at - self.now))
-        self.real.on_failed(member, LOST)
+        self.real.on_failed(member, error)
         assert self.events == self.expected
 
     @precondition(lambda self: self.attempts)
