@@ -15,7 +15,6 @@ from kvflow.errors import (
     ConfigInvalid,
     RequestUnknown,
     WorkerClosed,
-    WorkerDraining,
 )
 from kvflow.events import LeaseEnded, OfferAdmitted
 from kvflow.ids import FEW_IDS
@@ -82,54 +81,6 @@ async def test_an_offer_and_its_revocation_are_effective_on_return(producer, rep
     assert [(end.request_id, end.outcome) for end in reports.of(LeaseEnded)] == [("r", "revoked")]
 
 
-async def test_a_lease_that_is_released_before_its_admission_ends_on_admission():
-    """A rank of a reader that needs other ranks of the ticket only may be done with it before this one admits it."""
-    async with opened() as world:
-        early, admit = world.early()
-        for ticket in (early, world.ticket("after")):
-            await world.consumer.release(ticket)
-        await waited(world.producer.wait_offer("after"))  # and so the producer has heard of the first
-        admit()
-        assert world.producer.snapshot().leases == 0
-        assert await waited(world.producer.wait_offer("request-1")) == ["released"]
-
-
-async def test_each_caller_that_waits_for_an_end_is_told_and_so_are_later_ones(producer):
-    producer.offer("r", BLOCKS, 8)
-    waiters = [asyncio.ensure_future(producer.wait_offer("r")) for _ in range(3)]
-    await turns(5)
-    waiters[0].cancel()
-    producer.revoke("r")
-    impatient, *patient = await waited(*waiters)
-    assert isinstance(impatient, asyncio.CancelledError)
-    assert patient == ["revoked"] * 2
-    assert await producer.wait_offer("r") == "revoked"
-
-
-async def test_of_leases_that_end_together_each_end_is_told(producer):
-    grants = [producer.offer(name, BLOCKS, 8).grants[0] for name in "abc"]
-    waiters = [asyncio.ensure_future(producer.wait_offer(name)) for name in "abc"]
-    await turns(5)
-    producer._leases.on_release([(grant.slot, grant.epoch) for grant in grants], ALONE)
-    assert await waited(*waiters) == ["released"] * 3
-    assert await waited(*map(producer.wait_offer, "abc")) == ["released"] * 3
-
-
-async def test_draining_refuses_offers_that_wait_and_waits_for_each_lease(full):
-    line = [waiting(full, name) for name in "ab"]
-    await turns(5)
-    drained = asyncio.ensure_future(full.drain(PATIENCE_S))
-    await turns(5)
-    assert all(task.done() for task in line)
-    assert [type(error) for error in await waited(*line)] == [WorkerDraining] * 2
-    for name in requests(full):
-        assert not drained.done()
-        full.revoke(name)
-        await turns(5)
-    (report,) = await waited(drained)
-    assert report.complete
-
-
 @pytest.mark.parametrize("wait", ["wait_offer", "drain"])
 async def test_a_caller_that_gives_up_waiting_is_forgotten(producer, wait, monkeypatch):
     producer.offer("r", BLOCKS, 8)
@@ -157,43 +108,6 @@ async def test_a_name_that_is_offered_again_forgets_its_past(producer, monkeypat
     assert not waiter.done()
     producer.revoke("b")
     assert await waited(waiter) == ["revoked"]
-
-
-def test_leases_expire_in_their_own_time_and_free_their_slots():
-    with virtual(lease_s=30.0, theirs={"lease_slots": 2}) as world:
-        (producer,) = world.producers
-        address = world.do(lambda: producer.worker.rank_address, life=producer)
-        mint = TicketMint("prefill-0", [address], cluster_secret=SECRET)
-
-        def admit(name, lease_s=30.0):
-            grant = replace(mint.offer(name, block_ids=[[1]], num_tokens=1)[1], lease_ms=int(1000 * lease_s))
-            world.do(partial(producer.worker.admit, grant), life=producer)
-
-        admit("first")
-        world.pass_time(10.0)
-        admit("second")
-        world.pass_time(25.0)
-        mint.retire("first")
-        admit("short", lease_s=1.0)
-        world.pass_time(30.0)
-        assert [(end.request_id, end.outcome, round(end.held_s)) for end in producer.of(LeaseEnded)] == [
-            ("first", "expired", 30),
-            ("short", "expired", 1),
-            ("second", "expired", 30),
-        ]
-
-
-def test_an_offer_finds_the_slot_of_a_lease_that_has_expired():
-    with virtual(lease_s=30.0, theirs={"lease_slots": 2}) as world:
-        world.offer()
-        world.pass_time(10.0)
-        world.offer()
-        with pytest.raises(CapacityExceeded):
-            world.offer()
-        world.pass_time(25.0)
-        world.offer()
-        with pytest.raises(CapacityExceeded):
-            world.offer()
 
 
 async def test_offers_and_ends_of_several_threads_lose_nothing(producer, reports):
@@ -346,45 +260,6 @@ async def test_blocks_on_offer_are_no_targets_and_targets_are_not_offered():
 
 def waiting(producer, name, *, block_ids=BLOCKS, timeout_s=None):
     return asyncio.ensure_future(producer.offer_when_possible(name, block_ids, 8, timeout_s=timeout_s))
-
-
-async def test_offers_that_wait_are_served_in_turn(full, reports):
-    line = [waiting(full, name) for name in "abc"]
-    await turns(5)
-    assert not any(task.done() for task in line)
-    with pytest.raises(CapacityExceeded, match="leases"):
-        await waiting(full, "impatient", timeout_s=0)
-    for index in range(SLOTS):
-        full.revoke(str(index))
-    with pytest.raises(CapacityExceeded, match="leases") as caught:  # the slots are for those that wait
-        full.offer("slips in", BLOCKS, 8)
-    assert "offer_when_possible" in caught.value.remedy
-    assert [ticket.request_id for ticket in await waited(*line)] == ["a", "b", "c"]
-    assert [event.request_id for event in reports.of(OfferAdmitted)][SLOTS:] == ["a", "b", "c"]
-    full.revoke("a")
-    assert (await waiting(full, "d", timeout_s=0)).request_id == "d", "it finds a slot and does not wait"
-
-
-async def test_a_caller_that_gives_up_leaves_the_line(full):
-    line = [waiting(full, name) for name in "abc"]
-    await turns(5)
-    line[0].cancel()
-    full.revoke("0")
-    line[1].cancel()  # it has not run when the slot is given away
-    assert (await waited(line[2]))[0].request_id == "c"
-    assert requests(full) == ("1", "2", "c")
-    assert line[0].cancelled()
-    assert line[1].cancelled()
-
-
-@pytest.mark.parametrize("timeout_s", [0, None])
-async def test_an_offer_that_gave_up_waiting_keeps_no_other_from_the_slot(full, timeout_s):
-    task = waiting(full, "a", timeout_s=timeout_s)
-    await turns(5)
-    task.cancel()
-    await asyncio.wait([task])
-    full.revoke("0")
-    assert full.offer("b", BLOCKS, 8).request_id == "b", "nobody is in line"
 
 
 async def test_a_ticket_that_its_caller_never_gets_is_revoked(full, reports):
