@@ -8,13 +8,11 @@ from functools import partial
 import pytest
 
 from kvflow.errors import CapacityExceeded
-from kvflow.events import LeaseEnded
 from kvflow.leases.table import Reader
 from kvflow.leases.tickets import MAC_BYTES, LeaseName
 from kvflow.rendezvous.issuer import TicketMint, draw_pair
 from kvflow.rendezvous.questions import (
     LEASES_ASKED_MAX,
-    AnswerHeld,
     AskHeld,
     AskSettled,
     NoRoom,
@@ -105,20 +103,6 @@ async def test_a_question_that_waits_costs_what_it_is_counted_for(producer, make
     assert traced <= counted
 
 
-async def test_a_question_that_finds_no_room_is_refused_and_no_other(producer, room):
-    first = held(producer, chain(1, 2), at_least=2)
-    _, each = waiting(producer)
-    room(4 * each)
-    others = [held(producer, chain(number, number), at_least=2) for number in range(2, 6)]
-    refused = [await other.answer() for other in others[1:]]
-    assert refused == [NoRoom(limit=4 * each)] * 3
-    assert first.answers == others[0].answers == []
-    offer = producer.offer_progressive("r", [[]], 8, digests=[chain(1, 2)])
-    assert (await first.answer()).ticket == offer.ticket.to_params()["kvflow"]
-    again = held(producer, chain(6, 6), at_least=2)
-    assert again.answers == [], "there is room again"
-
-
 @pytest.mark.parametrize("own_keys", [False, True])
 async def test_room_is_shared_by_connections_or_by_keys(room, own_keys):
     private, public = draw_pair()
@@ -143,18 +127,6 @@ async def test_many_connections_that_take_all_they_can_leave_room_for_one_more(p
     assert waiting(producer)[1] <= (1 << 20) + 50 * 64 * KIB
     assert held(producer, digests_of(1, 2400), key="newcomer").answers == []
     assert await held(producer, digests_of(1, 2400), key="newcomer").answer() == NoRoom(limit=1 << 20)
-
-
-async def test_of_a_question_that_needs_so_many_only_the_others_are_kept(producer):
-    asked = held(producer, digests_of(1, 2000), at_least=2000)
-    assert waiting(producer) == (1, KIB + 512 + len(encode(AskHeld(digests_of(1, 2000)[-1:], LONG_MS, 2000))))
-    offer = producer.offer_progressive("r", [[]], 8000, digests=[list(digests_of(1, 2000))])
-    assert await asked.answer() == AnswerHeld(offer.ticket.to_params()["kvflow"], 2000)
-    longer = held(producer, digests_of(2, 9), at_least=3)
-    producer.keep("kept", [list(range(5))], 20, [list(digests_of(2, 5))])
-    assert (await longer.answer()).count == 5
-    for at_least, count in ((0, 5), (1, 5), (5, 5), (6, 0), (99, 0)):
-        assert (await held(producer, digests_of(2, 9), at_least=at_least, wait_ms=0).answer()).count == count
 
 
 async def test_200_honest_finds_of_32k_tokens_wait_and_none_is_lost():
@@ -196,35 +168,6 @@ async def test_who_finds_no_room_hears_what_to_do(room):
 
 
 # --- who is told ---
-
-
-@pytest.mark.parametrize("kind", ["open", "offer", "kept"])
-async def test_what_has_settled_is_told_to_who_has_the_ticket(producer, kind):
-    match kind:
-        case "open":
-            ticket = producer.offer_progressive("r", [[3]], 8).ticket
-            producer.advance("r", 4)
-        case "offer":
-            ticket = producer.offer("r", [[3, 4]], 8)
-        case "kept":
-            ticket = producer.keep("r", [[3, 4]], 8, [chain(1, 2)])
-    for mac in (bytes(MAC_BYTES), b"\xff" * MAC_BYTES):
-        ask = AskSettled((named(ticket, mac),), (0,), 0, LONG_MS)
-        assert await Asked(producer, ask).answer() == answered(ended="unknown")
-    never = AskSettled((LeaseName(999, lease_of(ticket)[1], bytes(MAC_BYTES)),), (0,), 0, 0)
-    assert await Asked(producer, never).answer() == answered(ended="unknown"), "as if there was none"
-    assert (await settled_of(settled(producer, ticket, 0))).num_tokens == (4 if kind == "open" else 8)
-
-
-async def test_an_answer_about_many_leases_has_as_many_block_ids_as_one(producer, monkeypatch):
-    monkeypatch.setattr(answers, "IDS_MAX", 6)
-    monkeypatch.setattr(producer._leases.answers, "_clock", Clock())  # an answer takes a millisecond at most
-    tickets = [producer.offer(f"r{at}", [[4 * at + 1, 4 * at + 2, 4 * at + 3]], 12) for at in range(3)]
-    ask = AskSettled(tuple(map(named, tickets)), (0,), 0, 0)
-    whole = AskSettled((named(tickets[1]),), (0,), 0, 0)
-    assert await Asked(producer, whole).answer() == answered(12, ((5, 6, 7),), sealed=True)
-    answer = await Asked(producer, ask).answer()
-    assert answer.leases == tuple([Settled(8, ((4 * at + 1, 4 * at + 2),)) for at in range(3)])
 
 
 async def test_an_answer_is_made_for_no_more_than_a_millisecond(producer, monkeypatch):
@@ -426,35 +369,6 @@ async def test_ranks_that_gave_back_an_offer_count_anew(producer):
     assert await producer.wait_offer("r") == "released"
 
 
-@pytest.mark.parametrize("early", [False, True])
-async def test_every_rank_keeps_what_was_found_at_another_and_given_back(early):
-    async with opened(ranks=2) as world:
-        asked, other = world.producers
-        mint = TicketMint("prefill-0", [each.rank_address for each in world.producers], cluster_secret=SECRET)
-        ticket, grant = mint.offer_progressive("r", [[3]], 8)
-        asked.admit(grant, [chain(1, 2)])
-        if not early:
-            other.admit(grant, [chain(1, 2)])
-        assert (await held(asked, chain(1, 2)).answer()).count == 2
-        assert give_back(asked, ticket) == "held"
-        assert give_back(other, ticket) == ("unknown" if early else "held")
-        if early:
-            other.admit(grant, [chain(1, 2)])
-        assert (await held(asked, chain(1, 2)).answer()).count == 2
-        for worker in (asked, other):
-            worker.seal("r", [[4]])
-        await world.pull(ticket)
-        assert [await worker.wait_offer("r") for worker in (asked, other)] == ["released"] * 2
-
-
-@pytest.mark.parametrize("digests", [None, [chain(1, 2)]])
-async def test_an_offer_that_nobody_has_found_ends_when_it_is_given_back(producer, digests):
-    ticket = producer.offer("r", [[3, 4]], 8, digests=digests)
-    assert give_back(producer, ticket) == "ended"
-    assert await producer.wait_offer("r") == "released"
-    assert await held(producer, chain(1, 2), wait_ms=1).answer() == AnswerHeld()
-
-
 @pytest.mark.parametrize("how", ["it is withdrawn", "its connection has ended"])
 async def test_an_answer_that_reaches_nobody_leaves_the_offer_to_others(producer, how):
     gone = held(producer, chain(1, 2), nonce=7, key="gone", takes=how == "it is withdrawn")
@@ -485,16 +399,3 @@ async def test_the_number_of_a_question_may_be_used_again(producer):
         offer.abort()
     index = producer._leases._leases._index
     assert (index._for_one, index.by_question) == ({}, {})
-
-
-def test_time_ends_an_offer_that_nobody_reads():
-    with virtual(lease_s=10.0) as world:
-        (producer,) = world.producers
-        worker = producer.worker
-        offer = world.do(lambda: worker.offer("r", [[3, 4]], 8, digests=[chain(1, 2)]), life=producer)
-        asked = world.do(lambda: held(worker, chain(1, 2)), life=producer)
-        world.pass_time(1.0)
-        assert [answer.count for answer in asked.answers] == [2]
-        assert world.do(lambda: give_back(worker, offer), life=producer) == "held"
-        world.pass_time(10.0)
-        assert [event.outcome for event in producer.of(LeaseEnded)] == ["expired"]

@@ -1,7 +1,6 @@
 """Kept leases: the engine ends them, or an offer that needs a slot; readers and time do not."""
 
 import asyncio
-from functools import partial
 
 import pytest
 
@@ -81,25 +80,6 @@ async def test_what_is_kept_is_read_by_many_and_ends_when_the_engine_says_so():
             await world.pull(ticket)
         assert caught.value.ended_by == "revoked"
         world.producer.check()
-
-
-def test_neither_releases_nor_renewals_nor_time_end_it():
-    with virtual(lease_s=1.0) as world:
-        (producer,) = world.producers
-
-        worker = producer.worker
-        ticket = world.do(lambda: keep(worker, "kept", 1, 2), life=producer)
-        world.do(lambda: worker.offer("offered", [[3]], 4), life=producer)
-        release = partial(worker._leases.on_release, [lease_of(ticket)], ALONE, read=True)
-        renew = partial(worker._leases.on_renew, [lease_of(ticket)], ALONE)
-        for _ in range(3):
-            assert world.do(release, life=producer) == ["held"]
-            assert world.do(renew, life=producer)[0] == ["held"]
-            world.pass_time(1000.0)
-        (state,) = world.do(worker.snapshot, life=producer).held_leases
-        assert (state.request_id, state.kind, state.expires_in_s, state.readers) == ("kept", "kept", 0.0, ())
-        world.do(lambda: worker.revoke("kept"), life=producer)
-        world.do(worker.check, life=producer)
 
 
 async def test_the_oldest_that_is_kept_leaves_its_slot_to_an_offer(producer, reports):
@@ -295,15 +275,6 @@ async def test_one_connection_is_kept_and_dialed_again_when_it_has_ended():
         assert network.dialed == [endpoint] * 2
 
 
-async def test_the_connection_that_was_used_longest_ago_is_closed():
-    async with opened(ranks=2, network=(network := FaultyNetwork())) as world:
-        world.consumer._consumer.prefixes._limit = 1
-        first, second = (worker.endpoint for worker in world.producers)
-        for endpoint in (first, second, second, first):
-            assert await find(world, chain(3), endpoint) == (None, 0)
-        assert network.dialed == [first, second, first]
-
-
 async def test_a_reader_without_a_cache_finds_what_a_worker_holds(producer):
     kept = keep(producer, "kept", 3, 4)
     async with open_reader(config("scheduler")) as reader:
@@ -367,26 +338,6 @@ async def test_a_worker_with_a_key_of_its_own_is_found_by_that_key():
         assert await consumer.find(endpoint, chain(3)) == (kept, 1)
 
 
-async def test_a_caller_that_gives_up_costs_the_others_nothing():
-    async with opened(network=(network := FaultyNetwork())) as world:
-        network.hold(world.producer.endpoint)
-        given_up, other = (asyncio.ensure_future(find(world, chain(3))) for _ in range(2))
-        await network.heard(1)
-        given_up.cancel()
-        await asyncio.gather(given_up, return_exceptions=True)
-        network.let(world.producer.endpoint)
-        assert await other == (None, 0)
-
-
-async def test_of_many_digests_some_are_asked_for():
-    async with opened() as world:
-        digests = [number.to_bytes(64, "big") for number in range(1, 1501)]
-        world.producer.keep("kept", [[3] * 1400], 4 * 1400, [digests[:1400]])
-        for asked, count in ((digests, 1400), (digests[:1300], 1300), (digests[:700], 700), (digests[:1400], 1400)):
-            _, found = await find(world, asked)
-            assert count - 3 < found <= count
-
-
 @pytest.mark.parametrize(
     "digests", [b"flat", "text", [b""], [bytes(65)], [[b"x", 7]], [b"y", [b"x"]], [7], None, 7], ids=repr
 )
@@ -394,8 +345,9 @@ async def test_a_question_is_made_of_digests(digests):
     async with opened() as world:
         with pytest.raises(ArgumentInvalid):
             await find(world, digests)
-        with pytest.raises(ArgumentInvalid):
-            await world.consumer.find(world.producer.endpoint, chain(3), wait_s=-1.0)
+        for wrong in ({"wait_s": -1.0}, *({"at_least": value} for value in (0, -1, "1", 1.5))):
+            with pytest.raises(ArgumentInvalid):
+                await world.consumer.find(world.producer.endpoint, chain(3), **wrong)
 
 
 async def test_who_cannot_be_asked_is_named(producer):

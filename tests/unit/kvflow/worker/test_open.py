@@ -13,8 +13,7 @@ from kvflow.leases.tickets import LeaseName
 from kvflow.reads.contract import Serving
 from kvflow.reads.serving import LeasedBlocks
 from kvflow.rendezvous.issuer import TicketMint
-from kvflow.rendezvous.questions import AnswerHeld, AskSettled, Withdraw
-from kvflow.worker import answers
+from kvflow.rendezvous.questions import AnswerHeld, AskSettled
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.threaded import run_worker
 
@@ -317,21 +316,6 @@ async def test_an_offer_is_found_once_though_its_digests_come_again(producer):
     assert (await waiting.answer()).ticket == other.to_params()["kvflow"]
 
 
-async def test_an_offer_that_ends_between_what_is_enough_and_all_is_found(producer):
-    waiting = held(producer, chain(1, 2, 3, 4), at_least=2)
-    offer = producer.offer_progressive("r", [[]], 12, digests=[chain(1, 2, 3)])
-    assert await waiting.answer() == AnswerHeld(ticket=offer.ticket.to_params()["kvflow"], count=3)
-
-
-async def test_a_question_waits_for_enough_of_what_is_kept(producer):
-    waiting = held(producer, chain(1, 2, 3), at_least=2)
-    producer.keep("short", [[1]], 4, [chain(1)])
-    await turns(4)
-    assert waiting.answers == []
-    producer.keep("long", [[1, 2]], 8, [chain(1, 2)])
-    assert (await waiting.answer()).count == 2
-
-
 async def test_digests_may_come_while_it_is_computed(producer):
     waiting = held(producer, chain(1, 2, 3), at_least=3)
     offer = producer.offer_progressive("r", [[]], 9, digests=[chain(1)])
@@ -343,34 +327,6 @@ async def test_digests_may_come_while_it_is_computed(producer):
     assert (await waiting.answer()).count == 3
     offer.abort()
     assert producer._leases._leases._index._for_one == {}
-
-
-async def test_an_offer_that_has_ended_is_not_found(producer):
-    for name in ("first", "second"):
-        producer.offer_progressive(name, [[]], 4, digests=[chain(1)])
-    producer.revoke("first")
-    assert (await held(producer, chain(1)).answer()).count == 1
-    assert await held(producer, chain(1), wait_ms=1).answer() == AnswerHeld()
-    producer.revoke("second")
-
-
-async def test_a_question_that_is_withdrawn_is_answered_with_nothing(producer):
-    asked = [held(producer, chain(1), key="connection"), held(producer, chain(1), key="connection", nonce=1)]
-    assert await Asked(producer, Withdraw(nonce=0), nonce=2).answer() == AnswerHeld()
-    assert await Asked(producer, Withdraw(nonce=0), nonce=2).answer() == AnswerHeld()
-    assert await asked[0].answer() == AnswerHeld()
-    offer = producer.offer_progressive("r", [[]], 4, digests=[chain(1)])
-    assert (await asked[1].answer()).count == 1
-    offer.abort()
-
-
-async def test_an_offer_that_comes_while_a_question_is_withdrawn_stays(producer):
-    gone = held(producer, chain(1))
-    offer = producer.offer_progressive("r", [[]], 4, digests=[chain(1)])
-    assert await Asked(producer, Withdraw(nonce=0), nonce=2).answer() == AnswerHeld()
-    assert await gone.answer() == AnswerHeld()
-    assert (await held(producer, chain(1)).answer()).count == 1
-    offer.abort()
 
 
 async def test_a_connection_that_ends_takes_its_questions_with_it(producer):
@@ -388,38 +344,6 @@ async def test_a_connection_that_ends_takes_its_questions_with_it(producer):
     assert (waiting.at, waiting._of, waiting._sizes) == ({}, {}, {})
 
 
-async def test_thousands_wait_and_each_offer_answers_one_of_them(producer):
-    waiting = [held(producer, chain(number % 1000), key=number % 7) for number in range(4000)]
-    tickets = [producer.offer(str(number), [[1]], 4, digests=[chain(5)]) for number in range(2)]
-    producer.keep("kept", [[2]], 4, [chain(6)])
-    answered = [await waiting[number].answer() for number in (5, 1005, 6, 1006, 2006, 3006)]
-    assert [each.ticket for each in answered[:2]] == [ticket.to_params()["kvflow"] for ticket in tickets]
-    assert len({each.ticket for each in answered[2:]}) == 1
-    assert sum(len(each.answers) for each in waiting) == 6
-    for key in range(7):
-        producer._leases.answers.forget(key)
-    left = producer._leases.answers
-    assert (left.at, left._of, left._sizes) == ({}, {}, {})
-
-
-async def test_what_does_not_fit_into_one_answer_comes_with_the_next(monkeypatch):
-    monkeypatch.setattr(answers, "IDS_MAX", 4)
-    async with open_worker(config(), cache_of(40)) as producer:
-        offer = producer.offer_progressive("r", [[*range(1, 11)]], 39)
-        offer.seal()
-        told = []
-        while True:
-            answer = await settled_of(settled(producer, offer.ticket, len(told), above=4 * len(told) + 1))
-            told += answer.block_ids[0]
-            assert len(answer.block_ids[0]) <= 4
-            if answer.sealed:
-                break
-            assert answer.num_tokens == 4 * len(told)
-        assert (told, answer.num_tokens) == ([*range(1, 11)], 39)
-        for known in ((), (99,), (1, 2, 3), (2,)):
-            assert (await settled_of(settled(producer, offer.ticket, *known))).num_tokens > 0
-
-
 async def test_while_a_worker_drains_open_offers_go_on():
     async with opened() as world:
         offer = world.producer.offer_progressive("r", [[3]], 8)
@@ -432,24 +356,6 @@ async def test_while_a_worker_drains_open_offers_go_on():
         assert (await settled_of(waiting)).sealed
         world.producer._leases.on_release([lease_of(offer.ticket)], ASKER, read=True)
         assert (await draining).complete
-
-
-async def test_questions_cross_the_control_channel_and_wait_there():
-    async with opened() as world:
-        offer = world.producer.offer_progressive("r", [[3]], 8, digests=[chain(1, 2)])
-        async with asyncio.timeout(PATIENCE_S):
-            ticket, count = await world.consumer.find(world.producer.endpoint, chain(1, 2), PATIENCE_S)
-            assert (ticket, count) == (offer.ticket, 2)
-            waiting = asyncio.ensure_future(world.consumer.find(world.producer.endpoint, chain(5), PATIENCE_S))
-            while not world.producer._leases.answers.at:  # noqa: ASYNC110 - nothing tells
-                await asyncio.sleep(0)
-            other = world.producer.offer("other", [[5]], 4, digests=[chain(5)])
-            assert await waiting == (other, 1)
-            few = await world.consumer.find(world.producer.endpoint, chain(1, 2), 0.01, at_least=3)
-            assert few == (None, 0)
-            for wrong in (0, -1, "1", 1.5):
-                with pytest.raises(ArgumentInvalid):
-                    await world.consumer.find(world.producer.endpoint, chain(1, 2), at_least=wrong)
 
 
 def test_a_worker_on_its_thread_offers_what_is_computed():
