@@ -283,33 +283,6 @@ async def test_one_rank_of_two_is_not_enough():
         assert "source has 'head 0 of 2'" in str(error)
 
 
-async def test_a_block_is_the_target_of_one_pull(world):
-    await world.connect()
-    world.faults.hung.add(0)
-    first = world.start(world.ticket("a"), (1, 2))
-    error = await failure(world.start(world.ticket("b"), (2, 3)))
-    assert isinstance(error, BlockIdsInvalid)
-    assert "still the target" in str(error)
-    world.faults.heal()
-    async with asyncio.timeout(PATIENCE_S):
-        await first
-    await world.pull(world.ticket("c"), (2, 3))
-
-
-async def test_too_many_pulls_leave_no_trace():
-    async with opened(pulls_max=1) as world:
-        world.faults.hung.add(0)
-        first = world.start(world.ticket("a"), (1, 2))
-        await world.faults.strike()
-        handle = world.start(world.ticket("b"), (5, 6))
-        assert isinstance(await failure(handle), CapacityExceeded)
-        assert world.consumer.snapshot().pulls == 1
-        world.faults.heal()
-        async with asyncio.timeout(PATIENCE_S):
-            await first
-        await world.pull(world.ticket("c"), (5, 6))
-
-
 async def test_pulls_that_connect_or_drain_are_bounded_too():
     async with opened(pulls_max=2) as world:
         connecting, other = world.start(world.ticket("a"), (1, 2)), world.start(world.ticket("b"), (3, 4))
@@ -449,21 +422,6 @@ async def test_quiesced_waits_for_every_pull_of_the_request(world):
         await asyncio.gather(last, quiet)
 
 
-async def test_a_peer_that_leaves_ends_its_pulls(world):
-    async with open_worker(config("prefill-1"), cache_of()) as producer:
-        handle_ = world.consumer.start_pull(producer.offer("first", [[1]], 4), [[1]])
-        async with asyncio.timeout(PATIENCE_S):
-            await handle_
-        world.faults.hung.add(0)
-        handle = world.start(producer.offer("request-1", [[3, 4]], 8))
-        await world.faults.strike()
-    error = await failure(handle)
-    assert isinstance(error, PeerLost | StaleLease)
-    world.faults.heal()
-    async with asyncio.timeout(PATIENCE_S):
-        await handle.quiesced()
-
-
 async def test_a_peer_that_hangs_is_found_by_its_deadline_and_let_go():
     async with opened(wire_s=0.2) as world:
         await world.connect()
@@ -528,25 +486,6 @@ async def test_a_ticket_that_is_admitted_late_is_read_once(connected, inline_s_m
         assert (await world.record()).report == report
 
 
-async def test_a_ticket_that_is_never_admitted_ends_by_its_budget():
-    async with opened(fence_s=0.2) as world:
-        world.minted.add(0)
-        await world.connect()
-        handle = world.start(world.early()[0])
-        error = await failure(handle)
-        assert isinstance(error, DeadlineExceeded)
-        assert (error.phase, error.quarantined) == ("fence", False)
-        await handle.quiesced()
-
-
-async def test_a_pull_that_waits_for_an_admission_can_be_cancelled(world):
-    handle = world.start(world.early()[0])
-    await world.heard(events.TransferRetried)
-    handle.cancel()
-    await handle.quiesced()
-    assert isinstance(await failure(handle), TransferCancelled)
-
-
 async def test_expected_content_is_read_and_other_content_is_given_back_unread(world):
     digests = [[b"three", b"four"]]
     await world.pull(world.ticket(digests=digests), expected_digests=digests)
@@ -557,12 +496,6 @@ async def test_expected_content_is_read_and_other_content_is_given_back_unread(w
     assert isinstance(error, ContentMismatch)
     assert len(world.faults.batches) == batches
     assert await ended(world, "other") == [RELEASED]
-
-
-async def test_a_ticket_can_be_given_back_unread(world):
-    async with asyncio.timeout(PATIENCE_S):
-        await world.consumer.release(world.ticket())
-    assert await ended(world) == [RELEASED]
 
 
 async def test_every_rank_that_can_be_reached_is_given_its_ticket_back(monkeypatch):

@@ -328,12 +328,6 @@ async def wait_for(handle):
     return await handle
 
 
-async def test_a_pull_of_nothing_has_its_record(world):
-    report = await world.pull(blocks=(-1, -1), local_request_id="ours")
-    record = await world.record()
-    assert (record.report, record.local_request_id) == (report, "ours")
-
-
 async def test_what_nobody_listens_to_is_not_written():
     class Deaf(Reports):
         def wants(self, kind):
@@ -396,14 +390,6 @@ async def test_every_task_that_awaits_a_handle_gets_its_report(world):
     assert repr(handle) == f"<PullHandle {handle.id}: completed>"
     handle.cancel()
     assert isinstance(await world.record(), TransferCompleted)
-
-
-async def test_canceling_one_await_cancels_the_pull_for_all_who_await_it(world):
-    handle = await hung(world)
-    impatient, patient = await awaiting(wait_for(handle)), await awaiting(wait_for(handle))
-    impatient.cancel()
-    assert isinstance(await failure(impatient), asyncio.CancelledError)
-    assert isinstance(await failure(patient), errors.TransferCancelled)
 
 
 async def test_a_caller_that_gives_up_waiting_is_forgotten(world, monkeypatch):

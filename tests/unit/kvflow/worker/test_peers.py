@@ -423,22 +423,6 @@ async def test_layers_of_the_producer_alone_are_told_if_it_can_rebuild_them():
         assert (told.remote_engine_id, told.side, told.layers) == ("prefill-0", "source", "draft")
 
 
-async def test_layers_that_we_cannot_rebuild_are_missed():
-    async with opened(target=cache_of(specs=DRAFTING)) as world:
-        error = await failure(world.start())
-        assert isinstance(error, LayoutMismatch)
-        assert (error.field, error.source, error.target) == ("layers", ["a", "b"], ["draft"])
-        assert not world.of(LayersOmitted)
-
-
-async def test_a_stage_of_another_model_is_refused_whatever_its_layers_are():
-    sources = [cache_of(specs={"of another stage": SPECS["a"]})]
-    async with opened(sources=sources, theirs={"model": "theirs"}, model="ours") as world:
-        error = await failure(world.start())
-        assert isinstance(error, LayoutMismatch)
-        assert error.field == "model"
-
-
 async def test_carriers_of_several_ranks_are_joined():
     async with opened(ranks=2) as world:
         world.faults.carriers[1] = "rc_mlx5"
