@@ -85,25 +85,12 @@ def test_keys_and_values_in_two_tensors_may_differ_in_size(form, size):
     assert len(cache.manifest().regions) == len({each.untyped_storage().data_ptr() for each in pair}) == 2
 
 
-def test_values_of_another_size_lie_behind_keys_in_one_content():
-    k, v = numbers(B, H, N, D, seed=1), numbers(B, H, N, 2, seed=2)
-    require(kvflow.adopt({"a": torch.cat([k, v], -1)}, {"a": full(head_size_v=2)}), "a", k=k, v=v)
-
-
 @pytest.mark.parametrize("shape", [(B, N, D), (B, 1, N, D)])
 def test_a_latent_has_one_head_or_no_axis_of_heads(shape):
     latent = numbers(*shape)
     cache = kvflow.adopt({"a": latent}, {"a": kvflow.MLA(block_size=N, head_size=D, dtype="float32")})
     require(cache, "a", latent=latent.reshape(B, 1, N, D))
     assert cache.held("a", "latent") == (0, 1, 1)
-
-
-def test_a_rank_has_its_heads():
-    k, v = keys_and_values(B, 2, N, D)
-    shard = kvflow.Shard(tp_rank=1, tp_size=2)
-    cache = kvflow.adopt({"a": torch.cat([k, v], -1)}, {"a": full(num_kv_heads=4)}, shard=shard)
-    require(cache, "a", k=k, v=v)
-    assert cache.held("a", "v") == (2, 2, 4)
 
 
 @looped("kind", [torch.int8, torch.uint8])
@@ -274,13 +261,6 @@ def test_states_may_lie_in_a_page_of_bytes(shape, stride):
     assert torch.equal(cache.component("m", "conv").reshape(B, -1).view(torch.int8), memory[:, :36])
     assert torch.equal(cache.component("m", "ssm").reshape(B, -1).view(torch.int8), memory[:, 36:196])
     assert cache.manifest().groups[0].layers[0].components[1].block_stride == stride
-
-
-def test_states_are_what_the_rank_holds():
-    conv, ssm = numbers(B, 3, 3, dtype=torch.float16), numbers(B, 2, 2, 5)
-    cache = kvflow.adopt({"m": [conv, ssm]}, {"m": two_states()}, shard=kvflow.Shard(tp_rank=1, tp_size=2))
-    require(cache, "m", conv=conv, ssm=ssm)
-    assert cache.held("m", "conv") == (3, 3, 6)
 
 
 def test_a_state_may_be_given_as_bytes():
