@@ -1,7 +1,5 @@
 """Which source rank gives what: one that has everything, or several, and no byte twice."""
 
-from functools import cache
-
 import msgspec
 import pytest
 
@@ -124,38 +122,6 @@ def test_what_every_rank_holds_is_taken_of_one_of_them_beside_heads_of_all():
     specs = {"a": full(num_kv_heads=2), "m": MLA(block_size=16, head_size=8, dtype="float16")}
     shares = shared([(0, 2), (1, 2)], specs=specs, rotation=1)
     assert shares == (Assignment(0, {("a", "k"): (0, 1), ("a", "v"): (0, 1)}), Assignment(1, None))
-
-
-@cache
-def rank_of(heads, rank, size):
-    """The manifest of one rank of a model of heads and a latent."""
-    specs = {"a": full(block_size=2, num_kv_heads=heads), "m": MLA(block_size=2, head_size=8, dtype="float16")}
-    return manifest_of(specs, tp=(rank, size))
-
-
-@looped("source_size", range(1, 9))
-@looped("target_size", range(1, 9))
-@looped("heads", [1, 2, 5, 8])
-def test_plans_of_all_shares_write_every_byte_of_every_rank_once(source_size, target_size, heads):
-    sources = [rank_of(heads, rank, source_size) for rank in range(source_size)]
-    for rank in range(target_size):
-        target = rank_of(heads, rank, target_size)
-        plans = [
-            plan_transfer(sources[share.source], target, head_ranges=share.head_ranges)
-            for share in assign_sources(target, sources, rotation=rank)
-        ]
-        written = [plan.certificate.written_bytes for plan in plans]
-        assert all(written), "a rank is asked for nothing"
-        assert sum(written) == plans[0].certificate.page_bytes
-        missing = [
-            {
-                (gap.layer, gap.role, head)
-                for gap in plan.certificate.missing
-                for head in range(gap.first, gap.first + gap.count)
-            }
-            for plan in plans
-        ]
-        assert not set.intersection(*missing)
 
 
 def test_a_layer_that_differs_is_told_by_the_plan():

@@ -1,7 +1,5 @@
 """Tokens that ranks divide among themselves: who gives which, what is paired, what is lacking, what is said of it."""
 
-from itertools import product
-
 import pytest
 
 from kvflow.errors import BlockRangeMismatch, CapacityExceeded, LayoutMismatch
@@ -191,25 +189,6 @@ def test_heads_and_tokens_are_covered_at_once():
     assert window == {0, 2}, "each half of the window is on two ranks, and read once"
     assert given(sources, manifest({"a": specs["a"]}, (1, 2, 4), (2, 4))) == [3]
     assert given(sources, manifest(specs, (1, 2, 4), (2, 4))) == [3]
-
-
-@looped("source_size, target_size, widths", [*product(range(1, 5), range(1, 5), [(1, 1), (2, 4), (8, 2), (16, 16)])])
-def test_every_token_of_every_rank_comes_once(source_size, target_size, widths):
-    num_tokens = 57
-    specs = {"a": latent()}
-    sources = [manifest(specs, (rank, source_size, widths[0])) for rank in range(source_size)]
-    for rank in range(target_size):
-        target = manifest(specs, (rank, target_size, widths[1]))
-        moved = []
-        for share in assign_sources(target, sources):
-            source = sources[share.source]
-            (group,) = plan_transfer(source, target, head_ranges=share.head_ranges).groups
-            lists = (range(-(-num_tokens // side.groups[0].block_tokens)) for side in (source, target))
-            pairs = pair_units(group, *(ids(*numbers) for numbers in lists), num_tokens=num_tokens)
-            moved += [unit * group.unit_tokens + inside for unit in pairs.target for inside in range(group.unit_tokens)]
-        assert len(set(moved)) == len(moved)
-        held = [token for token in range(num_tokens) if token // widths[1] % target_size == rank]
-        assert set(range(len(held))) <= set(moved)
 
 
 def test_a_certificate_names_the_tokens_of_other_ranks():

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from kvflow.errors import LayoutMismatch
 from kvflow.layout.groups import Group
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup, Provenance
-from kvflow.layout.specs import MLA, Mamba, Opaque, State
+from kvflow.layout.specs import MLA, Mamba, State
 from kvflow.planning.match import count_unread_layers, match_groups, omitted_layers
 from kvflow.planning.plan import plan_transfer
 from tests.helpers.loops import looped
@@ -24,13 +24,6 @@ def latent(**fields):
 
 def match(source, target):
     return match_groups(manifest_of(source), manifest_of(target))
-
-
-def test_opaque_pages_of_unlike_blocks_do_not_fit_even_at_equal_size():
-    source, target = (manifest_of({"a": Opaque(block_size=size, nbytes=64)}) for size in (16, 32))
-    with pytest.raises(LayoutMismatch) as caught:
-        plan_transfer(source, target)
-    assert (caught.value.field, caught.value.source, caught.value.target) == ("a.block_size", 16, 32)
 
 
 @pytest.mark.parametrize("changed", [{"model": "qwen"}, {"model": "llama", "revision": "2"}])
@@ -64,12 +57,6 @@ def test_many_layers_without_a_common_name_are_abbreviated():
     with pytest.raises(LayoutMismatch) as caught:
         match({f"x{index}": full() for index in range(40)}, {"y": full()})
     assert caught.value.source == ["x0", "x1", "x2", "x3", "... 40 in all"]
-
-
-@pytest.mark.parametrize("difference", [{"block_size": 32}, {"block_size": 12}])
-def test_block_sizes_need_not_agree(difference):
-    (pair,) = match({"a": full()}, {"a": full(**difference)})
-    assert (pair.source.block_size, pair.target.block_size) == (16, difference["block_size"])
 
 
 def test_layers_match_by_name_whatever_group_they_are_in():

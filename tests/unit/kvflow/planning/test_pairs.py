@@ -221,61 +221,6 @@ def test_targets_before_token_0_are_refused(target, num_tokens):
     assert caught.value.group == 0
 
 
-@looped(
-    "sizes, source, target, num_tokens, expected",
-    [
-        # The last 29 tokens of 80, from token 51 on: the source has let go of all before 48, in the block of 64.
-        ((16, 64), [6, 5], [0, 1], 80, [(3, 6), (4, 5)]),
-        ((16, 64), [7, 6, 5], [0, 1], 80, [(2, 7), (3, 6), (4, 5)]),
-        ((16, 64), [6, 5], [-1, 1], 80, [(4, 5)]),
-        ((16, 16), [6, 5], [3, 4], 80, [(3, 6), (4, 5)]),
-        ((16, 64), [9], [0], 10, [(0, 9)]),
-    ],
-)
-def test_what_lies_before_a_window_in_its_first_block_may_be_gone(sizes, source, target, num_tokens, expected):
-    plan = msgspec.structs.replace(group_plan(*sizes), window=30)
-    assert paired(plan, source, target, num_tokens) == expected
-
-
-@looped(
-    "window, units",
-    [
-        (33, [3, 4]),  # from token 48 on, the first of unit 3
-        (34, [2, 3, 4]),  # from token 47 on, the last of unit 2
-        (64, [1, 2, 3, 4]),  # from token 17 on
-        (65, [1, 2, 3, 4]),  # from token 16 on
-        (66, [0, 1, 2, 3, 4]),  # from token 15 on
-        (80, [0, 1, 2, 3, 4]),
-        (81, [0, 1, 2, 3, 4]),
-    ],
-)
-def test_a_unit_of_which_a_window_has_one_token_must_be_there(window, units):
-    """Blocks of 16 tokens into blocks of 64: the source lists the last few of five units."""
-    plan = msgspec.structs.replace(group_plan(16, 64), window=window)
-    blocks = [9, 8, 7, 6, 5]
-    for first in range(5):
-        if first <= units[0]:
-            expected = [(unit, blocks[unit]) for unit in range(first, 5)]
-            assert paired(plan, blocks[first:], [0, 1], 80) == expected
-        else:
-            with pytest.raises(BlockRangeMismatch, match=r"do not cover token \d+ "):
-                paired(plan, blocks[first:], [0, 1], 80)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "source", "target", "num_tokens", "token"),
-    [
-        ((16, 64), [5], [0, 1], 80, 48),  # within the window
-        ((16, 16), [6, 5], [2, 3, 4], 80, 32),  # a whole block before it, that nobody should ask for
-        ((16, 64), [6, 5], [0, 1, 2], 144, 0),
-    ],
-)
-def test_a_window_does_not_excuse_other_tokens(sizes, source, target, num_tokens, token):
-    plan = msgspec.structs.replace(group_plan(*sizes), window=30)
-    with pytest.raises(BlockRangeMismatch, match=f"do not cover token {token} "):
-        paired(plan, source, target, num_tokens)
-
-
 @pytest.mark.parametrize("absent", [0, 1, 2])
 def test_a_window_is_that_of_the_token_behind_the_last_target(absent):
     """Of 80 tokens the first 64 are read, so that the window begins at token 35; at 80 it would begin at 51."""
