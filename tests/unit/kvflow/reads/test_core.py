@@ -187,14 +187,6 @@ def test_a_step_posts_one_chunk_and_tells_whether_anything_changed(bench):
     assert not bench.core.in_flight
 
 
-def test_reads_of_one_batch_share_their_check_their_chunk_and_their_fence(bench):
-    bench.post(1, 2, 3, check_first=True)
-    bench.serve()
-    calls = [call for call in bench.backend.calls if call[0] in ("check", "post", "fence")]
-    assert calls == [("check", "p", 3, 3, 1, 2, 3), ("post", 1, 2, 3), ("fence", "p", 3, 3, 1, 2, 3)]
-    assert bench.seen() == ["1 held", "2 held", "3 held"]
-
-
 def test_a_lost_peer_is_removed_when_its_last_read_has_ended(bench):
     for read_id in (1, 2, 3):
         bench.post(read_id)
@@ -251,17 +243,6 @@ def test_removing_a_peer_that_waits_to_be_added_again_tells_so(bench):
     assert bench.backend.calls.count(("add", "p")) == 1
 
 
-def test_bounds_blame_the_reads_of_a_chunk_and_leave_the_peer(bench):
-    bench.backend.raising["post"] = BackendError("bounds", "no")
-    bench.post(1)
-    bench.core.step()
-    assert bench.seen() == ["1 bounds"]
-    del bench.backend.raising["post"]
-    bench.post(2)
-    bench.serve()
-    assert bench.seen() == ["2 held"]
-
-
 def test_a_chunk_that_fails_leaves_the_window_of_its_peer(bench):
     bench.backend.chunk_descriptors = lambda _peer: 4
     for read_id, outcome in ((1, 0), (2, BackendError("bounds", "not there"))):
@@ -273,15 +254,6 @@ def test_a_chunk_that_fails_leaves_the_window_of_its_peer(bench):
         assert pace.bytes_in_flight == 0
         bench.serve()
     assert bench.seen() == ["1 held", "2 bounds"]
-
-
-def test_an_unservable_read_fails_alone_before_it_is_posted(bench):
-    good, bad = a_read(1), [a_read(2, unit=8), a_read(3, slot=8), a_read(4, list_id=9), a_read(5, peer="nobody")]
-    bench.core.handle(PostReads((*bad, good)))
-    assert bench.seen() == ["2 bounds", "3 bounds", "4 program_unknown", "5 peer_lost"]
-    bench.serve()
-    assert bench.seen() == ["1 held"]
-    assert [call for call in bench.backend.calls if call[0] == "post"] == [("post", 1)]
 
 
 def test_a_chunk_whose_post_failed_may_write_until_the_agents_are_gone(bench, caplog):
@@ -381,15 +353,6 @@ def test_a_reset_waits_for_healthy_peers_and_posts_no_chunk_meanwhile(hung):
     assert hung.backend.calls[reset:] == [("reset",), ("add", "q"), ("prepare", 1), ("remove", "p")]
     assert hung.seen() == ["1 cancelled", "2 cancelled", "ResetDone 2"]
     assert not hung.core.in_flight
-
-
-def test_reads_that_wait_go_on_with_the_next_reader(hung):
-    hung.core.handle(ResetReader())
-    hung.backend.all_posted[2].outcome = 0
-    hung.core.step()
-    hung.seen()
-    hung.serve()
-    assert hung.seen() == ["3 held", "4 held"]
 
 
 def test_what_has_not_arrived_in_time_is_lost_with_all_of_its_peer(hung):

@@ -6,7 +6,6 @@ import socket
 import termios
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -199,15 +198,6 @@ def test_rows_outside_the_stretches_cannot_be_prepared(pair, rows, why):
         pair.consumer.prepare(pair.peer, table, list_id=5)
 
 
-def test_blocks_arrive_where_they_belong(consumer, producer):
-    epoch = producer.lease(3, range(64), [])
-    peer = consumer.join(producer)
-    source, target = [5, 9, 10, 63], [60, 2, 3, 1]
-    assert consumer.wait(consumer.post(consumer.read(peer, source, target, [(3, epoch, 4)]))) == 0
-    assert np.array_equal(consumer.target[target], producer.cache[0][source])
-    assert not consumer.target[[0, *range(4, 60)]].any()
-
-
 def test_neighbors_are_one_run_as_they_are_one_descriptor_over_nixl(pair):
     pair.ask(*range(10, 50), 3)
     request, body = pair.far.request(pair.far.open())
@@ -361,18 +351,6 @@ def test_a_chunk_beyond_the_bounds_of_a_request_is_divided(monkeypatch, consumer
     source = np.random.default_rng(0).permutation(64)
     consumer.wait(consumer.post(consumer.read(peer, source, range(64), [(3, epoch, 64)])))
     assert np.array_equal(consumer.target, producer.cache[0][source])
-
-
-def test_of_reads_that_share_a_chunk_each_is_refused_alone(consumer, producer):
-    epochs = [producer.lease(slot, [slot], []) for slot in range(3)]
-    peer = consumer.join(producer)
-    portion = consumer.read(peer, [0, 7, 2], [0, 1, 2], [(slot, epoch, 1) for slot, epoch in enumerate(epochs)])
-    posted = consumer.post(portion)
-    consumer.wait(posted)
-    assert [*posted.refused] == [portion.shares[1].read_id]
-    assert "block 7 of group 0" in posted.refused[portion.shares[1].read_id].detail
-    assert np.array_equal(consumer.target[[0, 2]], producer.cache[0][[0, 2]])
-    assert [consumer.fence(peer, slot, portion) for slot in (0, 2)] == [epochs[0], epochs[2]]
 
 
 def test_a_lease_that_is_not_held_gives_no_byte_and_is_told(consumer, producer):
@@ -596,24 +574,6 @@ def test_what_is_in_flight_ends_at_once_and_nothing_is_written_after_that(pair, 
         pair.backend.poll(posted)
     assert reader.ended()
     assert pair.consumer.target[3].tobytes() == WANTED[:7] + bytes(505)
-
-
-def test_another_peer_is_not_touched(pair, encryption):
-    other = Producer(encryption)
-    peer = pair.consumer.join(other, number=1)
-    posted = pair.consumer.check(peer, 0)
-    pair.backend.remove(pair.peer, gone=False)
-    assert pair.consumer.wait(posted) == [EPOCH]
-    other.put_away()
-
-
-def test_no_descriptor_of_a_file_is_left(encryption):
-    before = len([*Path("/proc/self/fd").iterdir()])
-    producer, consumer = Producer(encryption), Consumer(encryption=encryption)
-    consumer.wait(consumer.check(consumer.join(producer), 0))
-    consumer.close()
-    producer.put_away()
-    assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 
 def test_readable_means_news_and_nothing_is_polled(pair):

@@ -344,27 +344,6 @@ def test_a_request_that_trickles_in_has_no_more_time_than_half_of_one(clock, pro
     assert served_s > module.HALF_S_MAX
 
 
-def test_a_reader_that_takes_an_answer_slowly_is_served_to_its_end(clock, make):
-    """Its time counts from the last byte that it took, not from its request."""
-    producer = make(blocks=32, block_bytes=BIG)
-    epoch = producer.lease(0, range(32), [])
-    reader, other = producer.reader(), producer.reader()
-    pieces = 32 * BIG // long_read(producer, reader, 0, epoch)
-    left = 32 * BIG + pieces * wire.ANSWER.size  # the head of each piece but the first, and the end
-    (client,) = (each for each in producer.sender.clients.values() if each.piece is not None)
-    for _ in range(3):
-        stuck(producer, other)
-        clock(module.STALLED_S_MAX * 0.75)
-        since, piece, unsent = client.since, client.piece, client.piece.left
-        while client.piece is piece and piece.left == unsent:
-            reader.hear(64 << 10)
-            left -= 64 << 10
-            other.epoch(1)
-        assert client.since > since
-    kind, *_, value = wire.ANSWER.unpack(reader.hear(left)[-wire.ANSWER.size :])
-    assert (kind, value) == (wire.DONE, epoch)
-
-
 def test_a_reader_that_takes_nothing_is_closed_in_time(clock, make):
     producer = make(blocks=16, block_bytes=BIG)
     epoch = producer.lease(0, range(16), [])
@@ -375,29 +354,6 @@ def test_a_reader_that_takes_nothing_is_closed_in_time(clock, make):
         clock(module.STALLED_S_MAX + 1)  # again, because the kernel may have taken some meanwhile
         assert idle.epoch(1) == EPOCH
     assert reader.ended()
-
-
-def test_a_reader_that_asks_for_much_work_has_it_done_in_turns(producer):
-    """The answer to another reader comes before the last one of many."""
-    epoch = producer.lease(3, [0], [])
-    busy, other = producer.reader(), producer.reader()
-    frame = wire.encode_read(0, 3, epoch, [block(0, nbytes=1)] * 4096)
-    answered = threading.Event()
-
-    def ask():
-        other.epoch()
-        answered.set()
-
-    busy.say(wire.encode_lease(3, epoch, b""))
-    thread = threading.Thread(target=ask)
-    thread.start()
-    for _ in range(2000):
-        busy.say(frame)
-        assert busy.answer()[0] == wire.DONE
-        if answered.is_set():
-            break
-    thread.join()
-    assert answered.is_set()
 
 
 @pytest.mark.parametrize("said", [0, 10, 24, 40])
