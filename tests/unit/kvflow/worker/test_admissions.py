@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from kvflow.errors import CapacityExceeded, DeadlineExceeded
-from kvflow.events import OfferAdmitted, TransferRetried
+from kvflow.events import TransferRetried
 from kvflow.rendezvous.dialer import Link
 from kvflow.rendezvous.issuer import TicketMint
 from kvflow.rendezvous.questions import Settled
@@ -49,14 +49,6 @@ def admit(world, *grants):
 def num_asking(world):
     (connection,) = world.consumer.worker._consumer.peers._connections.values()
     return connection.num_asking
-
-
-def test_a_pull_goes_on_when_its_lease_is_admitted():
-    with virtual(fence_s=60.0) as world:
-        grants, (pull,) = early(world, 1)
-        admit(world, *grants)
-        world.pass_time(SOON_S)
-        assert pull.result().early == 1
 
 
 @pytest.mark.parametrize(("most", "questions"), [(64, 1), (2, 3)])
@@ -147,50 +139,6 @@ def signed_for_all(world):
     """Return a ticket of all ranks and its grant, which no rank has admitted."""
     mint = TicketMint("prefill-0", [each.worker.rank_address for each in world.producers], cluster_secret=SECRET)
     return mint.offer("early", block_ids=[[2]], num_tokens=4)
-
-
-def revoke(world, grant, *ranks, void=False):
-    for rank in ranks:
-        producer = world.producers[rank]
-        world.do(partial(producer.worker.revoke, grant.request_id, grant if void else None), life=producer)
-
-
-@pytest.mark.parametrize("void", [False, True])
-@pytest.mark.parametrize("deaf", [0, 1])
-def test_a_reader_of_all_ranks_hears_from_one_that_the_lease_is_void(deaf, void):
-    """One rank never hears of the lease, nor of its end. What the reader has read of the other is right so far."""
-    with virtual(ranks=2, fence_s=600.0) as world:
-        ticket, grant = signed_for_all(world)
-        hears = world.producers[1 - deaf]
-        world.do(partial(hears.worker.admit, grant), life=hears)
-        pull = world.start(ticket, (2,))
-        world.pass_time(SOON_S)
-        assert not pull.done()
-        assert hears.of(OfferAdmitted)
-        revoke(world, grant, 1 - deaf, void=void)
-        world.pass_time(REST_S)
-        assert (pull.exception().code, pull.exception().ended_by) == ("stale_lease", "revoked")
-        assert "revoked before every rank has admitted it" in str(pull.exception())
-        world.do(world.consumer.worker.check)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_reader_of_one_rank_hears_from_the_others_that_the_lease_is_void(when):
-    """Its rank is on another host and got neither the lease nor the reset."""
-    with virtual(ranks=2, reader=(1, 2), fence_s=600.0) as world:
-        ticket, grant = signed_for_all(world)
-        if when == "before":
-            revoke(world, grant, 0, void=True)
-        pull = world.start(ticket, (2,))
-        world.pass_time(SOON_S)
-        assert not pull.done()
-        (reading,) = world.consumer.worker._consumer.pulls.by_id.values()
-        assert [rank.read.peer.rank for rank in reading.ranges[-1].ranks] == [1]
-        if when == "after":
-            revoke(world, grant, 0, void=True)
-        world.pass_time(REST_S)
-        assert (pull.exception().code, pull.exception().ended_by) == ("stale_lease", "revoked")
-        world.do(world.consumer.worker.check)
 
 
 @pytest.mark.parametrize("other", ["held", "never", "released", "expired", "unknown"])

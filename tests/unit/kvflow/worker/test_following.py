@@ -336,21 +336,6 @@ async def test_whatever_a_producer_says_its_pull_fails_or_has_what_was_told(worl
     assert set(ends) <= {"completed", "protocol_violation", "stale_lease", "block_range_mismatch"}, ends
 
 
-async def test_an_offer_that_was_ended_is_stale(world, teller):
-    pull = world.start(open_ticket(world), TARGETS)
-    teller.say(8)
-    await teller.heard(2)
-    await waiting(world, 2)
-    world.producer.revoke("request-1")
-    teller.say(8, ended="revoked")
-    error = await failure(pull)
-    assert isinstance(error, StaleLease)
-    assert (error.ended_by, error.quarantined) == ("revoked", False)
-    await ended(pull)
-    (failed,) = await world.heard(PullFailed)
-    assert (failed.phase, failed.lease_ended_by) == ("compute", "revoked")
-
-
 async def test_a_range_whose_fence_is_late_is_stale_and_nothing_more_is_read(world, teller):
     ticket = open_ticket(world)
     await world.connect()

@@ -249,17 +249,6 @@ def test_a_held_ticket_of_a_producer_that_is_closed_is_forgotten(world, monkeypa
     assert world.consumer.worker._consumer._renewals.held == {}
 
 
-def test_each_request_that_ends_its_hold_gives_its_room_back(world, monkeypatch):
-    monkeypatch.setattr(renewals, "HELD_MAX", 2)
-    ticket = world.offer()
-    for number in range(6):
-        hold(world, ticket, f"request {number}")
-        hold(world, ticket, "another")  # it holds the ticket all the while
-        with pytest.raises(CapacityExceeded):
-            hold(world, ticket, "one too many")
-        end_hold(world, ticket, f"request {number}")
-
-
 def test_a_lease_of_a_producer_that_is_closed_is_not_due_again():
     with virtual(ranks=2, lease_s=LEASE_S) as world:
         world.pull(world.offer())
