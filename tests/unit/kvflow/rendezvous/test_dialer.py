@@ -197,22 +197,6 @@ async def test_a_question_without_an_answer_has_a_deadline(mute):
         assert link._awaited._waiting == {}
 
 
-async def test_questions_end_with_their_connection(mute):
-    ended = asyncio.Event()
-    async with asyncio.timeout(PATIENCE_S):
-        async with producing() as producer:
-            link = linked(producer, on_ended=lambda code, detail: ended.set())
-            opened = await link.__aenter__()
-            lease = lease_of(producer.offer("r", [[1]], 4))
-            mute()
-            asked = [asyncio.ensure_future(opened.ask_end(lease, within_s=1000.0)) for _ in range(2)]
-            await asyncio.sleep(0)
-        await ended.wait()
-        assert await asyncio.gather(*asked) == 2 * [LeaseEnd("unknown", None)]
-        assert await opened.ask_end(lease, within_s=1000.0) == LeaseEnd("unknown", None)
-        await link.__aexit__(None, None, None)
-
-
 async def test_questions_of_one_turn_about_a_lease_are_one_message(questions):
     async with producing() as producer, linked(producer) as link:
         ticket = producer.offer("r", [[1]], 4)

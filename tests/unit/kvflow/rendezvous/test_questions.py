@@ -15,10 +15,8 @@ from handshake.rates import Allowance, Bucket
 from handshake.states import Role
 from kvflow.errors import (
     ArgumentInvalid,
-    AuthenticationFailed,
     CapacityExceeded,
     DeadlineExceeded,
-    PeerLost,
     PeerRefused,
     ProtocolViolation,
 )
@@ -113,13 +111,6 @@ async def test_an_answer_that_cannot_be_one_is_a_violation(answers, held, about)
         assert await asker.held(DIGESTS, PATIENCE_S) == (None, 0), "the connection goes on"
 
 
-async def test_many_ask_at_once_and_each_has_its_own_answer(answers):
-    answers[0].extend(AnswerHeld(ticket=minted(), count=1 + number % 3) for number in range(9))
-    async with producing() as producer, asking(producer) as asker:
-        found = await asyncio.gather(*[asker.held(DIGESTS, PATIENCE_S) for _ in range(9)])
-        assert [count for _, count in found] == 3 * [1, 2, 3]
-
-
 async def test_a_connection_to_read_from_asks_too(answers):
     held = AnswerHeld(ticket=minted(), count=3)
     answers[0].append(held)
@@ -154,22 +145,6 @@ async def test_a_question_that_is_cancelled_is_forgotten_and_gets_no_offer():
             gone.cancel()
         producer.offer_progressive("r", [()], 12, digests=[DIGESTS])
         assert (await stays)[1] == len(DIGESTS)
-
-
-async def test_a_question_ends_with_its_connection(mute):
-    async with producing() as producer:
-        asker = asking(producer)
-        opened = await asker.__aenter__()
-        waiting = asyncio.ensure_future(opened.held(DIGESTS, PATIENCE_S))
-        async with asyncio.timeout(PATIENCE_S):
-            await mute.get()
-    async with asyncio.timeout(PATIENCE_S):
-        await opened.wait_ended()
-        for late in (waiting, opened.held(DIGESTS, PATIENCE_S)):
-            with pytest.raises(PeerLost, match=producer.endpoint):
-                await late
-        await asker.__aexit__(None, None, None)
-    assert opened._awaited._waiting == {}
 
 
 async def test_only_so_many_questions_wait_and_the_next_is_refused_here(mute):
@@ -292,13 +267,6 @@ async def test_a_question_that_waits_is_answered_with_any_lease(answers):
         AskHeld(digests=DIGESTS, wait_ms=2500, at_least=2),
         AskHeld(digests=DIGESTS, wait_ms=86_400_000, at_least=1),
     ]
-
-
-async def test_who_does_not_have_the_secret_asks_nobody():
-    async with producing() as producer:
-        with pytest.raises(AuthenticationFailed):
-            async with asking(producer, cluster_secret="another secret of the tests"):
-                pytest.fail("it was let in")
 
 
 LEASE = {"slot": 1, "epoch": 1, "mac": b"x" * 32}
