@@ -30,7 +30,6 @@ from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker import threaded
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.threaded import Finished, _FinishedQueue, run_worker
-from tests.helpers.waiting import wait_until
 
 from .helpers import PATIENCE_S, SECRET, cache_of, make_mortal
 from .pulling import Faults, config, with_faults
@@ -171,16 +170,6 @@ def test_two_pulls_of_one_ticket_are_distinguished_by_the_callers_names():
             consumer.pull(ticket, [[5, 5]], local_request_id="second").result(PATIENCE_S)
         ends = {end.local_request_id: (end.request_id, end.outcome) for end in consumer.finished()}
         assert ends == {"first": ("r", "completed"), "second": ("r", "failed")}
-
-
-@pytest.mark.parametrize("wrong", [None, 5], ids=repr)
-def test_a_pull_that_is_refused_for_its_arguments_is_an_entry(wrong):
-    with run_worker(config(), cache_of()) as producer, run_worker(config("decode-0"), cache_of()) as consumer:
-        future = consumer.pull(producer.offer("r", [[3]], 4), wrong)
-        with pytest.raises(BlockIdsInvalid):
-            future.result(PATIENCE_S)
-        (end,) = consumer.finished()
-        assert (end.request_id, end.outcome, end.error) == ("r", "failed", future.exception())
 
 
 def test_a_pull_that_ends_with_an_error_of_anybody_else_is_an_entry(monkeypatch):
@@ -325,39 +314,6 @@ def test_every_pull_is_reported_however_early_it_is_canceled_or_closed():
     assert sorted(ended) == sorted(ticket.request_id for ticket in tickets)
 
 
-def test_an_admission_that_comes_late_is_waited_for():
-    retried = Heard(TransferRetried)
-    with (
-        run_worker(config(), cache_of()) as producer,
-        run_worker(config("decode-0"), cache_of(), hooks=[retried]) as consumer,
-    ):
-        ticket, grant = not_admitted(producer)
-        future = consumer.pull(ticket, [[5]])
-        retried.wait()
-        producer.admit(grant)
-        assert future.result(PATIENCE_S).nbytes > 0
-
-
-def test_a_ticket_that_is_kept_is_renewed_until_it_is_pulled():
-    source, target, lease_s = cache_of(), cache_of(), 6.0
-    with run_worker(config(lease_s=lease_s), source) as producer, run_worker(config("decode-0"), target) as consumer:
-        tickets = [producer.offer(name, [[3]], 4) for name in ("kept and pulled", "kept and released", "left alone")]
-        ends = [producer.wait_offer(ticket.request_id) for ticket in tickets]
-        for ticket in tickets[:2]:
-            consumer.hold(ticket).result(PATIENCE_S)
-        # A lease that nobody renews expires ``lease_s`` after it was admitted.
-        wait_until(lambda: later_than(lease_s, producer) == {"kept and pulled", "kept and released"})
-        consumer.pull(tickets[0], [[5]]).result(PATIENCE_S)
-        consumer.release(tickets[1]).result(PATIENCE_S)
-        assert [end.result(PATIENCE_S) for end in ends[:2]] == ["released", "released"]
-
-
-def later_than(lease_s, producer):
-    """Name the requests whose leases expire clearly later than they would without a renewal."""
-    leases = producer.snapshot().held_leases
-    return {lease.request_id for lease in leases if lease.age_s + lease.expires_in_s > lease_s + 0.1}
-
-
 def test_a_ticket_of_a_stranger_is_not_kept():
     stranger = config(cluster_secret="another secret of the tests")
     with run_worker(stranger, cache_of()) as producer, run_worker(config("decode-0"), cache_of()) as consumer:
@@ -440,11 +396,3 @@ def test_a_closed_worker_refuses_by_its_own_error():
             call()
     assert not producer.revoke("r")
     assert [(end.request_id, end.outcome) for end in producer.finished()] == [("r", "revoked")]
-
-
-def test_a_thread_lists_the_leases_that_are_held():
-    with run_worker(config(), cache_of()) as producer:
-        producer.offer("r", [[1]], 4)
-        (state,) = producer.snapshot().held_leases
-        assert (state.request_id, state.num_blocks) == ("r", 1)
-        assert producer.snapshot(limit=0).held_leases == ()

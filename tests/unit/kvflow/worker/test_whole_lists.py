@@ -13,7 +13,6 @@ from kvflow.leases.held import OpenGroups
 from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.threaded import run_worker
-from tests.helpers.loops import looped
 
 from .helpers import PATIENCE_S, SECRET, Reports
 from .pulling import config, opened
@@ -143,20 +142,6 @@ async def test_too_few_blocks_do_not_seal(worker, short, minted):
     worker.check()
     worker.seal("r", ((-1, 2, 3), (-1, 5), (6,)))
     assert worker.snapshot().held_leases[0].num_blocks == 6
-
-
-@looped("short", SHORT)
-def test_the_worker_of_a_thread_refuses_too_few_blocks(short):
-    with run_worker(config(), cache_of()) as worker:
-        for call in (
-            lambda ids: offer(worker, ids),
-            lambda ids: keep(worker, ids),
-            lambda ids: admit(worker, ids),
-            lambda ids: worker.offer_when_possible("r", ids, TOKENS).result(PATIENCE_S),
-        ):
-            with pytest.raises(BlockIdsInvalid) as caught:
-                call(SHORT[short][0])
-            refused(caught, short)
 
 
 async def test_a_consumer_may_list_fewer_and_reads_no_absent_block():
