@@ -81,6 +81,22 @@ def test_leases_of_several_durations_run_out_in_time(leases):
     assert leases.next_deadline() is None
 
 
+def test_a_key_that_names_a_thousand_engines_harms_only_itself(leases):
+    grant = grant_of()
+    leases.admit(grant, now=1.0)
+    key = (grant.slot, grant.epoch)
+    honest = [Reader("decode-0", rank, 2, "its key") for rank in range(2)]
+    assert released(leases, key, honest[0], 2.0) == ("counted", None)
+    for number in range(READERS_MAX + 5):
+        released(leases, key, Reader(f"engine {number}", 0, 2, "one key"), 2.0)
+    late = [Reader("decode-1", rank, 2, f"key {rank}") for rank in range(2)]
+    assert released(leases, key, late[0], 3.0) == ("counted", None)
+    (lease,) = leases._by_slot.values()
+    assert len(lease.readers) == READERS_MAX
+    assert released(leases, key, Reader("one more", 0, 2, "one key"), 3.0) == ("unknown", None)
+    assert released(leases, key, honest[1], 3.0)[0] == "ended"
+
+
 def test_voiding_ends_no_other_lease_but_a_kept_one_of_the_slot(leases, epochs):
     """The issuer has given the slot of the kept lease to the grant."""
     mint = mint_of(address(slots=1), block_sizes=(1,))
@@ -135,7 +151,7 @@ def test_leases_that_have_ended_are_not_kept_until_they_would_have_run_out(lease
         leases.revoke(grant.request_id, 2.0)
         mint.retire(grant.request_id)
     assert leases.next_deadline() is None
-    assert not leases._ends
+    assert (len(leases), leases._ends) == (0, {})
 
 
 def test_a_release_looks_at_its_own_engine_only(leases):

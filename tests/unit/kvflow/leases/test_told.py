@@ -60,3 +60,14 @@ def test_who_asks_of_another_incarnation_is_told_all_again():
     changes = ends.after(1000, 1000)
     assert (changes.new, changes.gone, changes.is_all) == (end_of(1), b"", True)
     assert changes.begun == changes.until == ends.number
+
+
+def test_a_worker_that_keeps_more_than_it_tells_says_so(monkeypatch):
+    monkeypatch.setattr(told, "ENDS_MAX", 3)
+    ends, first, second = KeptEnds(), Kept(1, 2), Kept(3, 4)
+    ends.add(first)
+    assert ends.after(0, 0).is_all
+    ends.add(second)
+    assert (ends.after(0, 0).new, ends.after(0, 0).is_all) == (end_of(1) + end_of(2), False)
+    ends.remove(second)
+    assert ends.after(0, 0).is_all

@@ -10,6 +10,8 @@ from kvflow.reads.backend import Cause
 from kvflow.reads.contract import SPAN_MAX
 from kvflow.reads.lanes import (
     AGING_S,
+    CHECKS_IN_FLIGHT_MAX,
+    CHUNKS_IN_FLIGHT_MAX,
     Check,
     Lanes,
 )
@@ -148,6 +150,15 @@ def test_a_read_that_is_cancelled_while_it_is_checked_ends_at_once():
     bench.land(check)
     assert bench.take() is None
     assert bench.told() == []
+
+
+def test_a_peer_has_so_many_checks_and_chunks_in_flight():
+    bench = Bench()
+    for at in range(CHECKS_IN_FLIGHT_MAX + 1):
+        bench.admit(10 + at, slot=2 * SPAN_MAX * at, check_first=True)
+    assert len([*iter(bench.lanes.take_check, None)]) == CHECKS_IN_FLIGHT_MAX
+    bench.admit(1, prepared(2, portion=3), chunks=100)
+    assert len([*iter(bench.lanes.take_chunk, None)]) == CHUNKS_IN_FLIGHT_MAX
 
 
 def test_a_peer_owes_us_something_while_anything_is_in_flight():

@@ -275,6 +275,15 @@ async def test_one_connection_is_kept_and_dialed_again_when_it_has_ended():
         assert network.dialed == [endpoint] * 2
 
 
+async def test_the_connection_that_was_used_longest_ago_is_closed():
+    async with opened(ranks=2, network=(network := FaultyNetwork())) as world:
+        world.consumer._consumer.prefixes._limit = 1
+        first, second = (worker.endpoint for worker in world.producers)
+        for endpoint in (first, second, second, first):
+            assert await find(world, chain(3), endpoint) == (None, 0)
+        assert network.dialed == [first, second, first]
+
+
 async def test_a_reader_without_a_cache_finds_what_a_worker_holds(producer):
     kept = keep(producer, "kept", 3, 4)
     async with open_reader(config("scheduler")) as reader:

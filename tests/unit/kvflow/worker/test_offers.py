@@ -262,6 +262,18 @@ def waiting(producer, name, *, block_ids=BLOCKS, timeout_s=None):
     return asyncio.ensure_future(producer.offer_when_possible(name, block_ids, 8, timeout_s=timeout_s))
 
 
+async def test_a_caller_that_gives_up_leaves_the_line(full):
+    line = [waiting(full, name) for name in "abc"]
+    await turns(5)
+    line[0].cancel()
+    full.revoke("0")
+    line[1].cancel()  # it has not run when the slot is given away
+    assert (await waited(line[2]))[0].request_id == "c"
+    assert requests(full) == ("1", "2", "c")
+    assert line[0].cancelled()
+    assert line[1].cancelled()
+
+
 async def test_a_ticket_that_its_caller_never_gets_is_revoked(full, reports):
     task = waiting(full, "a")
     await turns(5)

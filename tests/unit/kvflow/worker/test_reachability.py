@@ -7,6 +7,7 @@ import pytest
 
 from kvflow import errors
 from kvflow.rendezvous.dialer import Restarted
+from kvflow.rendezvous.endpoint import NotDialed
 from kvflow.worker.connections import (
     FAILURES_MAX,
     SPREAD_S,
@@ -47,6 +48,12 @@ class World:
 @pytest.fixture
 def world():
     return World()
+
+
+def test_what_never_left_this_process_is_no_answer_and_no_silence(world):
+    for error in (NotDialed("open files", 1024), errors.ConfigInvalid("malformed")):
+        world.fail(member(), error, times=10)
+        assert world.refused(member()) is None, "the address was not even tried"
 
 
 RESTARTED = Restarted("it was restarted", ended_by="gone", peer=ENDPOINT)
