@@ -192,17 +192,6 @@ async def test_a_callback_may_cancel_other_pulls_of_its_turn(inline_s_max):
             admit()
 
 
-async def test_a_callback_that_fails_is_told_to_the_loop_and_ends_no_other_pull(world):
-    await world.connect()
-    told = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
-    handles = world.consumer.pull_many(items_of(world))
-    handles[0].on_quiesced(lambda _: 1 / 0)
-    reports = await outcomes(handles)
-    assert [report.nbytes > 0 for report in reports] == [True] * 6
-    assert [type(error) for error in told] == [ZeroDivisionError]
-
-
 async def test_canceling_one_pull_of_a_batch_leaves_the_others(world):
     await world.connect()
     world.faults.hung.add(0)

@@ -59,24 +59,6 @@ async def test_few_files_for_the_most_peers_are_told_when_a_worker_starts(caplog
     assert all(each in message for message in messages for each in said)
 
 
-async def test_a_worker_reads_from_another():
-    source, target = cache_of(), cache_of()
-    source.views["a"][3].fill_(7.0)
-    async with (
-        asyncio.timeout(PATIENCE_S),
-        open_worker(config(), source) as producer,
-        open_worker(config("decode-0"), target) as consumer,
-    ):
-        ticket = producer.offer("request-1", [[3]], 4)
-        assert producer.snapshot().leases == 1
-        report = await consumer.pull(ticket, [[5]])
-        assert bool((target.views["a"][5] == 7.0).all())
-        assert report.nbytes == source.bytes_per_block
-        assert await producer.wait_offer("request-1") == "released"
-        assert (consumer.snapshot().pulls, consumer.snapshot().quarantined) == (0, ())
-        await consumer.quiesced("request-1")
-
-
 @pytest.mark.parametrize("keys", [{}, {"private_key": "01" * 32, "allowed_keys": ("02" * 32,)}])
 async def test_a_data_plane_hears_whether_each_reader_has_its_own_key(keys):
     heard = []
@@ -264,17 +246,6 @@ async def test_a_worker_refuses_more_in_each_stage_and_never_goes_back():
                 start()
         with pytest.raises(WorkerClosed, match="is closing and releases nothing"):
             await worker.release(tickets[2])
-
-
-async def test_leaving_revokes_and_refuses():
-    async with open_worker(config(), cache_of()) as worker:
-        worker.offer("r", [[1]], 4)
-    assert worker.snapshot().leases == 0
-    assert await worker.wait_offer("r") == "revoked"
-    with pytest.raises(WorkerClosed):
-        worker.offer("s", [[1]], 4)
-    with pytest.raises(WorkerClosed):
-        await worker.release(None)
 
 
 @pytest.mark.parametrize(

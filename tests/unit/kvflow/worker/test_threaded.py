@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from kvflow.errors import (
-    ArgumentInvalid,
     BlockIdsInvalid,
     ConfigInvalid,
     DeadlineExceeded,
@@ -261,31 +260,6 @@ def test_a_batch_is_started_together_and_each_of_its_ends_is_told(monkeypatch):
             (f"ours {at}", "completed") for at in range(1, 7)
         ]
         assert {end.request_id: end.report for end in ends} == {report.request_id: report for report in reports}
-
-
-@pytest.mark.parametrize("wrong", [None, ("no ticket", [[7]]), (1, 2, 3, 4)], ids=repr)
-def test_one_wrong_item_of_a_batch_fails_alone(wrong):
-    with run_worker(config(), cache_of()) as producer, run_worker(config("decode-0"), cache_of()) as consumer:
-        right = [(producer.offer(name, [[3]], 4), [[block]]) for name, block in {"a": 1, "b": 2}.items()]
-        futures = consumer.pull_many(iter([right[0], wrong, right[1]]))
-        assert isinstance(futures[1].exception(PATIENCE_S), ArgumentInvalid)
-        assert [futures[at].result(PATIENCE_S).request_id for at in (0, 2)] == ["a", "b"]
-        ends = [(end.request_id, end.outcome) for end in consumer.finished()]
-        assert sorted(ends) == [("", "failed"), ("a", "completed"), ("b", "completed")]
-
-
-def test_canceling_one_future_of_a_batch_leaves_the_others(monkeypatch):
-    with workers_with_faults(monkeypatch) as (producer, consumer, faults):
-        faults.hung.add(0)
-        futures = consumer.pull_many([(producer.offer(f"r{at}", [[at]], 4), [[at]]) for at in range(3)])
-        assert faults.busy.acquire(timeout=PATIENCE_S)
-        assert futures[1].cancel()
-        assert not futures[0].done()
-        faults.heal()
-        assert [futures[at].result(PATIENCE_S).request_id for at in (0, 2)] == ["r0", "r2"]
-        assert consumer.wait_finished(PATIENCE_S, at_least=3)
-        outcomes = {end.request_id: end.outcome for end in consumer.finished()}
-        assert outcomes == {"r0": "completed", "r1": "failed", "r2": "completed"}
 
 
 def test_a_batch_that_its_worker_cannot_take_leaves_a_record_for_each_pull(caplog):
