@@ -38,9 +38,67 @@ def test_good_tensors_are_not_refused():
     assert kvflow.adopt({"a": pages(), "b": pages()}, {"a": full(), "b": full()}).num_blocks == B
 
 
-@pytest.mark.parametrize(("names", "said"), [("a", "['b'] have no tensor"), ("abc", "['c'] have no spec")])
-def test_layers_must_be_those_of_the_specs(names, said):
-    assert said in refused({name: pages() for name in names}, dict.fromkeys("ab", full()))
+LATENT = kvflow.MLA(block_size=N, head_size=D, dtype="float32")
+KERNELS = full(kernel_block_size=2)
+WIDE = torch.zeros(B, H, N, 2 * D * 4 * 2, dtype=torch.int8)[..., ::2]
+TWICE = dict.fromkeys("ab", torch.zeros(2, B, N, H, D))
+TURNED = torch.zeros(64, 16, 16, B).permute(3, 0, 1, 2)
+MANY_HEADS = kvflow.FullAttention(block_size=16, num_kv_heads=64, head_size=8, dtype="float32")
+SMALL = {"groups": [Group(("a",), "full", N, page_bytes=10)]}
+ANOTHER = {"groups": [Group(("b",), "full", N)]}
+
+
+def apart(*shapes):
+    """Keys and values in tensors of their own."""
+    return [torch.zeros(shape) for shape in shapes]
+
+
+@looped(
+    "value, spec, how, said",
+    [
+        (None, full(), {}, "a: found NoneType; expected a torch tensor"),
+        (pages().numpy(), full(), {}, "a: found ndarray; expected a torch tensor"),
+        ([pages(), 3], full(), {}, "a[1]: found int; expected a torch tensor"),
+        ([], full(), {}, "a: found an empty list; expected a tensor, or one per state"),
+        (pages().to("meta"), full(), {}, "a: found a meta tensor; expected a strided one in memory"),
+        (pages().to_sparse(), full(), {}, "a: found a torch.sparse_coo tensor; expected a strided one in memory"),
+        (pages()[:0], full(), {}, "a: shape is [0, 3, 4, 10]; expected axes of at least one element each"),
+        (pages(dtype=torch.float64), full(), {}, "a: dtype is float64; expected one of float32, float16"),
+        (pages(dtype=torch.bfloat16), full(), {}, "a: dtype is bfloat16; expected float32 or uint8 or int8"),
+        ([pages()] * 3, full(), {}, "a: found a list of 3 tensors; expected one, or 2 if keys and values are apart"),
+        (apart((B, N, D), (B, N, D)), LATENT, {}, "a: found a list of 2 tensors; expected one"),
+        # Forms are described in elements of the tensor, and kernel blocks are whole blocks.
+        (torch.zeros(B, H, N, D, dtype=torch.int8), KERNELS, {}, "BHNC = [2 * B, 3, 2, 40], BRHNC = [B, 2, 3, 2, 40]"),
+        (torch.zeros(5, H, 2, 2 * D), KERNELS, {}, "a: shape is [5, 3, 2, 10]; tried BHNC = [2 * B, 3, 2, 10]"),
+        (apart((B, N, H, D), (B, H, N, D)), full(), {}, "tried BNHC = [B, 4, 3, 5] and [B, 4, 3, 5], BHNC"),
+        (apart((B, N, H, D), (B - 1, N, H, D)), full(), {}, "tried BNHC = [B, 4, 3, 5] and [B, 4, 3, 5], BHNC"),
+        (WIDE, full(), {}, "a: stride of the last axis is 2 bytes; expected 1"),
+        (TURNED, MANY_HEADS, {}, "expected at most 4096 pieces"),
+        (pages(), full(), {"axes": {"b": "BHNC"}}, "axes names layer 'b', which has no spec"),
+        (pages(), full(), {"axes": {"a": "BHN"}}, "a: axes is 'BHN'; expected each of B, H, N, C once"),
+        (pages(), full(), {"axes": {"a": "BHNCX"}}, "a: axes is 'BHNCX'"),
+        (pages(), full(), {"axes": {"a": "BHNNC"}}, "a: axes is 'BHNNC'"),
+        (pages(), full(), {"axes": {"a": "BHCN"}}, "a: axes is 'BHCN'"),
+        (pages(), full(), {"axes": {"a": "KBHNC"}}, "a: shape is [6, 3, 4, 10]; tried KBHNC = [2, B, 3, 4, 5]"),
+        (pages(), full(), SMALL, "a: page_bytes is 10, but a page of tp_rank 0 of 1 holds"),
+        (pages(), full(), ANOTHER, "groups and specs"),
+        (pages(), full(head_size=math.pi), {}, "head_size"),
+    ],
+)
+def test_what_is_no_layer_is_refused_by_name(value, spec, how, said):
+    assert said in refused({"a": value}, {"a": spec}, **how)
+
+
+@looped(
+    "tensors, specs, said",
+    [
+        ({"a": pages()}, dict.fromkeys("ab", full()), "['b'] have no tensor"),
+        (dict.fromkeys("abc", pages()), dict.fromkeys("ab", full()), "['c'] have no spec"),
+        (TWICE, None, "a: shape is [2, 6, 4, 3, 5], given for several layers of its group; tried LBHNC = [2, B, 3, 4,"),
+    ],
+)
+def test_layers_and_tensors_belong_together(tensors, specs, said):
+    assert said in refused(tensors, specs)
 
 
 @pytest.mark.parametrize(
@@ -70,30 +128,6 @@ def test_tensors_are_a_mapping(tensors):
 
 
 @looped(
-    "value, said",
-    [
-        (None, "a: found NoneType; expected a torch tensor"),
-        (pages().numpy(), "a: found ndarray; expected a torch tensor"),
-        ([pages(), 3], "a[1]: found int; expected a torch tensor"),
-        ([], "a: found an empty list; expected a tensor, or one per state"),
-        (pages().to("meta"), "a: found a meta tensor; expected a strided one in memory"),
-        (pages().to_sparse(), "a: found a torch.sparse_coo tensor; expected a strided one in memory"),
-        (pages()[:0], "a: shape is [0, 3, 4, 10]; expected axes of at least one element each"),
-        (pages(dtype=torch.float64), "a: dtype is float64; expected one of float32, float16"),
-        (pages(dtype=torch.bfloat16), "a: dtype is bfloat16; expected float32 or uint8 or int8"),
-        ([pages()] * 3, "a: found a list of 3 tensors; expected one, or 2 if keys and values are apart"),
-    ],
-)
-def test_a_layer_has_tensors_of_its_dtype_in_memory(value, said):
-    assert said in refused({"a": value})
-
-
-def test_a_latent_has_one_tensor():
-    spec = kvflow.MLA(block_size=N, head_size=D, dtype="float32")
-    assert "a: found a list of 2 tensors; expected one" in refused({"a": [torch.zeros(B, N, D)] * 2}, {"a": spec})
-
-
-@looped(
     "shape",
     [
         (B, H, N, D),  # only K
@@ -110,22 +144,6 @@ def test_a_shape_that_no_form_has_is_refused_with_those_that_were_tried(shape):
     assert f"a: shape is {list(shape)}; tried BHNC = [B, 3, 4, 10], KBNHC = [2, B, 4, 3, 5], " in message
 
 
-def test_forms_are_described_in_elements_of_the_tensor():
-    message = refused({"a": torch.zeros(B, H, N, D, dtype=torch.int8)}, {"a": full(kernel_block_size=2)})
-    assert "BHNC = [2 * B, 3, 2, 40], BRHNC = [B, 2, 3, 2, 40]" in message
-
-
-def test_kernel_blocks_must_be_whole_blocks():
-    message = refused({"a": torch.zeros(5, H, 2, 2 * D)}, {"a": full(kernel_block_size=2)})
-    assert "a: shape is [5, 3, 2, 10]; tried BHNC = [2 * B, 3, 2, 10]" in message
-
-
-@pytest.mark.parametrize("shapes", [((B, N, H, D), (B, H, N, D)), ((B, N, H, D), (B - 1, N, H, D))])
-def test_keys_and_values_apart_have_one_form_and_as_many_blocks(shapes):
-    message = refused({"a": [torch.zeros(shape) for shape in shapes]})
-    assert "tried BNHC = [B, 4, 3, 5] and [B, 4, 3, 5], BHNC" in message
-
-
 def test_values_of_another_size_do_not_fit_an_axis_of_pairs():
     assert "KBNHC" not in refused({"a": torch.zeros(2, B, N, H, D)}, {"a": full(head_size_v=2)})
 
@@ -136,21 +154,6 @@ def test_all_layers_have_as_many_blocks(blocks):
     tensors = {f"layers.{index}": pages(blocks=count) for index, count in enumerate(blocks)}
     said = f"layers.{odd}: num_blocks is {blocks[odd]}; expected 6, as layers.{0 if odd else 1} has"
     assert said in refused(tensors)
-
-
-@looped(
-    "axes, said",
-    [
-        ({"b": "BHNC"}, "axes names layer 'b', which has no spec"),
-        ({"a": "BHN"}, "a: axes is 'BHN'; expected each of B, H, N, C once"),
-        ({"a": "BHNCX"}, "a: axes is 'BHNCX'"),
-        ({"a": "BHNNC"}, "a: axes is 'BHNNC'"),
-        ({"a": "BHCN"}, "a: axes is 'BHCN'"),
-        ({"a": "KBHNC"}, "a: shape is [6, 3, 4, 10]; tried KBHNC = [2, B, 3, 4, 5]"),
-    ],
-)
-def test_axes_name_what_is_there(axes, said):
-    assert said in refused({"a": pages()}, axes=axes)
 
 
 @pytest.mark.parametrize("axes", ["BHNC", {"a": 4}])
@@ -185,11 +188,6 @@ def test_bytes_that_are_not_aligned_to_elements_are_refused(first):
     memory = torch.zeros(B * PAGE * 4 + 4, dtype=torch.int8)
     shifted = memory[first : first + B * PAGE * 4].view(B, H, N, 2 * D * 4)
     assert f"a.k: lies at byte {first} of its storage" in refused({"a": shifted})
-
-
-def test_bytes_of_an_element_lie_together():
-    wide = torch.zeros(B, H, N, 2 * D * 4 * 2, dtype=torch.int8)
-    assert "a: stride of the last axis is 2 bytes; expected 1" in refused({"a": wide[..., ::2]})
 
 
 # Two layers in one memory.
@@ -277,20 +275,6 @@ def test_interleaved_heads_and_layers_share_no_byte():
     assert "of its own group" in refused(tensors, SAME)
 
 
-def test_the_same_tensor_for_layers_of_one_group_needs_an_axis_of_layers():
-    tensor = torch.zeros(2, B, N, H, D)
-    message = refused({"a": tensor, "b": tensor})
-    assert (
-        "a: shape is [2, 6, 4, 3, 5], given for several layers of its group; tried LBHNC = [2, B, 3, 4, 10]" in message
-    )
-
-
-def test_blocks_inside_of_content_are_refused():
-    tensor = torch.zeros(64, 16, 16, B).permute(3, 0, 1, 2)
-    spec = kvflow.FullAttention(block_size=16, num_kv_heads=64, head_size=8, dtype="float32")
-    assert "expected at most 4096 pieces" in refused({"a": tensor}, {"a": spec})
-
-
 # States.
 
 
@@ -307,48 +291,33 @@ def ssm(*shape):
     return torch.zeros(shape or (B, 4, 2, 5))
 
 
+HALVES = torch.zeros(B, 6, 12, dtype=torch.int8)[:, :, ::2]
+
+
 @looped(
-    "value, said",
+    "value, how, said",
     [
-        ([ssm(), conv()], "m[0]: dtype is float32; expected float16, or int8 or uint8 as bytes"),
-        ([conv()], "m: found 1 tensors; expected one for each of ['conv', 'ssm']"),
-        ([conv(B, 6, 4), ssm()], "m[0]: shape of conv is [6, 6, 4]; tried [B, 6, 3] and its two axes exchanged"),
-        ([conv(), ssm(B, 2, 4, 5)], "m[1]: shape of ssm is [6, 2, 4, 5]; tried [B, 4, 2, 5]"),
-        ([conv(), ssm(B - 1, 4, 2, 5)], "m[1]: has 5 blocks; expected 6 as m[0]"),
-        ([conv(), ssm()[:1].expand(B, 4, 2, 5)], "m.ssm: stride of blocks is 0 bytes"),
-        (conv(), "m: dtype is float16; expected int8 or uint8 for a page of states"),
-        (conv(B, 195, dtype=torch.int8), "m: shape is [6, 195]; tried [B, 196], [B, 1, 1, 196]"),
-        (conv(B, 197, dtype=torch.int8), "m: shape is [6, 197]; tried [B, 196]"),
-        (conv(B, 2, 1, 196, dtype=torch.int8), "m: shape is [6, 2, 1, 196]; tried"),
-        (conv(B, 392, dtype=torch.int8)[:, ::2], "m: stride of the last axis is 2 bytes; expected 1"),
-        (conv(B, 198, dtype=torch.int8)[:, :196], "m.ssm: lies at byte 36 of its storage with strides of 198"),
+        ([ssm(), conv()], {}, "m[0]: dtype is float32; expected float16, or int8 or uint8 as bytes"),
+        ([conv()], {}, "m: found 1 tensors; expected one for each of ['conv', 'ssm']"),
+        ([conv(B, 6, 4), ssm()], {}, "m[0]: shape of conv is [6, 6, 4]; tried [B, 6, 3] and its two axes exchanged"),
+        ([conv(), ssm(B, 2, 4, 5)], {}, "m[1]: shape of ssm is [6, 2, 4, 5]; tried [B, 4, 2, 5]"),
+        ([conv(), ssm(B - 1, 4, 2, 5)], {}, "m[1]: has 5 blocks; expected 6 as m[0]"),
+        ([conv(), ssm()[:1].expand(B, 4, 2, 5)], {}, "m.ssm: stride of blocks is 0 bytes"),
+        ([HALVES, ssm()], {}, "m[0]: stride of the last axis is 2 bytes; expected 1"),
+        ([conv(), ssm()], {"axes": {"m": "BNC"}}, "m: axes is 'BNC'; expected no entry for a layer of kind 'mamba'"),
+        (conv(), {}, "m: dtype is float16; expected int8 or uint8 for a page of states"),
+        (conv(B, 195, dtype=torch.int8), {}, "m: shape is [6, 195]; tried [B, 196], [B, 1, 1, 196]"),
+        (conv(B, 197, dtype=torch.int8), {}, "m: shape is [6, 197]; tried [B, 196]"),
+        (conv(B, 2, 1, 196, dtype=torch.int8), {}, "m: shape is [6, 2, 1, 196]; tried"),
+        (conv(B, 392, dtype=torch.int8)[:, ::2], {}, "m: stride of the last axis is 2 bytes; expected 1"),
+        (conv(B, 198, dtype=torch.int8)[:, :196], {}, "m.ssm: lies at byte 36 of its storage with strides of 198"),
     ],
 )
-def test_states_are_those_of_the_spec(value, said):
-    assert said in refused({"m": value}, {"m": two_states()})
-
-
-def test_states_have_no_axes_to_name():
-    said = "m: axes is 'BNC'; expected no entry for a layer of kind 'mamba'"
-    assert said in refused({"m": [conv(), ssm()]}, {"m": two_states()}, axes={"m": "BNC"})
-
-
-def test_bytes_of_a_state_s_element_lie_together():
-    wide = torch.zeros(B, 6, 12, dtype=torch.int8)[:, :, ::2]
-    assert "m[0]: stride of the last axis is 2 bytes; expected 1" in refused({"m": [wide, ssm()]}, {"m": two_states()})
+def test_states_are_those_of_the_spec(value, how, said):
+    assert said in refused({"m": value}, {"m": two_states()}, **how)
 
 
 def test_states_of_one_layer_share_no_byte():
     memory = torch.zeros(B, 50)
     states = [memory.view(torch.float16)[:, :18].view(B, 6, 3), memory[:, 8:48].view(B, 4, 2, 5)]
     assert "m.ssm: block 0 has bytes of block 0 of m.conv" in refused({"m": states}, {"m": two_states()})
-
-
-def test_padding_that_is_too_small_is_refused():
-    group = Group(("a",), "full", N, page_bytes=10)
-    assert "a: page_bytes is 10, but a page of tp_rank 0 of 1 holds" in refused({"a": pages()}, groups=[group])
-
-
-def test_specs_and_groups_are_checked_as_everywhere():
-    assert "groups and specs" in refused({"a": pages()}, groups=[Group(("b",), "full", N)])
-    assert "head_size" in refused({"a": pages()}, {"a": full(head_size=math.pi)})
