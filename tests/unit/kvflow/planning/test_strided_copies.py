@@ -72,20 +72,6 @@ def test_a_box_keeps_what_leads_from_unit_to_unit():
     assert StridedCopies(table_of((8, 0, 0), region=3)).region.tolist() == [3]
 
 
-@looped("seed", range(20))
-def test_whatever_is_folded_every_piece_is_moved_once(seed):
-    rng = np.random.default_rng(seed)
-    steps = rng.integers(8, 2000, (3, 2))
-    counts = rng.integers(1, 4, 3)
-    runs = {
-        (8, *(sum(i * step for i, step in zip(index, steps[:, side].tolist(), strict=True)) for side in (0, 1)))
-        for index in np.ndindex(*counts)
-    }
-    runs = sorted(runs, key=lambda run: run[2])
-    dropped = [run for run in runs if rng.random() < 0.8] or runs
-    assert moved(StridedCopies(table_of(*dropped))) == sorted(dropped)
-
-
 def regular(count):
     """Runs at even distances."""
     return [(8, 16 * index, 8 * index) for index in range(count)]
