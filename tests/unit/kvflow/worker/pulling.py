@@ -12,6 +12,7 @@ from handshake.sockets import LinkEvent, ZeroMqNetwork
 from kvflow.config import Tuning
 from kvflow.events import PullFailed, TransferCompleted
 from kvflow.layout.shards import Shard
+from kvflow.leases.epochs import EPOCH_BITS
 from kvflow.leases.tickets import Ticket, join_tickets
 from kvflow.reads.backend import BackendError, PostedWork
 from kvflow.reads.contract import TURN_S_MAX
@@ -379,6 +380,13 @@ def issued_before(ticket, seconds):
     grant = msgspec.structs.replace(ticket.grants[0], issued_ms=issued_ms)
     key = TicketKey.of(config())
     return Ticket(grants=(grant,), signed=(grant.signed(key.sign, key.fingerprint),))
+
+
+def not_admitted(producer, request_id="r"):
+    """Return a ticket and its grant, which nobody has admitted: a pull of it waits, and reads again."""
+    ahead = msgspec.structs.replace(producer.rank_address, epoch_base=2**EPOCH_BITS)
+    mint = TicketMint("prefill-0", [ahead], cluster_secret=SECRET)
+    return mint.offer(request_id, block_ids=[[1]], num_tokens=4)
 
 
 async def failure(awaitable):

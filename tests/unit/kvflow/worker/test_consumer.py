@@ -36,12 +36,6 @@ RELEASED, REVOKED = "released", "revoked"
 
 
 @pytest.fixture
-async def world():
-    async with opened() as world:
-        yield world
-
-
-@pytest.fixture
 async def threaded():
     """A world whose consumer posts nothing on the event loop."""
     async with opened(inline_s_max=0, num_blocks=32) as world:

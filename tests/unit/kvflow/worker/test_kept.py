@@ -29,7 +29,7 @@ from tests.helpers.waiting import until
 from tests.ports import free_port
 
 from .asking import LONG_MS, Asked
-from .helpers import PATIENCE_S, SECRET, Reports, cache_of, lease_of, turns
+from .helpers import PATIENCE_S, SECRET, cache_of, lease_of, turns
 from .pulling import FaultyNetwork, config, failure, opened
 from .virtual import virtual
 
@@ -48,11 +48,6 @@ def keep(worker, name, *blocks, **how):
 
 def held(worker):
     return {lease.request_id: lease.kind == "kept" for lease in worker.snapshot().held_leases}
-
-
-@pytest.fixture
-def reports():
-    return Reports()
 
 
 @pytest.fixture

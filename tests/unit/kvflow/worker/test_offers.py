@@ -24,7 +24,7 @@ from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker.runtime import open_worker
 from tests.fakes.models import Shape
 
-from .helpers import PATIENCE_S, SECRET, SPECS, Reports, cache_of, futures_left, turns
+from .helpers import PATIENCE_S, SECRET, SPECS, cache_of, futures_left, turns
 from .pulling import config, opened
 from .virtual import virtual
 
@@ -40,11 +40,6 @@ async def producing(*hooks):
     """Open a producer with few slots."""
     async with open_worker(config(lease_slots=SLOTS), cache_of(10, groups=TWO_GROUPS), hooks=hooks) as worker:
         yield worker
-
-
-@pytest.fixture
-def reports():
-    return Reports()
 
 
 @pytest.fixture

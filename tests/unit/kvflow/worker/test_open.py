@@ -18,7 +18,7 @@ from kvflow.worker.runtime import open_worker
 from kvflow.worker.threaded import run_worker
 
 from .asking import ASKER, Asked, answered, chain, held, named, settled, settled_of
-from .helpers import PATIENCE_S, SECRET, Reports, cache_of, lease_of, turns
+from .helpers import PATIENCE_S, SECRET, cache_of, lease_of, turns
 from .pulling import config, opened
 from .virtual import virtual
 
@@ -27,11 +27,6 @@ SPECS = {
     "window": SlidingWindow(block_size=4, num_kv_heads=2, head_size=8, dtype="float16", window=8),
     "state": Mamba(block_size=4, states=(State("ssm", (4, 8), "float16", shard_axis=0),)),
 }
-
-
-@pytest.fixture
-def reports():
-    return Reports()
 
 
 @pytest.fixture

@@ -36,12 +36,6 @@ KINDS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and iss
 OTHERS = [RuntimeError("a defect"), MemoryError(), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()]
 
 
-@pytest.fixture
-async def world():
-    async with opened() as world:
-        yield world
-
-
 async def failing(world, kind, **how):
     """Return the error of the only pull, and its record."""
     error = await failure(world.start(**how))

@@ -31,13 +31,9 @@ from kvflow.rendezvous.endpoint import files_wanted
 from kvflow.worker import prepared, runtime
 from kvflow.worker.environment import PRODUCTION, staging_of
 from kvflow.worker.runtime import open_worker
-from tests.helpers.settings import flat_config
 
-from .helpers import PATIENCE_S, SECRET, cache_of
-
-
-def config(engine_id="prefill-0", **settings):
-    return flat_config(**{"engine_id": engine_id, "cluster_secret": SECRET, "transport": "loopback"} | settings)
+from .helpers import PATIENCE_S, cache_of
+from .pulling import config
 
 
 @pytest.mark.parametrize("peers", [64, 200])

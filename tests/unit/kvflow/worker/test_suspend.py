@@ -3,32 +3,18 @@
 import socket
 import threading
 
-import msgspec
 import pytest
 
 from kvflow.errors import ConfigInvalid, SpecInvalid, TransferCancelled, TransferFailed, WorkerClosed, WorkerSuspended
 from kvflow.events import TransferRetried
-from kvflow.leases.epochs import EPOCH_BITS
-from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker import threaded
 from kvflow.worker.threaded import run_worker
-from tests.helpers.settings import flat_config
 from tests.ports import free_port
 
-from .helpers import PATIENCE_S, SECRET, cache_of, make_mortal
+from .helpers import PATIENCE_S, cache_of, make_mortal
+from .pulling import config, not_admitted
 
 KEYS = {"private_key": "01" * 32, "allowed_keys": ("02" * 32,)}
-
-
-def config(engine_id="prefill-0", **settings):
-    return flat_config(**{"engine_id": engine_id, "cluster_secret": SECRET, "transport": "loopback"} | settings)
-
-
-def not_admitted(producer):
-    """A ticket whose grant no worker has admitted: a pull of it waits, and reads again."""
-    ahead = msgspec.structs.replace(producer.rank_address, epoch_base=2**EPOCH_BITS)
-    mint = TicketMint("prefill-0", [ahead], cluster_secret=SECRET)
-    return mint.offer("not admitted", block_ids=[[1]], num_tokens=4)[0]
 
 
 class Broken:
@@ -79,12 +65,12 @@ def test_whoever_waits_for_something_hears_that_it_has_ended(worker):
             retried.set()
 
     with run_worker(config("decode-0"), cache_of(), hooks=[notice]) as consumer:
-        pull = consumer.pull(not_admitted(worker), [[5]])
+        pull = consumer.pull(not_admitted(worker)[0], [[5]])
         assert retried.wait(PATIENCE_S)
         consumer.suspend()
         with pytest.raises(TransferCancelled):
             pull.result(PATIENCE_S)
-        assert [(end.request_id, end.outcome) for end in consumer.finished()] == [("not admitted", "failed")]
+        assert [(end.request_id, end.outcome) for end in consumer.finished()] == [("r", "failed")]
     worker.suspend()
     assert held.result(PATIENCE_S) == "revoked"
 

@@ -23,15 +23,12 @@ from kvflow.errors import (
     WorkerClosed,
 )
 from kvflow.events import TransferQuiesced, TransferRetried
-from kvflow.leases.epochs import EPOCH_BITS
-from kvflow.leases.tickets import RankAddress
-from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker import threaded
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.threaded import Finished, _FinishedQueue, run_worker
 
-from .helpers import PATIENCE_S, SECRET, cache_of, make_mortal
-from .pulling import Faults, config, with_faults
+from .helpers import PATIENCE_S, cache_of, make_mortal
+from .pulling import Faults, config, not_admitted, with_faults
 
 
 class Heard:
@@ -47,14 +44,6 @@ class Heard:
 
     def wait(self):
         assert self._event.wait(PATIENCE_S)
-
-
-def not_admitted(producer, request_id="r"):
-    """A ticket whose grant no worker has admitted: a pull of it waits, and reads again, until it is cancelled."""
-    address = producer.rank_address
-    ahead = RankAddress(address.rank, address.incarnation, address.endpoint, 2**EPOCH_BITS, address.slots)
-    mint = TicketMint("prefill-0", [ahead], cluster_secret=SECRET)
-    return mint.offer(request_id, block_ids=[[1]], num_tokens=4)
 
 
 def test_pull_release_and_what_has_finished():

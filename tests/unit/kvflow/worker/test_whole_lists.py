@@ -14,7 +14,7 @@ from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.threaded import run_worker
 
-from .helpers import PATIENCE_S, SECRET, Reports
+from .helpers import PATIENCE_S, SECRET
 from .pulling import config, opened
 
 SHAPE = {"num_kv_heads": 2, "head_size": 8, "dtype": "float16"}
@@ -75,11 +75,6 @@ def admit_kept(worker, block_ids):
 
 
 DOORS = [offer, offer_when_possible, keep, admit, admit_kept]
-
-
-@pytest.fixture
-def reports():
-    return Reports()
 
 
 @pytest.fixture
