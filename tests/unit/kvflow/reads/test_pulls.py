@@ -2,31 +2,14 @@
 
 from typing import get_args
 
-import pytest
-
-from kvflow.ids import IllegalTransition, advance
 from kvflow.leases.tickets import LeaseName
 from kvflow.reads.contract import RankRead
 from kvflow.reads.pulls import (
     TRANSITIONS,
     Pull,
-    RankEvent,
     RankState,
     SourceRank,
 )
-
-
-def test_every_transition_is_made():
-    for (state, event), after in TRANSITIONS.items():
-        assert advance(TRANSITIONS, state, event, "a rank read") == after
-
-
-def test_everything_else_is_refused_with_state_and_event():
-    for state in get_args(RankState):
-        for event in get_args(RankEvent):
-            if (state, event) not in TRANSITIONS:
-                with pytest.raises(IllegalTransition, match=f"{state} cannot be {event}"):
-                    advance(TRANSITIONS, state, event, "a rank read")
 
 
 def test_every_state_can_be_reached_and_only_death_is_final():

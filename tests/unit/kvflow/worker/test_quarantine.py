@@ -82,14 +82,6 @@ def test_a_canceled_pull_has_longer_to_end_than_one_reset_gives():
     assert DUE_AFTER_S > RESET_DRAIN_S
 
 
-def test_the_oldest_blocks_in_quarantine_are_lasting_ones():
-    table = DestinationTable(BlockAccount([0], 2))
-    for block in range(2):
-        table.take(block, ((block,),))
-        table.quarantine(block, "why", 4.0 * block)
-        assert table.standing(4.0 * block, 3.0) == Standing(block + 1, block, 0.0)
-
-
 def test_summing_up_does_not_go_through_all_that_is_in_quarantine():
     def cost(count):
         table = DestinationTable(BlockAccount([0], count))
