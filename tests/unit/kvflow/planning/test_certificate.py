@@ -88,6 +88,22 @@ def test_a_wrong_number_says_what_it_would_do(side, row, words):
         certify(CACHE, [PlannedGroup(PAIR, runs, CUT, CUT)])
 
 
+@pytest.mark.parametrize(("at", "to", "words"), [(5, 4, "write the same byte"), (0, 1 << 20, "not written")])
+def test_a_moved_target_leaves_a_hole_or_an_overlap(at, to, words):
+    runs = runs_of()
+    runs.target[1, at] = runs.target[1, to] if to < len(runs) else to
+    with pytest.raises(PlanUnsound, match=words):
+        certify(CACHE, [PlannedGroup(PAIR, runs, CUT, CUT)])
+
+
+@pytest.mark.parametrize("row", [3, 4])
+def test_strides_that_lead_away_from_the_page_leave_a_hole(row):
+    runs = runs_of()
+    runs.target[row] += 1 << 20
+    with pytest.raises(PlanUnsound, match="not written"):
+        certify(CACHE, [PlannedGroup(PAIR, runs, CUT, CUT)])
+
+
 def test_a_run_beside_the_components_is_found():
     runs = runs_of()
     extra = np.append(np.arange(len(runs)), 0)

@@ -77,6 +77,12 @@ def test_only_the_heads_of_both_ranks_are_paired():
     assert {(part.first, part.count) for part in pair.pairs} == {(2, 2)}
 
 
+def test_only_the_heads_that_one_rank_gives_are_paired():
+    cache = manifest_of({"a": full(num_kv_heads=4)})
+    ((part,),) = (pair.pairs for pair in match_groups(cache, cache, {("a", "k"): (1, 2)}))
+    assert (part.source.role, part.first, part.count) == ("k", 1, 2)
+
+
 def test_ranks_without_a_common_head_have_nothing_to_pair():
     specs = {"a": full(num_kv_heads=8)}
     assert match_groups(manifest_of(specs, tp=(0, 2)), manifest_of(specs, tp=(1, 2))) == ()

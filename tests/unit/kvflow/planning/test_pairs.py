@@ -221,6 +221,22 @@ def test_targets_before_token_0_are_refused(target, num_tokens):
     assert caught.value.group == 0
 
 
+@looped(
+    "sizes, source, target, num_tokens, expected",
+    [
+        # The last 29 tokens of 80, from token 51 on: the source has let go of all before 48, in the block of 64.
+        ((16, 64), [6, 5], [0, 1], 80, [(3, 6), (4, 5)]),
+        ((16, 64), [7, 6, 5], [0, 1], 80, [(2, 7), (3, 6), (4, 5)]),
+        ((16, 64), [6, 5], [-1, 1], 80, [(4, 5)]),
+        ((16, 16), [6, 5], [3, 4], 80, [(3, 6), (4, 5)]),
+        ((16, 64), [9], [0], 10, [(0, 9)]),
+    ],
+)
+def test_what_lies_before_a_window_in_its_first_block_may_be_gone(sizes, source, target, num_tokens, expected):
+    plan = msgspec.structs.replace(group_plan(*sizes), window=30)
+    assert paired(plan, source, target, num_tokens) == expected
+
+
 @pytest.mark.parametrize("absent", [0, 1, 2])
 def test_a_window_is_that_of_the_token_behind_the_last_target(absent):
     """Of 80 tokens the first 64 are read, so that the window begins at token 35; at 80 it would begin at 51."""

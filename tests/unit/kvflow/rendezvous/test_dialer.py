@@ -131,6 +131,7 @@ async def test_an_end_is_told_once_with_its_reason():
         assert code == "peer_closed"
         opened.release([(1, 1)], read=True)  # nobody hears it, and nothing happens
         opened.renew([(1, 1)])
+        assert await opened.ask_end((1, 1), within_s=1000.0) == LeaseEnd("unknown", None)
     finally:
         await link.__aexit__(None, None, None)
     assert ends.empty()

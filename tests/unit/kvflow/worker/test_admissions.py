@@ -141,6 +141,31 @@ def signed_for_all(world):
     return mint.offer("early", block_ids=[[2]], num_tokens=4)
 
 
+def revoke(world, grant, *ranks, void=False):
+    for rank in ranks:
+        producer = world.producers[rank]
+        world.do(partial(producer.worker.revoke, grant.request_id, grant if void else None), life=producer)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_reader_of_one_rank_hears_from_the_others_that_the_lease_is_void(when):
+    """Its rank is on another host and got neither the lease nor the reset."""
+    with virtual(ranks=2, reader=(1, 2), fence_s=600.0) as world:
+        ticket, grant = signed_for_all(world)
+        if when == "before":
+            revoke(world, grant, 0, void=True)
+        pull = world.start(ticket, (2,))
+        world.pass_time(SOON_S)
+        assert not pull.done()
+        (reading,) = world.consumer.worker._consumer.pulls.by_id.values()
+        assert [rank.read.peer.rank for rank in reading.ranges[-1].ranks] == [1]
+        if when == "after":
+            revoke(world, grant, 0, void=True)
+        world.pass_time(REST_S)
+        assert (pull.exception().code, pull.exception().ended_by) == ("stale_lease", "revoked")
+        world.do(world.consumer.worker.check)
+
+
 @pytest.mark.parametrize("other", ["held", "never", "released", "expired", "unknown"])
 def test_what_other_ranks_do_without_revoking_ends_no_pull(other, monkeypatch):
     settled, asked = Link.settled, []
