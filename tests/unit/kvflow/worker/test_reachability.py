@@ -87,6 +87,13 @@ def test_where_a_peer_has_answered_last_is_remembered(world):
     assert world.record.last_address(member("1").peer) == ""
 
 
+def test_a_goodbye_is_for_ever_whoever_answers_there_later(world):
+    world.record.on_goodbye(member())
+    world.record.on_superseded(member(), "another one answers")
+    world.clock.now += 1e6
+    assert "it said goodbye" in world.refused(member()).message
+
+
 def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr("kvflow.worker.connections.ADDRESSES_MAX", 2)
     monkeypatch.setattr("kvflow.worker.connections.CLOSED_MAX", 2)
