@@ -7,7 +7,6 @@ import pytest
 
 import kvflow
 from kvflow import errors
-from kvflow.events import WorkerDrained
 
 from .consuming import until, works
 from .producing import SECRET, configured
@@ -55,48 +54,6 @@ async def test_readers_of_a_draining_producer_finish(near_world, gate):
         report = await drain
         assert report.complete
         assert (report.leases, report.pulls, report.quarantined) == ((), (), ())
-
-
-@pytest.mark.both_loops
-async def test_a_draining_consumer_finishes_its_pulls_and_begins_no_more(near_world, gate):
-    events = []
-    async with near_world.producing() as producer, near_world.consuming(hooks=[events.append]) as consumer:
-        params = await producer.offer("r", BLOCKS, 8)
-        other = await producer.offer("other", OTHER_BLOCKS, 8)
-        pull = asyncio.create_task(consumer.pull(params, BLOCKS))
-        await asyncio.sleep(0)  # it is being met: it was called before, and is finished
-        drain = await drained(consumer.worker)
-        with pytest.raises(errors.WorkerDraining):
-            await consumer.pull(other, OTHER_BLOCKS)
-        await consumer.worker.release(kvflow.Ticket.from_params(other))  # what is not read can be given back
-        await until(gate.reached.is_set)
-        assert not drain.done()
-        gate.open()
-        await pull
-        consumer.has("r", BLOCKS, 8)
-        report = await drain
-        assert report.complete
-        assert WorkerDrained(0, 0, 0, report.waited_s) in events
-        assert [await producer.outcome(request) for request in ("r", "other")] == ["released", "released"]
-
-
-async def test_what_is_left_at_the_deadline_is_named_and_closing_ends_it(near_world, gate):
-    async with near_world.producing() as producer:
-        async with near_world.consuming() as consumer:
-            await producer.offer("unread", OTHER_BLOCKS, 8)
-            pull = asyncio.create_task(consumer.pull(await producer.offer("r", BLOCKS, 8), BLOCKS))
-            await until(gate.reached.is_set)
-            assert (await consumer.worker.drain(0)).pulls == ("r",)
-            report = await producer.worker.drain(0.01)
-            assert sorted(report.leases) == ["r", "unread"]
-            assert not report.complete
-            again = await drained(producer.worker)
-            assert producer.worker.revoke("unread")
-            gate.open()
-            await pull
-            assert (await again).complete
-            assert (await consumer.worker.drain(60)).complete
-        consumer.at_rest()
 
 
 async def test_a_cancelled_pull_is_waited_for_until_nothing_writes(near_world, gate):

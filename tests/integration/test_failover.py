@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvflow import errors
-from kvflow.events import BreakerClosed, BreakerOpened, PeerConnected, PeerDropped
+from kvflow.events import BreakerClosed, BreakerOpened
 from kvflow.worker.connections import FAILURES_MAX
 from tests.ports import free_port
 
@@ -47,39 +47,6 @@ async def test_two_readers_of_one_name_work_beside_each_other(world):
     async with world.producing() as producer, world.consuming() as one, world.consuming() as other:
         for consumer in (one, other, one, other):
             await works(producer, consumer)
-
-
-async def test_a_worker_that_left_is_not_dialed_for_its_old_tickets(world):
-    heard = Heard()
-    async with world.producing(engine_id="steady") as steady, world.consuming(hooks=[heard]) as consumer:
-        async with world.producing() as producer:
-            await works(producer, consumer)
-            tickets = [await producer.offer(f"r{number}", BLOCKS, 8) for number in range(20)]
-            beside = await steady.offer("beside", OTHER_BLOCKS, 8)
-        for params in tickets:
-            with pytest.raises(errors.StaleLease):
-                await consumer.pull(params, BLOCKS)
-            consumer.at_rest()
-        await consumer.pull(beside, OTHER_BLOCKS)
-        consumer.has("beside", OTHER_BLOCKS, 8)
-        assert len(heard.of(PeerDropped)) <= 2, (
-            "it was dialed again: once when it left, and once more if that came late, is enough"
-        )
-
-
-async def test_a_successor_at_the_same_address_is_found_by_its_ticket(world):
-    heard = Heard()
-    async with world.consuming(hooks=[heard]) as consumer:
-        bind = f"tcp://127.0.0.1:{free_port()}"
-        async with world.producing(bind=bind) as producer:
-            await works(producer, consumer)
-            old = await producer.offer("old", BLOCKS, 8)
-        async with world.producing(bind=bind) as successor:
-            await works(successor, consumer)
-            with pytest.raises(errors.StaleLease, match=r"is closed|was restarted"):  # whichever is heard first
-                await consumer.pull(old, BLOCKS)
-            lives = {event.peer for event in heard.of(PeerConnected)}
-            assert len(lives) == 2
 
 
 @pytest.mark.nixl

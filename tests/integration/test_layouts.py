@@ -5,8 +5,6 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-import kvflow
-
 from .conftest import ELSEWHERE
 from .shapes import Shape
 
@@ -57,65 +55,9 @@ async def test_requests_in_flight_together_keep_their_bytes_apart(world):
         assert [await producer.outcome(request) for request in lists] == ["released"] * 32
 
 
-async def test_a_shorter_list_means_the_last_blocks(world):
-    """A prefix that the consumer has already, and a window on either side."""
-    async with world.producing() as producer, world.consuming() as consumer:
-        params = await producer.offer("r", [[5, 2, 9, 4], [11, 0, 17]], 14)
-        targets = [[3], [20, 30]]
-        await consumer.pull(params, targets)
-        consumer.has("r", targets, 14)
-        consumer.untouched(but=targets)
-
-
-async def test_a_window_needs_only_the_blocks_that_window_blocks_tells(world):
-    async with world.producing() as producer, world.consuming() as consumer:
-        _, sliding = consumer.cache.groups
-        assert kvflow.window_blocks(sliding, 21) == 3  # the next token reads 14 to 20
-        params = await producer.offer("r", [[0, 1, 2, 3, 4, 5], [20, 21, 22]], 21)
-        targets = [[10, 11, 12, 13, 14, 15], [30, 29, 31]]
-        await consumer.pull(params, targets)
-        consumer.has("r", targets, 21)
-        consumer.untouched(but=targets)
-
-
-async def test_absent_blocks_are_left_alone(world):
-    async with world.producing() as producer, world.consuming() as consumer:
-        params = await producer.offer("r", [[5, 2, 9], [-1, 0, 17]], 12)
-        targets = [[1, -1, 3], [-1, 30, -1]]
-        await consumer.pull(params, targets)
-        consumer.has("r", targets, 12)
-        consumer.untouched(but=targets)
-        empty = await producer.offer("nothing", [[5], [0]], 4)
-        report = await consumer.pull(empty, [[-1], []])
-        assert (report.nbytes, report.reads) == (0, 0)
-        assert await producer.outcome("nothing") == "released"
-
-
-@pytest.mark.parametrize(("theirs", "ours"), [(4, 8), (8, 4), (4, 16), (16, 4)])
-@pytest.mark.parametrize("num_tokens", [21, 32])
-@pytest.mark.parametrize("world", ["loopback", pytest.param("nixl", marks=ELSEWHERE)], indirect=True)
-async def test_blocks_of_different_sizes(world, theirs, ours, num_tokens):
-    source, target = Shape(block_size=theirs), Shape(block_size=ours, **PER_LAYER_HND)
-    async with world.producing(source) as producer, world.consuming(target) as consumer:
-        offered, wanted = -(-num_tokens // theirs), -(-num_tokens // ours)
-        params = await producer.offer("r", [list(range(offered)), list(range(10, 10 + offered))], num_tokens)
-        targets = [list(range(20, 20 + wanted)), list(range(9, 9 - wanted, -1))]
-        await consumer.pull(params, targets)
-        consumer.has("r", targets, num_tokens)
-        consumer.untouched(but=targets)
-
-
 async def test_groups_in_another_order_are_matched_by_layer(world):
     async with world.producing(Shape(window_first=True)) as producer, world.consuming() as consumer:
         params = await producer.offer("r", [[11, 0, 17], [5, 2, 9]], 12)
         assert [group.kind for group in consumer.cache.groups] == ["full", "sliding"]
-        await consumer.pull(params, TARGETS)
-        consumer.has("r", TARGETS, 12)
-
-
-async def test_a_rank_reads_the_heads_it_holds_from_a_rank_that_holds_more(world):
-    ours = Shape(tp_rank=1, tp_size=2, **PACKED_NHD)
-    async with world.producing() as producer, world.consuming(ours, rank=0) as consumer:
-        params = await producer.offer("r", SOURCES, 12)
         await consumer.pull(params, TARGETS)
         consumer.has("r", TARGETS, 12)

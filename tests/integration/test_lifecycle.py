@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import threading
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -63,21 +62,6 @@ async def test_twenty_peers_come_and_go(near_world):
                 await works(producer, consumer)
             await until(lambda: len(asyncio.all_tasks()) == known)
             consumer.at_rest()
-
-
-@pytest.mark.nixl
-@pytest.mark.processes
-async def test_many_consumers_of_one_producer(far_world):
-    async with far_world.producing() as producer, AsyncExitStack() as stack:
-        consumers = [await stack.enter_async_context(far_world.consuming(engine_id=f"d{n}")) for n in range(4)]
-        blocks = {n: [[4 * n, 4 * n + 1], [4 * n + 2, 4 * n + 3]] for n in range(4)}
-        params = [await producer.offer(f"r{n}", blocks[n], 8) for n in blocks]
-        await asyncio.gather(
-            *(consumer.pull(params[n], blocks[0]) for n, consumer in enumerate(consumers)),
-        )
-        for n, consumer in enumerate(consumers):
-            consumer.has(f"r{n}", blocks[0], 8)
-            assert await producer.outcome(f"r{n}") == "released"
 
 
 async def test_a_worker_that_cannot_open_leaves_nothing(near_world):

@@ -123,23 +123,3 @@ async def test_a_ticket_that_is_never_admitted_runs_out_of_time(world):
         consumer.at_rest()
         _, grant = mint.offer("another", block_ids=BLOCKS, num_tokens=8)
         await write_and_admit(producers, grant)
-
-
-async def test_a_grant_is_admitted_once_and_by_its_own_incarnation(near_world):
-    async with engine(near_world.producing, 1) as (producer,), engine(near_world.consuming, 1) as (consumer,):
-        mint = await minting([producer])
-        ticket, grant = mint.offer("r", block_ids=BLOCKS, num_tokens=8)
-        await write_and_admit([producer], grant)
-        with pytest.raises(errors.BlockIdsInvalid):
-            producer.worker.admit(grant)
-        await consumer.pull(ticket.to_params(), TARGETS)
-        assert await producer.outcome("r") == "released"
-        with pytest.raises(errors.BlockIdsInvalid):
-            producer.worker.admit(grant)
-        with pytest.raises(errors.BlockIdsInvalid):
-            mint.offer("r", block_ids=BLOCKS, num_tokens=8)
-        mint.retire("r")
-        _, unsound = mint.offer("r", block_ids=[[0, 99], [1]], num_tokens=8)
-        with pytest.raises(errors.BlockIdsInvalid):
-            producer.worker.admit(unsound)
-        assert producer.worker.snapshot().leases == 0
