@@ -252,14 +252,15 @@ GARBAGE = {
 }
 
 
-@pytest.mark.parametrize("case", GARBAGE)
-async def test_garbage_on_the_listener(world, case):
-    async with world.producing() as producer, world.consuming() as consumer:
-        async with raw_dealer(producer.endpoint, SECURITY) as dealer:
-            await dealer.send_multipart(GARBAGE[case])
-            answer = codec.decode(await dealer.recv_multipart(), DEFAULT_LIMITS.frame_bytes_max)
-        assert isinstance(answer, Refuse)
-        assert answer.code == "protocol_violation"
+async def test_garbage_on_the_listener(near_world):
+    async with near_world.producing() as producer, near_world.consuming() as consumer:
+        for case, frames in GARBAGE.items():
+            with named("frames", {"case": case}):
+                async with raw_dealer(producer.endpoint, SECURITY) as dealer:
+                    await dealer.send_multipart(frames)
+                    answer = codec.decode(await dealer.recv_multipart(), DEFAULT_LIMITS.frame_bytes_max)
+                assert isinstance(answer, Refuse)
+                assert answer.code == "protocol_violation"
         await works(producer, consumer)
 
 

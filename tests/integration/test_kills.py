@@ -38,34 +38,6 @@ async def lost_soon(pull):
     assert caught.value.remedy
 
 
-@pytest.mark.both_loops
-async def test_before_it_was_ever_met(elsewhere, spawn):
-    doomed = spawn()
-    async with doomed.producing(Shape()) as victim, elsewhere.producing(Shape()) as other, consuming() as consumer:
-        params = await victim.offer("r", BLOCKS, 8)
-        doomed.kill()
-        await lost_soon(consumer.pull(params, BLOCKS))
-        consumer.at_rest()
-        await works(other, consumer)
-
-
-async def test_after_it_was_met(elsewhere, spawn):
-    doomed = spawn()
-    async with (
-        doomed.producing(Shape()) as victim,
-        elsewhere.producing(Shape()) as other,
-        dialing_once() as consumer,
-    ):
-        await works(victim, consumer)
-        params = await victim.offer("r", BLOCKS, 8)
-        doomed.kill()
-        for _ in range(2):  # before and after its death was noticed
-            await lost_soon(consumer.pull(params, BLOCKS))
-            await consumer.worker.quiesced("r")
-            consumer.at_rest()
-        await works(other, consumer)
-
-
 @pytest.mark.parametrize("wire", WIRES)
 async def test_while_it_is_read_from(elsewhere, spawn, wire):
     doomed = spawn()

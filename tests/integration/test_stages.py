@@ -7,14 +7,10 @@ from msgspec.structs import replace
 
 import kvflow
 from kvflow import errors
-from kvflow.layout.component import Region
-from kvflow.rendezvous.endpoint import encode
 
 from .consuming import Consumer
-from .producing import SECRET, Producer, configured
+from .producing import Producer, configured
 from .shapes import UNTOUCHED
-from .strangers import publishing, ticket_to
-from .test_hostile import published
 
 COMMON = {"block_size": 4, "num_kv_heads": 4, "head_size": 8, "dtype": "bfloat16"}
 KINDS = [kvflow.FullAttention(**COMMON), kvflow.SlidingWindow(**COMMON, window=8)]
@@ -81,22 +77,6 @@ async def refused(world, caches, error, match, *, num_ranks=()):
             consumer.has("other", BLOCKS, NUM_TOKENS)
 
 
-@pytest.mark.parametrize("stages", [(FULL, SLIDING), (FULL + SLIDING[:1], SLIDING[1:])], ids=["groups", "layers"])
-async def test_groups_whose_layers_other_stages_have_are_read_there(near_world, stages):
-    async with engine(*map(stage_of, stages)) as producers, near_world.consuming() as consumer:
-        await consumer.pull(await ticket_of(producers), BLOCKS)
-        consumer.has("r", BLOCKS, NUM_TOKENS)
-        consumer.untouched(but=BLOCKS)
-        for producer in producers:
-            assert await producer.outcome("r") == "released"
-    async with near_world.producing() as producer:
-        for layers in stages:
-            async with consumer_of(stage_of(layers)) as consumer:
-                await consumer.pull(await producer.offer("r", BLOCKS, NUM_TOKENS), BLOCKS)
-                consumer.has("r", BLOCKS, NUM_TOKENS)
-                consumer.untouched(but=BLOCKS)
-
-
 @pytest.mark.parametrize("layers", [FULL, SLIDING], ids=["full", "sliding"])
 def test_stages_whose_ranks_divide_tokens_have_groups_without_layers(layers):
     manifest = stage_of(layers, kvflow.Shard(tp_size=4, dcp_size=2)).manifest()
@@ -114,27 +94,6 @@ async def test_a_peer_with_fewer_stages_than_its_ticket_names(near_world):
 async def test_a_stage_whose_layers_overlap_those_of_another(near_world):
     caches = [stage_of(FULL), stage_of((*SLIDING, FULL[0]))]
     await refused(near_world, caches, errors.TicketInvalid, r"prefill-0/1/\w+ has some layers of prefill-0/0/\w+, but")
-
-
-async def test_two_ranks_with_one_number(near_world):
-    async with near_world.producing() as first, near_world.producing() as second:
-        addresses = [producer.worker.rank_address for producer in (first, second)]
-        with pytest.raises(errors.ConfigInvalid, match=r"two ranks have one number: \[0, 0\]"):
-            kvflow.TicketMint("prefill-0", addresses, cluster_secret=SECRET)
-        with pytest.raises(errors.TicketInvalid, match="rank 0 is in two of the tickets"):
-            await ticket_of([first, second])
-
-
-async def test_a_manifest_that_gives_a_group_without_layers_memory(near_world):
-    async with engine(stage_of(FULL)) as (producer,), near_world.consuming() as consumer:
-        about = await published(producer.endpoint)
-        regions = (*about.manifest.regions, Region(address=1 << 20, nbytes=4096))
-        lie = encode(replace(about, manifest=replace(about.manifest, regions=regions)))
-        async with publishing(lie) as endpoint:
-            with pytest.raises(errors.ProtocolViolation, match="region 1 is memory of no layer"):
-                await consumer.pull(ticket_to(endpoint), BLOCKS)
-        consumer.untouched()
-        consumer.at_rest()
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ HUGE = (Region(0, ADDRESS_MAX),)
         (manifest(component(kernel_stride=64), block_size=8), "a.k: 2 elements or blocks 64 bytes apart"),
         (manifest(regions=(Region(ADDRESS_MAX, 128),)), "region 0 reaches beyond"),
         (manifest(regions=(Region(4096, 128), Region(1 << 62, 1 << 62))), "region 1 reaches beyond"),
+        (manifest(regions=(Region(4096, 128), Region(1 << 20, 4096))), "region 1 is memory of no layer"),
         (
             manifest(component(extents=(1, 2, 8), strides=(0, 1 << 62, 2)), block_size=2, num_blocks=1, regions=HUGE),
             "are too many",
