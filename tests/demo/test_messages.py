@@ -7,6 +7,7 @@ import pytest
 
 from kvflow.tools.demo.engine import answer_completion
 from kvflow.tools.demo.messages import OfferedPrompt, PromptRequest
+from tests.helpers.loops import looped
 
 REQUEST = {"prompt": [97, 98, 99], "max_tokens": 2, "kv_transfer_params": {}}
 
@@ -16,7 +17,7 @@ def test_a_request_is_read_as_it_was_written():
     assert msgspec.json.decode(msgspec.json.encode(request), type=PromptRequest) == request
 
 
-@pytest.mark.parametrize(
+@looped(
     "change",
     [
         {"prompt": []},
@@ -28,7 +29,6 @@ def test_a_request_is_read_as_it_was_written():
         {"max_tokens": 2**60},
         {"kv_transfer_params": {str(number): 1 for number in range(65)}},
     ],
-    ids=lambda change: str(change)[:60],
 )
 def test_numbers_that_no_demo_needs_are_refused(change):
     assert msgspec.convert(REQUEST, PromptRequest)
@@ -36,7 +36,7 @@ def test_numbers_that_no_demo_needs_are_refused(change):
         msgspec.json.decode(json.dumps({**REQUEST, **change}), type=PromptRequest)
 
 
-@pytest.mark.parametrize("token", [256, -1, "1", 1.5])
+@looped("token", [256, -1, "1", 1.5])
 def test_a_first_token_that_is_none_is_refused(token):
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"kvflow": "a ticket", "first_token": token}, OfferedPrompt)

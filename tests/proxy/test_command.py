@@ -11,6 +11,7 @@ import pytest
 
 from kvflow.tools.cli import build_parser, main
 from kvflow.tools.proxy import ProxyConfig
+from tests.helpers.loops import looped
 
 from .upstream import DECODED, PREFILLED, open_upstream
 
@@ -61,7 +62,7 @@ async def test_it_ends_where_another_listens():
     assert b"cannot listen on 127.0.0.1" in said
 
 
-@pytest.mark.parametrize(
+@looped(
     "arguments",
     [
         (),
@@ -77,7 +78,6 @@ async def test_it_ends_where_another_listens():
         (*SERVERS, "--body-bytes-max", "1.5"),
         (*SERVERS, "--body-rate-min", "many"),
     ],
-    ids=" ".join,
 )
 def test_a_wrong_command_line_is_refused(arguments, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -115,7 +115,7 @@ MODEL = ("model.layers.0.self_attn.attn", "language_model.model.layers.1.self_at
 
 
 @pytest.mark.proves("draft models", engine="stand-in")
-@pytest.mark.parametrize(
+@looped(
     "draft",
     [
         "model.layers.2.self_attn.attn",  # EAGLE and MTP count on
@@ -164,8 +164,8 @@ def test_no_layout_is_asked_for_latents_or_without_a_model(monkeypatch):
     assert required_layout(SimpleNamespace(model_config=None), packed=False) is None
 
 
-@pytest.mark.parametrize(
-    ("engine", "layout"),
+@looped(
+    "engine, layout",
     [
         ({}, "BHLNC"),
         ({"major": 0}, "BHLNC"),
@@ -180,8 +180,8 @@ def test_a_packed_layout_is_one_that_backends_support(monkeypatch, engine, layou
     assert asked(monkeypatch, packed=True, **engine) == layout
 
 
-@pytest.mark.parametrize(
-    ("backend", "shutdown_timeout", "seconds"),
+@looped(
+    "backend, shutdown_timeout, seconds",
     [("uni", 0, 0.0), ("uni", 3, 3.0), ("uni", 60, 10.0), ("uni", None, 0.0), ("mp", 60, 4.0), ("mp", 3, 3.0)],
 )
 def test_a_rank_that_shuts_down_is_read_while_vllm_lets_it(monkeypatch, backend, shutdown_timeout, seconds):
@@ -239,13 +239,13 @@ def buffered(monkeypatch):
     return check
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
+@looped("device", ["cpu", "cuda", "xpu"])
 def test_a_cache_may_be_named_as_its_own_buffer(buffered, device):
     buffered(device, device)
 
 
 @pytest.mark.proves("host staging (`kv_buffer_device`)", engine="stand-in")
-@pytest.mark.parametrize(("wanted", "has"), [("cpu", "cuda"), ("cpu", "xpu"), ("cuda", "cpu"), ("xpu", "cuda")])
+@looped("wanted, has", [("cpu", "cuda"), ("cpu", "xpu"), ("cuda", "cpu"), ("xpu", "cuda")])
 def test_a_buffer_on_another_device_is_refused_by_name(buffered, wanted, has):
     with pytest.raises(ConfigInvalid, match=f"kv_buffer_device is {wanted}, but the cache is on {has}") as refused:
         buffered(wanted, has)

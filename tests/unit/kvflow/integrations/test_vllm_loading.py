@@ -96,7 +96,7 @@ def test_the_prompts_whose_samples_are_remembered_are_bounded(monkeypatch):
     assert found == [0, 0, 48]
 
 
-@pytest.mark.parametrize("listed", [[], [0], [0, 0, 0]], ids=repr)
+@looped("listed", [[], [0], [0, 0, 0]])
 def test_a_state_that_has_no_block_to_be_loaded_into_fails(listed):
     with pytest.raises(BlockIdsInvalid, match="state"):
         loaded_blocks(groups_of(MambaSpec()), [listed], end=47, num_tokens=47)
@@ -111,9 +111,7 @@ def test_a_state_is_in_the_last_block_before_those_for_speculation(listed, scrat
     assert loaded_blocks(groups, [listed], end=47, num_tokens=47) == ((state,),)
 
 
-@pytest.mark.parametrize(
-    ("retained", "loaded"), [(0, (10, 11, 12, 13)), (1, (10, 11, 12, 13)), (2, (9, 10, 11, 12, 13))]
-)
+@looped("retained, loaded", [(0, (10, 11, 12, 13)), (1, (10, 11, 12, 13)), (2, (9, 10, 11, 12, 13))])
 def test_tokens_before_the_window_are_loaded_if_draft_layers_use_them(retained, loaded):
     spec = SlidingWindowSpec()
     spec.extra_retained_tokens = retained
@@ -210,7 +208,7 @@ def test_a_producer_without_enough_blocks_offers_none():
         offered_blocks(FULL, [[1, 2]], 48)
 
 
-@pytest.mark.parametrize("name", ["r", "half of a character \ud83d"])
+@looped("name", ["r", "half of a character \ud83d"])
 def test_orders_are_the_same_in_another_process(name):
     commands = [
         Hold(name, TICKET.grants[0]),
@@ -225,7 +223,7 @@ def test_orders_are_the_same_in_another_process(name):
     assert unpack(pickle.loads(pickle.dumps(packed))) == commands
 
 
-@pytest.mark.parametrize(("covered", "matched"), [(TOKENS_MAX, 32), (TOKENS_MAX + 1, 0), (1 << 40, 0)])
+@looped("covered, matched", [(TOKENS_MAX, 32), (TOKENS_MAX + 1, 0), (1 << 40, 0)])
 def test_of_what_is_longer_than_any_prompt_no_part_is_fetched(covered, matched):
     requests = Loading(FULL, TOKENS_MAX)
     ticket = new_ticket(num_tokens=48)

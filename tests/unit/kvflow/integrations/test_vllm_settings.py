@@ -48,8 +48,8 @@ def test_the_secret_may_come_from_the_environment(monkeypatch):
     assert read_settings({}, facts()).worker.security.secret == SECRET
 
 
-@pytest.mark.parametrize(
-    ("role", "produces", "consumes"),
+@looped(
+    "role, produces, consumes",
     [("kv_producer", True, False), ("kv_consumer", False, True), ("kv_both", True, True)],
 )
 def test_the_role_says_who_hands_out_tickets_and_who_reads(role, produces, consumes):
@@ -85,7 +85,7 @@ def test_what_replaces_a_key_of_another_connector_is_a_setting():
     assert named - {"ucx_devices"} <= KEYS
 
 
-@pytest.mark.parametrize("key", ["host_buffer_bytes", "slow_transfer_s", "slow_transfer_factor"])
+@looped("key", ["host_buffer_bytes", "slow_transfer_s", "slow_transfer_factor"])
 def test_a_setting_of_the_release_before_is_refused_by_name(key):
     with pytest.raises(ConfigInvalid, match=f"unknown setting: {key}"):
         read_settings({"cluster_secret": SECRET, key: 1}, facts())
@@ -97,7 +97,7 @@ def test_what_the_engine_decides_cannot_be_set(key):
         read_settings({"cluster_secret": SECRET, key: "x"}, facts())
 
 
-@pytest.mark.parametrize("extra", [{"lease_s": "soon"}, {"lease_s": -1}, {"bind": "tcp://0.0.0.0:5000"}])
+@looped("extra", [{"lease_s": "soon"}, {"lease_s": -1}, {"bind": "tcp://0.0.0.0:5000"}])
 def test_values_are_checked(extra):
     with pytest.raises(ConfigInvalid):
         read_settings({"cluster_secret": SECRET, **extra}, facts())
@@ -185,8 +185,8 @@ def test_a_setting_of_the_connector_that_is_wrong_is_refused_by_name(name, expec
         read_settings(given, facts())
 
 
-@pytest.mark.parametrize("name", ["sources", "rendezvous_from"])
-@pytest.mark.parametrize("port", [0, 65536])
+@looped("name", ["sources", "rendezvous_from"])
+@looped("port", [0, 65536])
 def test_an_engine_at_a_port_that_is_none_is_refused(name, port):
     with pytest.raises(ConfigInvalid, match=f"{name} has tcp://decode-0:{port}"):
         read_settings({"cluster_secret": SECRET, name: [f"tcp://decode-0:{port}"]}, facts())
@@ -219,7 +219,7 @@ def test_prompts_are_offered_when_they_arrive_only_if_a_setting_says_so():
     assert read_settings({"cluster_secret": SECRET, "dispatch": "concurrent"}, facts()).dispatch == "concurrent"
 
 
-@pytest.mark.parametrize("kv_role", ["kv_producer", "kv_consumer", "kv_both"])
+@looped("kv_role", ["kv_producer", "kv_consumer", "kv_both"])
 def test_a_worker_that_shares_prefixes_reads_and_is_read_from(kv_role):
     own = kv_role.removeprefix("kv_")
     for given, reader in (({"keep": True}, "consumer"), ({"sources": SHARING["sources"]}, "producer")):
@@ -236,8 +236,8 @@ def test_sources_need_an_engine_that_computes_what_it_cannot_load():
     assert read_settings(extra, facts()).sources  # vLLM checks its arguments before it knows the policy
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
+@looped(
+    "model, name",
     [("org/model-8b", "org/model-8b"), ("/mnt/a/model-8b/", "model-8b"), ("./model-8b", "model-8b")],
 )
 def test_a_model_in_a_folder_has_the_name_of_the_folder(model, name):
@@ -301,21 +301,19 @@ def test_each_address_may_name_the_host(monkeypatch):
     assert addresses == [f"tcp://127.0.0.1:{port}" for port in range(5610, 5614)]
 
 
-@pytest.mark.parametrize("value", ["fd00::7", "[fd00::7]", "FD00:0::7"])
+@looped("value", ["fd00::7", "[fd00::7]", "FD00:0::7"])
 def test_an_address_of_version_six_gets_its_brackets(monkeypatch, value):
     monkeypatch.setenv("KVFLOW_ADVERTISE_HOST", value)
     assert found(OPEN | {"bind": "tcp://[::]:5600"}).advertise == "tcp://[fd00::7]:5600"
 
 
-@pytest.mark.parametrize(
-    "value", ["node-7", "prefill-0.prefill.llm.svc.cluster.local", "localhost", "node-7.", "7.node", "7a"]
-)
+@looped("value", ["node-7", "prefill-0.prefill.llm.svc.cluster.local", "localhost", "node-7.", "7.node", "7a"])
 def test_a_name_stays_a_name(monkeypatch, value):
     monkeypatch.setenv("KVFLOW_ADVERTISE_HOST", value)
     assert found().advertise == f"tcp://{value}:5600"
 
 
-@pytest.mark.parametrize(
+@looped(
     "value",
     [
         "10.0.0.7:5600",
@@ -337,7 +335,7 @@ def test_a_host_that_is_no_host_is_refused_with_its_variable(monkeypatch, value)
     assert "without a port" in caught.value.message
 
 
-@pytest.mark.parametrize("value", ["0.0.0.0", "::", "[::]", "fe80::1%eth0"])
+@looped("value", ["0.0.0.0", "::", "[::]", "fe80::1%eth0"])
 def test_a_host_that_nobody_can_dial_is_refused(monkeypatch, value):
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", value)
     with pytest.raises(ConfigInvalid, match=r"VLLM_NIXL_SIDE_CHANNEL_HOST is .* no peer can connect") as caught:
@@ -351,8 +349,8 @@ def test_a_host_that_vllm_does_not_find_is_refused():
     assert "KVFLOW_ADVERTISE_HOST" in caught.value.remedy
 
 
-@pytest.mark.parametrize("value", [HERE, "localhost", "2001:db8::7"])
-@pytest.mark.parametrize("key", ["bind", "tcp_bind"])
+@looped("value", [HERE, "localhost", "2001:db8::7"])
+@looped("key", ["bind", "tcp_bind"])
 def test_a_rank_listens_only_at_an_address_of_its_host(monkeypatch, key, value):
     monkeypatch.setenv("KVFLOW_ADVERTISE_HOST", value)
     with pytest.raises(ConfigInvalid, match=f"^{key} is .*not an address of this host") as caught:
@@ -377,9 +375,7 @@ def test_a_ray_worker_without_the_secret_names_the_copied_variables(monkeypatch)
     assert "Ray" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "endpoint", ["tcp://127.0.0.1:5600", "tcp://127.8.8.8:1", "tcp://[::1]:5600", "tcp://localhost:1"]
-)
+@looped("endpoint", ["tcp://127.0.0.1:5600", "tcp://127.8.8.8:1", "tcp://[::1]:5600", "tcp://localhost:1"])
 def test_a_loopback_address_is_only_on_this_host(endpoint):
     assert vllm_settings.remark(endpoint) == ", only on this host"
 

@@ -8,6 +8,7 @@ import torch
 
 from kvflow.errors import PeerLost
 from kvflow.tools.cli import arguments, main, small
+from tests.helpers.loops import looped
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def address_of(bound):
     return f"{host}:{port}"
 
 
-@pytest.mark.parametrize("address", ["source", "source:", ":8300", "source:http", "source:0", "source:65536"])
+@looped("address", ["source", "source:", ":8300", "source:http", "source:0", "source:65536"])
 def test_an_address_needs_host_and_port(address, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["bench", "pull", "--source", address])
@@ -57,7 +58,7 @@ def test_a_device_that_is_not_there_is_a_typed_error(name, flags, capsys):
     assert "[config_invalid]" in printed.err
 
 
-@pytest.mark.parametrize("device", ["npu:0", "meta", "cuda:", "CUDA", ""])
+@looped("device", ["npu:0", "meta", "cuda:", "CUDA", ""])
 def test_a_device_that_no_data_plane_reads_is_a_typed_error(device, capsys):
     assert main(["bench", "pull", "--rounds", "1", "--device", device]) == 1
     assert f"device is {device!r}: expected cpu, cuda or cuda:NUMBER" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import pytest
 from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE, SETTINGS, VARIABLES
 from kvflow.integrations.vllm.settings import OWN_KEYS
 from kvflow.tools.cli import main
+from tests.helpers.loops import looped
 
 SECRET = "the secret of the test cluster"
 OTHER = "the secret of another cluster"
@@ -86,8 +87,8 @@ def test_the_settings_of_vllm_are_those_of_the_connector(shown):
 WHOLE = {"kv_connector": "KVFlowConnector", "kv_role": "kv_producer"}
 
 
-@pytest.mark.parametrize(
-    ("change", "message", "remedy"),
+@looped(
+    "change, message, remedy",
     [
         ({"kv_role": None}, "kv_role is missing", "Set it to kv_both, kv_consumer or kv_producer."),
         ({"kv_role": "kv_prefill"}, "kv_role is 'kv_prefill', not kv_both", ""),
@@ -167,8 +168,8 @@ def test_all_errors_are_told_at_once_and_each_with_a_remedy(shown):
     assert figures["cluster"] is None
 
 
-@pytest.mark.parametrize(
-    ("given", "word"),
+@looped(
+    "given, word",
     [
         ({"engine_id": "e", "rank": 1}, "rank is 1, but num_ranks is 1"),
         ({"engine_id": "e", "bind": "tcp://0.0.0.0:7000"}, "which no peer can dial"),
@@ -223,7 +224,7 @@ def test_a_variable_of_former_releases_is_named(shown, monkeypatch):
     assert messages(figures) == ["the variable KVFLOW_CALIBRATION is set, which kvflow no longer reads"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": ' * 100_000, "\x00", '"text"'])
+@looped("text", ["", "[]", "{", '{"a": ' * 100_000, "\x00", '"text"'])
 def test_what_is_no_json_object_is_refused(capsys, tmp_path, text):
     path = tmp_path / "settings.json"
     path.write_text(text)

@@ -11,6 +11,7 @@ from kvflow.config import ACCEPTED_VARIABLE, KEY_VARIABLE, SECRET_VARIABLE, Work
 from kvflow.tools.cli import doctor, main
 from kvflow.tools.doctor import path
 from kvflow.worker.runtime import open_worker
+from tests.helpers.loops import looped
 from tests.ports import free_port
 from tests.unit.kvflow.worker.helpers import PATIENCE_S, SECRET, cache_of
 
@@ -29,7 +30,7 @@ async def working():
         yield worker
 
 
-@pytest.mark.parametrize(
+@looped(
     "arguments",
     [
         ["127.0.0.1:port"],
@@ -134,8 +135,8 @@ def listener(**given):
     return doctor._listener_config(argparse.Namespace(**usual | given))
 
 
-@pytest.mark.parametrize(
-    ("given", "bind", "advertise"),
+@looped(
+    "given, bind, advertise",
     [
         ({"listen": "127.0.0.1:7400"}, "tcp://127.0.0.1:7400", None),
         ({"listen": "127.0.0.1:7400", "advertise": "prefill-0"}, "tcp://127.0.0.1:7400", "tcp://prefill-0:7400"),

@@ -11,6 +11,7 @@ from kvflow.planning.plan import plan_transfer
 from kvflow.tools.cli import main
 from kvflow.tools.cli.explain import Deployment, manifests_of, parse
 from kvflow.worker.runtime import open_worker
+from tests.helpers.loops import looped
 from tests.unit.kvflow.worker.helpers import PATIENCE_S, SECRET, cache_of
 
 MODEL = "llama-3.1-8b"
@@ -131,7 +132,7 @@ def test_caches_that_do_not_fit_are_a_finding(capsys):
     assert "dtype" in error["message"]
 
 
-@pytest.mark.parametrize(
+@looped(
     "text",
     ["", "tp", "tp=", "tp=x", "tp=0", "pp=-1", "tp=1000", "layout=ABC", "kv=x", "size=3", "block-size=x", "tp=2;pp=1"],
 )
@@ -142,7 +143,7 @@ def test_what_is_no_deployment_is_refused_with_a_remedy(capsys, text):
     assert main(["explain", MODEL, "--source", text]) == 2
 
 
-@pytest.mark.parametrize("arguments", [[], [MODEL, "--from", "a:1", "--from", "b:1"], ["--from", "a:1"]])
+@looped("arguments", [[], [MODEL, "--from", "a:1", "--from", "b:1"], ["--from", "a:1"]])
 def test_a_model_or_two_workers_must_be_given(capsys, arguments):
     assert main(["explain", *arguments]) == 2
     assert "give a model, or --from twice" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 
 from kvflow.models import names
 from kvflow.tools.cli import main
+from tests.helpers.loops import looped
 
 ROOT = Path(__file__).parents[5]
 
@@ -20,8 +21,8 @@ def shown(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("model", names())
-@pytest.mark.parametrize("layout", ["auto", "BLHNC"])
+@looped("model", names())
+@looped("layout", ["auto", "BLHNC"])
 def test_every_bundled_model_is_shown(capsys, model, layout):
     report = shown(capsys, model, "--layout", layout, "--tp", "2", "--rank", "1")
     assert report["nbytes"] == 1024 * report["bytes_per_block"]
@@ -38,20 +39,6 @@ def test_figures_of_gpt_oss_agree_with_the_published_packed_allocation(capsys):
     assert [group["layer_stride"] for group in report["groups"]] == [32768, 32768]
 
 
-def test_two_ranks_hold_half_of_the_heads_each(capsys):
-    halves = [
-        shown(capsys, "gpt-oss-20b", "--tp", "2", "--rank", str(rank), "--layout", "BHLNC")["bytes_per_block"]
-        for rank in (0, 1)
-    ]
-    assert halves == [196608, 196608]
-
-
-def test_the_shorter_group_is_padded(capsys):
-    groups = shown(capsys, "gemma-3-4b")["groups"]
-    assert [group["layers"] for group in groups] == [5, 5, 5, 5, 5, 4, 5]
-    assert [group["padding_bytes"] for group in groups] == [0, 0, 0, 0, 0, 65536, 0]
-
-
 def test_blocks_of_a_model_with_states_are_enlarged(capsys):
     report = shown(capsys, "qwen3-next")
     assert report["enlarged"]
@@ -59,8 +46,8 @@ def test_blocks_of_a_model_with_states_are_enlarged(capsys):
     assert not shown(capsys, "llama-3.1-8b")["enlarged"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field", "value"),
+@looped(
+    "arguments, field, value",
     [
         (("--blocks", "7"), "num_blocks", 7),
         (("--kv", "split"), "kv", "split"),
@@ -72,30 +59,6 @@ def test_options_reach_the_plan(capsys, arguments, field, value):
     assert shown(capsys, "gpt-2", *arguments)[field] == value
 
 
-def test_strides_are_those_of_the_layout(capsys):
-    layer = shown(capsys, "gpt-2", "--layout", "LBNHC", "--kv", "split")["layers"]["transformer.h.1.attn.attn"]
-    k, v = layer["components"]
-    half, page = 16 * 12 * 64 * 2, 2 * 16 * 12 * 64 * 2
-    assert k == {
-        "role": "k",
-        "dtype": "bfloat16",
-        "extents": [12, 16, 64],
-        "strides": [64 * 2, 12 * 64 * 2, 2],
-        "offset": 1024 * page,
-        "block_stride": half,
-    }
-    assert v["offset"] == 1024 * (page + half)
-
-
-def test_tables_name_every_group_and_what_is_wasted(capsys):
-    assert main(["layout", "gemma-3-4b"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = [line.split() for line in lines if line.strip().startswith(tuple("0123456789"))]
-    assert rows[5] == ["5", "sliding", "4", "16", "1024", "65,536", "67,108,864", "65,536", "20.0"]
-    assert rows[7][:3] == ["0-6", "k", "bfloat16"]
-    assert "tensors          5 (one per position)" in lines
-
-
 def test_a_config_may_come_from_a_path(capsys, tmp_path):
     config = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -104,8 +67,8 @@ def test_a_config_may_come_from_a_path(capsys, tmp_path):
     assert by_path["layers"] == shown(capsys, "gpt-2")["layers"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
+@looped(
+    "arguments, said",
     [
         (("gpt-5",), "'gpt-5' is neither a bundled model nor a file or folder"),
         (("gpt-2", "--tp", "2", "--rank", "2"), "--rank is 2, but --tp is 2"),
@@ -122,7 +85,7 @@ def test_bad_input_is_told_and_ends_with_status_2(capsys, arguments, said):
     assert printed.out == ""
 
 
-@pytest.mark.parametrize("arguments", [("--layout", "NHD"), ("--blocks", "0"), ("--blocks", "many")])
+@looped("arguments", [("--layout", "NHD"), ("--blocks", "0"), ("--blocks", "many")])
 def test_a_wrong_flag_ends_with_status_2(capsys, arguments):
     with pytest.raises(SystemExit, match="2"):
         main(["layout", "gpt-2", *arguments])
@@ -154,8 +117,8 @@ def test_ranks_that_divide_tokens_are_shown(capsys):
     assert re.search(r"tokens +of groups \d divided: rank 1 of 2, 1 at a time", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
+@looped(
+    "flags, message",
     [
         (["--dcp", "2"], "--dcp is 2, which does not divide --tp 1"),
         (["--tp", "2", "--dcp", "2", "--dcp-interleave", "3"], "dcp_interleave is 3"),
@@ -167,7 +130,7 @@ def test_flags_that_do_not_fit_each_other_are_refused(capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--tp", "--dcp", "--dcp-interleave", "--block-size"])
+@looped("flag", ["--tp", "--dcp", "--dcp-interleave", "--block-size"])
 def test_a_number_below_its_bound_is_refused_with_its_flag(capsys, flag):
     with pytest.raises(SystemExit) as ended:
         main(["layout", "gpt-oss-20b", flag, "0"])

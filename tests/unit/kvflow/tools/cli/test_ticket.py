@@ -13,6 +13,7 @@ from kvflow.leases.tickets import RankAddress
 from kvflow.rendezvous.issuer import TicketMint
 from kvflow.tools.cli import main
 from kvflow.tools.cli import ticket as command
+from tests.helpers.loops import looped
 
 SECRET = "the secret of the test cluster"
 RANKS = [RankAddress(rank, f"{rank:032x}", f"tcp://10.0.0.{rank}:7000", public_key="ab" * 32) for rank in range(2)]
@@ -152,8 +153,8 @@ def test_many_ranks_are_counted_and_not_all_shown(capsys):
 TEXT = minted().to_params()["kvflow"]
 
 
-@pytest.mark.parametrize(
-    ("given", "code"),
+@looped(
+    "given, code",
     [
         ("", "ticket_invalid"),
         ("nonsense", "ticket_invalid"),
