@@ -3,7 +3,6 @@
 ``tests/vllm/test_keeping.py`` runs the same tests with vLLM's own block pool.
 """
 
-import random
 import threading
 from types import SimpleNamespace
 
@@ -412,19 +411,6 @@ def test_a_lease_ends_in_the_call_that_hands_one_of_its_blocks_out(pool):
     assert found.keeping.take_revoked() == ("kept:second",)
 
 
-def test_requests_that_share_blocks_have_a_lease_each(pool):
-    found = keeper(pool)
-    shared, *own = filled(pool, 3)
-    end(found, pool, [shared, own[0]], "short")
-    pool.touch([shared])
-    end(found, pool, [shared, own[1]], "long")
-    assert kept(found) == ["kept:short", "kept:long"]
-    pool.get_new_blocks(NUM_BLOCKS - 1 - 3 + 1)
-    assert found.keeping.take_revoked() == ("kept:short",)
-    pool.get_new_blocks(2)
-    assert found.keeping.take_revoked() == ("kept:long",)
-
-
 def reuse(pool, block):
     """Have the pool hand blocks out until it has handed one out."""
     while block not in pool.get_new_blocks(1):
@@ -663,35 +649,3 @@ def test_an_engine_whose_answers_are_not_kept_says_so(caplog, interval, told, wi
         each.getMessage() for each in caplog.records if "--prefix-cache-retention-interval 16" in each.getMessage()
     ]
     assert len(lines) == (told and windows)
-
-
-def test_neither_the_order_nor_the_number_of_free_blocks_changes(new_pool):
-    """Two engines run the same requests, and one of them keeps what they leave."""
-    pools = [new_pool(), new_pool()]
-    engines = [keeper(pools[0]), side(FullAttentionSpec())]
-    engines[1].bind_pool(pools[1])
-    draw = random.Random(34)
-    running, names, ended = [], iter(range(1 << 20)), 0
-    for _ in range(2000):
-        if running and (draw.random() < 0.5 or len(pools[0].order()) < 8):
-            at, whole, status = draw.randrange(len(running)), draw.random() < 0.8, draw.choice(["STOPPED", "ABORTED"])
-            ids, name = running.pop(at), f"r{next(names)}"
-            ended += 1
-            for found, pool in zip(engines, pools, strict=True):
-                blocks = [pool.blocks[block] for block in ids]
-                for block in blocks[: len(blocks) - 1 + whole]:
-                    if block.block_hash is None:
-                        pool.hash(block)
-                end(found, pool, blocks, name, status=f"FINISHED_{status}")
-        else:
-            number, prefix = draw.randrange(1, 5), draw.choice([*running, []])[: draw.randrange(3)]
-            taken = []
-            for pool in pools:
-                hit = [pool.blocks[block] for block in prefix if pool.blocks[block].block_hash is not None]
-                pool.touch(hit)
-                taken.append([block.block_id for block in [*hit, *pool.get_new_blocks(number)]])
-            assert taken[0] == taken[1]
-            running.append(taken[0])
-        assert pools[0].order() == pools[1].order()
-    assert ended > 500
-    assert len(engines[0].keeping.take_revoked()) > 100

@@ -3,7 +3,6 @@
 The prefill engines are real workers, with open offers.
 """
 
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -87,19 +86,6 @@ def refusal(found, request):
     return command
 
 
-def test_a_request_waits_until_some_of_its_prompt_is_computed(prefill):
-    found = decode()
-    request = arrived(found, 48)
-    offer = prefill.offer()
-    assert found.matched(request, 0) == (None, False)
-    offer.advance(16, [(7,)])
-    assert matched(found, request) == (48, True)
-    found.allocated(request, blocks_of(range(1, 4)), 48)
-    (load,) = found.take_commands()
-    assert isinstance(load, Load)
-    assert (load.ticket, load.block_ids) == (offer.ticket, ((1, 2, 3),))
-
-
 def test_the_offer_may_come_later_than_the_request(prefill):
     found = decode()
     request = arrived(found, 48)
@@ -116,50 +102,12 @@ def test_the_samples_of_a_prompt_share_one_offer(prefill):
     assert found.matched(second, 0) == (None, False)  # it follows the first
 
 
-def test_equal_prompts_get_an_offer_each(prefill):
-    found = decode()
-    requests = [arrived(found, 48, name) for name in ("a", "b")]
-    for number in range(2):
-        prefill.offer(name=f"request-{number}").seal([(1, 2, 3)])
-    tickets = set()
-    for request in requests:
-        assert matched(found, request) == (48, True)
-        found.allocated(request, blocks_of(range(1, 4)), 48)
-        tickets.add(found.take_commands()[-1].ticket.grants[0].request_id)
-    assert tickets == {"request-0", "request-1"}
-
-
 def test_a_prompt_that_nobody_offers_in_time_fails(prefill):
     found = decode(rendezvous_s=0.05)
     failed = refusal(found, arrived(found))
     assert failed.code == "deadline_exceeded"
     assert "0.05 s" in failed.reason
     assert "dispatch" in failed.remedy
-
-
-def test_an_offer_that_ends_before_anything_is_computed_fails_the_request(prefill, monkeypatch):
-    given, held = threading.Event(), Asker.held
-
-    async def tell(*args, **named):
-        answer = await held(*args, **named)
-        given.set()
-        return answer
-
-    monkeypatch.setattr(Asker, "held", tell)
-    found = decode()
-    request = arrived(found, 48)
-    offer = prefill.offer()
-    assert given.wait(WITHIN_S)
-    offer.abort()
-    assert refusal(found, request).code == "stale_lease"
-
-
-def test_an_engine_that_no_setting_names_is_refused_by_name(prefill):
-    found = decode(rendezvous_from=["tcp://127.0.0.2:5600"])
-    failed = refusal(found, arrived(found))
-    assert failed.code == "ticket_invalid"
-    assert ENDPOINT in failed.reason
-    assert "rendezvous_from" in failed.remedy
 
 
 def test_a_name_stands_for_all_its_addresses(prefill):

@@ -56,15 +56,6 @@ class Prefill:
 SAMPLES = [f"{number}_cmpl-x-0-01234567" for number in range(4)]
 
 
-def test_of_several_samples_the_last_one_to_end_is_offered():
-    prefill = Prefill()
-    prefill.arrive(*SAMPLES)
-    for name in (SAMPLES[2], SAMPLES[0], SAMPLES[3]):
-        assert prefill.end(name) is None
-    assert prefill.end(SAMPLES[1])["remote_request_id"] == SAMPLES[1]
-    assert prefill.held == {SAMPLES[1]}
-
-
 def test_a_sample_that_arrives_behind_the_ticket_answers_the_same_one():
     prefill = Prefill()
     prefill.arrive(SAMPLES[0])
@@ -160,13 +151,6 @@ def test_nothing_is_remembered_of_requests_that_have_ended():
 
 def always(*specs, params=None, **settings):
     return Prefill(*specs, params=params, role="kv_producer", offer="always", **settings)
-
-
-@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": None, "do_remote_prefill": None}])
-def test_a_prefill_that_nobody_asked_for_is_offered(params):
-    prefill = always(params=params)
-    prefill.arrive("r", max_tokens=1)
-    assert prefill.end("r")["remote_block_ids"] == [[3]]
 
 
 @pytest.mark.parametrize(

@@ -298,23 +298,6 @@ def test_a_lease_that_has_ended_before_the_seal_gives_the_blocks_back_then(engin
 
 
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("steps", [0, 1])
-def test_a_request_that_is_aborted_ends_its_lease(engines, steps, early):
-    engine = engines(early=early)
-    engine.arrive()
-    if steps:
-        engine.step({"r": 32}, new={"r": (0, [[1, 2]])})
-    assert engine.end(blocks=((1, 2),), status=ABORTED, computed=32) is None
-    if early:
-        assert engine.lease() is None
-    engine.begin()
-    assert engine.lease() is None, "before the step writes"
-    engine.write()
-    assert engine.sent == []
-    assert len(engine.side.offering._mint._free) == 8
-
-
-@pytest.mark.parametrize("early", [True, False])
 def test_a_preemption_ends_the_lease_before_its_step_writes(engines, early):
     engine = engines(early=early)
     engine.arrive()
@@ -337,17 +320,6 @@ def test_a_preemption_ends_the_lease_before_its_step_writes(engines, early):
     engine.runtime._worker.revoke("r")
     engine.step()
     assert engine.sent == ["r"]
-
-
-def test_a_request_that_is_preempted_at_every_chunk_leaves_nothing_behind(engine):
-    engine.arrive()
-    for block in range(1, 40):
-        engine.step({"r": 16}, new={"r": (0, [[block]])})
-        assert engine.lease() == ("open", 16, ((block,),))
-        engine.step(preempted={"r"})
-    assert (engine.sent, engine.rank._unreported, engine.rank._unwritten) == ([], {}, [])
-    assert list(engine.rank._leases) == ["r"]
-    assert len(engine.side.offering._mint._free) == 7
 
 
 def test_what_vllm_computes_again_settles_no_more(engine):
