@@ -33,13 +33,6 @@ def deaf():
         yield f"tcp://127.0.0.1:{address[1]}"
 
 
-@contextmanager
-def mute():
-    """A listener that accepts and never says a word."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-
-
 async def test_a_peer_that_does_not_accept(near_world):
     """Of the budgets of other phases, ``test_records.py`` and ``test_ranks.py`` tell."""
     async with near_world.producing() as producer, near_world.consuming(connect_s=0.2) as consumer:
