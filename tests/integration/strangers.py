@@ -3,6 +3,7 @@
 import asyncio
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import zmq
 import zmq.asyncio
@@ -53,10 +54,11 @@ async def of_newer_release():
         router.bind("tcp://127.0.0.1:0")
 
         async def serve():
-            connections = {}
+            publication, connections = handshake.Publication.of(b"of the future"), {}
+            newer = partial(Conversation, Role.SERVER, IDENTITY, publication, limits=DEFAULT_LIMITS, versions=NEWER)
             while True:
                 name, *frames = await router.recv_multipart()
-                connection = connections.setdefault(name, connection_of_newer_release(Role.SERVER))
+                connection = connections.setdefault(name, newer(now=time.monotonic()))
                 connection.receive(frames, time.monotonic())
                 for answer in connection.take_outgoing():
                     await router.send_multipart([name, *answer])
@@ -66,8 +68,3 @@ async def of_newer_release():
             yield router.get_string(zmq.LAST_ENDPOINT)
             task.cancel()
         router.close()
-
-
-def connection_of_newer_release(role):
-    publication = handshake.Publication.of(b"of the future")
-    return Conversation(role, IDENTITY, publication, limits=DEFAULT_LIMITS, now=time.monotonic(), versions=NEWER)

@@ -20,7 +20,6 @@ from .consuming import PATIENCE_S, consuming, until, works
 from .producing import SECRET, configured
 from .shapes import Shape
 from .strangers import ticket_to
-from .test_bad_input import OTHER_SECRET
 
 BLOCKS = [[0, 1], [2, 3]]
 NBYTES = 4 * 2 * 2 * 4 * 4 * 8 * 2  # blocks, layers, K and V, tokens, heads, head size, bfloat16
@@ -89,7 +88,10 @@ async def test_a_peer_that_is_unreachable(near_world, heard):
 
 
 async def test_a_peer_of_another_secret(near_world, heard):
-    async with near_world.producing(cluster_secret=OTHER_SECRET) as stranger, near_world.consuming(hooks=[heard]) as us:
+    async with (
+        near_world.producing(cluster_secret="the secret of another cluster") as stranger,
+        near_world.consuming(hooks=[heard]) as us,
+    ):
         params = ticket_to(stranger.endpoint)
         _, record = await failed(heard, us, params)
     assert (record.code, record.phase, record.peer) == ("authentication_failed", "handshake", peer_of(params))

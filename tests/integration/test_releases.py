@@ -1,23 +1,19 @@
 """Two releases of kvflow side by side refuse what they cannot read, and say why."""
 
-import asyncio
 from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 
-import handshake
 import kvflow
 from kvflow.errors import ReleaseMismatch
 from kvflow.events import ConsumerRejected
-from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.leases.tickets import FORMAT
 
-from .consuming import PATIENCE_S, consuming, works
+from .consuming import consuming, works
 from .earlier import Earlier, unpack
 from .producing import Producer, configured
 from .shapes import Shape
-from .strangers import IDENTITY, SECURITY, ticket_to
 from .test_records import Heard
 
 pytestmark = [pytest.mark.nixl, pytest.mark.processes]
@@ -87,23 +83,3 @@ async def test_the_last_release_refuses_the_tickets_of_this_one(start):
         assert await producer.held() == ("r",)
         assert await producer.revoke("r")
         await works(producer, consumer)
-
-
-async def test_a_producer_of_another_release_is_told_why_it_is_left(near_world):
-    ended = asyncio.get_running_loop().create_future()
-    async with (
-        near_world.consuming() as consumer,
-        handshake.open_server(
-            bind="tcp://127.0.0.1:0",
-            identity=IDENTITY,
-            publication=handshake.Publication.of(b"of the future", schema=MANIFEST_SCHEMA + 1),
-            security=SECURITY,
-            on_event=lambda _key, event: isinstance(event, handshake.ConnectionFailed) and ended.set_result(event),
-        ) as server,
-    ):
-        with pytest.raises(ReleaseMismatch):
-            await consumer.pull(ticket_to(server.endpoint), BLOCKS)
-        async with asyncio.timeout(PATIENCE_S):
-            told = await ended
-        assert (told.code, told.refused) == ("release_mismatch", True)
-        assert f"manifest schema {MANIFEST_SCHEMA + 1}" in told.reason

@@ -15,8 +15,8 @@ from tests.world.node import Node
 
 from .conftest import OVER_TCP
 from .consuming import PATIENCE_S, consuming, until, works
-from .producing import SECRET, configured
-from .shapes import Shape, write, wrong
+from .producing import configured
+from .shapes import Shape, wrong
 from .sleeping import sleeper
 from .test_late_write import AFTER, BLOCKS, LARGE, TOKENS, Engine
 
@@ -154,30 +154,3 @@ async def test_nothing_is_written_into_the_memory_of_a_consumer_that_sleeps(else
                 assert engine.overwritten() == 0
             finally:
                 sleepy.resume()
-
-
-def test_grants_of_before_are_not_admitted_and_those_of_a_new_mint_are():
-    source, target = Shape().build(), Shape().build()
-    with (
-        kvflow.run_worker(configured("prefill-0", transport="loopback"), source) as producer,
-        kvflow.run_worker(configured("decode-0", transport="loopback"), target) as consumer,
-    ):
-        mint = kvflow.TicketMint("prefill-0", [producer.rank_address], cluster_secret=SECRET)
-        admitted, grant = mint.offer("admitted", block_ids=SMALL_BLOCKS, num_tokens=8)
-        producer.admit(grant)
-        unadmitted, late_grant = mint.offer("late", block_ids=SMALL_BLOCKS, num_tokens=8)
-        producer.suspend()
-        source = Shape().build()
-        producer.resume(source)
-        for refused_grant in (grant, late_grant):
-            with pytest.raises(errors.BlockIdsInvalid, match="does not name this worker"):
-                producer.admit(refused_grant)
-        for void in (admitted, unadmitted):
-            with pytest.raises(errors.TransferFailed):
-                consumer.pull(void, SMALL_BLOCKS).result(PATIENCE_S)
-        mint = kvflow.TicketMint("prefill-0", [producer.rank_address], cluster_secret=SECRET)
-        write(source, "new", SMALL_BLOCKS, 8)
-        ticket, grant = mint.offer("new", block_ids=SMALL_BLOCKS, num_tokens=8)
-        producer.admit(grant)
-        consumer.pull(ticket, SMALL_BLOCKS).result(PATIENCE_S)
-        assert wrong(target, "new", SMALL_BLOCKS, 8) == []
