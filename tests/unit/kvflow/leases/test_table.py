@@ -302,3 +302,15 @@ def test_blocks_of_unread_offers_are_counted_once_a_second_at_most(unread):
         times.append(now)
         unread.leases.expire(now)
     assert times == [*map(float, range(10, 31))]
+
+
+def test_a_question_keeps_what_it_has_found_when_its_digest_comes_again(leases):
+    """Otherwise nobody finds the offer again if the answer reaches nobody."""
+    grant = grant_of()
+    leases.admit(grant, 0.0)
+    lease = leases.held(grant.slot, grant.epoch)
+    for digest in (b"1", b"2"):
+        leases.name(lease, digest)
+        assert leases.find((b"1", b"2"), question=7) == ((lease, 1) if digest == b"1" else None)
+    assert leases.give_back(7) == (b"2",)
+    assert leases.find((b"1", b"2"), question=8) == (lease, 2)
