@@ -204,9 +204,14 @@ class Consumer:
     def on_peer_dropped(self, peer: PeerId, code: str, detail: str) -> None:
         """Fail every pull that needs a peer that was dropped."""
         self._flush()
-        self._apply(self._scheduler.on_peer_failed(peer, code=code, detail=detail, now=self._clock()))
+        now = self._clock()
+        self._apply(self._scheduler.on_peer_failed(peer, code=code, detail=detail, now=now))
         for pull in tuple(self.pulls.by_id.values()):
-            if pull.following is not None and not pull.submitted and peer in pull.following.peers:
+            if pull.following is None or not pull.following.needs(peer):
+                continue
+            if pull.submitted:  # what it still reads may be of other ranks
+                self._apply(self._scheduler.cancel(pull.pull_id, code=code, detail=detail, peer=peer, now=now))
+            else:
                 pull.failure = PullFailed(
                     pull.pull_id, pull.request_id, code, pull.step, str(peer), detail, quarantined=False
                 )

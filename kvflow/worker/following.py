@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from kvflow.config import Tuning
 from kvflow.errors import BlockIdsInvalid, DeadlineExceeded, ProtocolViolation, StaleLease, TicketInvalid
-from kvflow.ids import Ids
+from kvflow.ids import Ids, PeerId
 from kvflow.layout.groups import SETTLES
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import check_block_ids
@@ -165,7 +165,6 @@ class Following:
 
     Attributes:
         task: reads on until the call ends.
-        peers: the ranks that are read.
         nbytes: bytes that are read before the seal.
         arrived: set while nothing is read.
 
@@ -192,7 +191,7 @@ class Following:
             raise TicketInvalid(f"the ticket joins open offers of {sorted([self._total, *others])[:4]} tokens")
         self._request_id, self._budgets = ticket.grants[0].request_id, budgets
         self._ranks = [_Rank(ticket, rank, ours, targets) for rank in sources]
-        self.peers = tuple([rank.peer for rank in self._ranks])
+        self._all_cut = False  # whether nothing is read after what ``cut`` has returned last
         self._unit = math.lcm(*[tokens for rank in self._ranks for tokens in rank.tokens])
         early = [group for rank in self._ranks for group in rank.early]
         self.nbytes = sum(len(each.pairs.source) * each.binding.unit_bytes for each in early)
@@ -207,6 +206,10 @@ class Following:
     def sealed(self) -> bool:
         """Whether every rank has settled everything."""
         return all(rank.sealed for rank in self._ranks)
+
+    def needs(self, peer: PeerId) -> bool:
+        """Whether something is asked or read of a peer after what is being read."""
+        return not self._all_cut and any(rank.peer == peer for rank in self._ranks)
 
     async def hear(self, waited_s: float) -> None:
         """Ask every rank until enough is settled for a read, or everything is. Cancellation: safe.
@@ -242,7 +245,7 @@ class Following:
 
     def cut(self, pull_id: int, priority: int, read_ids: Iterator[int], now: float) -> TokenRange | None:
         """Return what is read next; None if nothing is worth a read."""
-        last = self.sealed
+        self._all_cut = last = self.sealed
         readable = min(rank.settled for rank in self._ranks)
         end = self._total if last else readable
         if end < self._total:

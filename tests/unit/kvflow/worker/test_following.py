@@ -20,7 +20,7 @@ from kvflow.errors import (
     TicketInvalid,
     TransferCancelled,
 )
-from kvflow.events import PullFailed, TransferQuiesced, TransferStarted
+from kvflow.events import PeerDropped, PullFailed, TransferQuiesced, TransferStarted
 from kvflow.leases.tickets import Content, Ticket
 from kvflow.reads.scheduler import LeaseEarly
 from kvflow.rendezvous import questions
@@ -523,6 +523,44 @@ async def test_a_peer_that_is_lost_ends_the_pull_that_waits_for_it(world, teller
     phases = dict(failed.timings_s)
     assert phases.pop("total") == pytest.approx(sum(phases.values()))
     world.producer.revoke("request-1")
+
+
+async def read_of_the_first(world, teller, *, settled):
+    """Return a pull of two ranks, a range of which has arrived from the first; and its peer. The second hangs."""
+    await world.connect()
+    world.faults.hung.add(1)
+    pull = world.start(open_ticket(world), TARGETS)
+    teller.say(TOKENS, rank=0, sealed=True)
+    teller.say(settled, rank=1, sealed=settled == TOKENS)
+    await world.faults.strike()
+    (followed,) = world.consumer._consumer.pulls.by_id.values()
+    async with asyncio.timeout(PATIENCE_S):
+        while followed.ranges[-1].ranks[0].state != "delivered":  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.001)
+    return pull, followed.ranges[-1].ranks[0].read.peer
+
+
+async def test_a_rank_lost_between_two_ranges_ends_the_pull_at_once(teller):
+    """Its next read would be of a list that is prepared no more."""
+    async with opened(ranks=2, num_blocks=32, follow_bytes_min=1) as world:
+        pull, peer = await read_of_the_first(world, teller, settled=8)
+        world.consumer._consumer.peers.drop(peer, "peer_lost", "as the test says")
+        assert isinstance(await failure(pull), PeerLost)
+        world.faults.heal()
+        await ended(pull)
+        for producer in world.producers:
+            producer.revoke("request-1")
+
+
+async def test_a_rank_lost_behind_all_of_its_bytes_ends_no_pull(teller):
+    async with opened(ranks=2, num_blocks=32, follow_bytes_min=1) as world:
+        pull, peer = await read_of_the_first(world, teller, settled=TOKENS)
+        world.consumer._consumer.peers.drop(peer, "peer_lost", "as the test says")
+        await world.heard(PeerDropped)
+        world.faults.heal()
+        assert (await asyncio.wait_for(pull, PATIENCE_S)).nbytes == len(SOURCES) * BLOCK_BYTES
+        assert world.holds(TARGETS, SOURCES)
+        world.producers[0].revoke("request-1")  # if its release was lost with its connection
 
 
 async def test_a_pull_that_waits_for_its_producer_counts_as_open(teller):
