@@ -171,16 +171,14 @@ test-compose: $(INSTALLED)
 	KVFLOW_TEST_COMPOSE=1 $(BIN)/python -m pytest --quiet -o faulthandler_timeout=500 tests/compose
 
 # `make test-vllm COVERED=1` also prints which lines of kvflow/integrations/vllm real engines run; it takes a third longer.
-# Two processes, because a request is in one of its two engines: one core would wait.
 .PHONY: test-vllm test-vllm-full test-ray bench-vllm
-VLLM_TWICE := --numprocesses 2 --dist loadgroup
 test-vllm: export COVERAGE_RCFILE := tests/vllm/coverage.ini
 test-vllm: $(VLLM)/.installed $(ROUTERS)/.installed $(TRANSFORMERS)/.installed
-	KVFLOW_TEST_VLLM=usual $(VLLM)/bin/python $(if $(COVERED),-m coverage run) -m pytest $(if $(COVERED),,$(VLLM_TWICE)) --quiet -o timeout=600 -o faulthandler_timeout=0 tests/vllm
+	KVFLOW_TEST_VLLM=usual $(VLLM)/bin/python $(if $(COVERED),-m coverage run) -m pytest --quiet -o timeout=600 -o faulthandler_timeout=0 tests/vllm
 	$(if $(COVERED),$(VLLM)/bin/python -m coverage combine --quiet && $(VLLM)/bin/python -m coverage report)
 
 test-vllm-full: $(VLLM)/.installed $(OLDER:%=$(VLLM)-%/.installed) $(ROUTERS)/.installed $(TRANSFORMERS)/.installed
-	KVFLOW_TEST_VLLM=full $(VLLM)/bin/python -m pytest $(VLLM_TWICE) --quiet -o timeout=900 -o faulthandler_timeout=0 tests/vllm
+	KVFLOW_TEST_VLLM=full $(VLLM)/bin/python -m pytest --quiet -o timeout=900 -o faulthandler_timeout=0 tests/vllm
 
 test-ray: .venv-ray/.installed
 	KVFLOW_TEST_RAY=1 .venv-ray/bin/python -m pytest --quiet -o timeout=1800 -o faulthandler_timeout=0 -W ignore::DeprecationWarning tests/ray

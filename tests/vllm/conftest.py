@@ -33,30 +33,6 @@ def pytest_collection_modifyitems(items):
         return command.get(params.get("pair"), len(command))
 
     items.sort(key=place)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
-
-
-def group(item):
-    """Return what tests must share to run in one process, if several run tests: what takes long to start."""
-    if hasattr(item, "callspec") and "pair" in item.callspec.params:
-        return item.callspec.params["pair"]
-    if "deployment" in item.fixturenames and not hasattr(item.module, "deployment"):
-        return "deployment"
-    return item.path.name
-
-
-def pytest_sessionfinish(session):
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["tables"] = TABLES
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node, error):
-    """Take what the tests of another process have measured."""
-    for title, rows in getattr(node, "workeroutput", {}).get("tables", {}).items():
-        known, found = TABLES.setdefault(title, []), list(map(tuple, rows))
-        known += [row for row in found if row != known[0]] if known else found  # all tables have one head
 
 
 @pytest.fixture(scope="session")

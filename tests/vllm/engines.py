@@ -29,9 +29,6 @@ PYTHON = os.environ.get("KVFLOW_TEST_VLLM_PYTHON", sys.executable)
 """The interpreter of an environment with vLLM."""
 OUT = ROOT / "out" / "vllm"
 """Models and logs."""
-WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
-"""The process that runs these tests, if several do at once: engines of each have the same names."""
-LOGS = OUT / "logs" / WORKER
 START_S = 480.0
 """An engine is ready in 10 s when nothing else runs."""
 ANSWER_S = 120.0
@@ -148,7 +145,7 @@ class Options:
 
 def disk_of(engine_id: str) -> Path:
     """Return the folder in which ``DISK`` keeps the prompts of one engine."""
-    return OUT / "disk" / WORKER / engine_id
+    return OUT / "disk" / engine_id
 
 
 def transfer_config(options: Options, role: str, engine_id: str, secret: str) -> dict[str, Any] | None:
@@ -201,7 +198,7 @@ class Engine:
         self.options = options
         self.name = name
         self.free_blocks = 0
-        self.log = LOGS / f"{name}.log"
+        self.log = OUT / "logs" / f"{name}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._ids = itertools.count()
         self._lock = threading.Lock()
@@ -433,7 +430,7 @@ class Nursery:
 
     def __init__(self, python: str = PYTHON) -> None:
         self._python = python
-        self._log = LOGS / f"nursery-{Path(python).parents[1].name.lstrip('.')}.log"
+        self._log = OUT / "logs" / f"nursery-{Path(python).parents[1].name.lstrip('.')}.log"
         self._stack = ExitStack()
         self._path = os.environ.get("KVFLOW_TEST_VLLM_NURSERY", "") if python == PYTHON else ""
 

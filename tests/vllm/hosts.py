@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from .engines import ANSWER_S, ENVIRONMENT, LOGS, PYTHON, ROOT, START_S
+from .engines import ANSWER_S, ENVIRONMENT, PYTHON, ROOT, START_S
 from .pairs import model_folder
-from .servers import Server, Together
+from .servers import LOGS, Server, Together
 
 TOKENS = 16
 CONTROL_PORT = 5600

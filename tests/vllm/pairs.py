@@ -4,11 +4,10 @@ import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
-from fcntl import LOCK_EX, flock
 from pathlib import Path
 from typing import Any
 
-from .engines import DISK, KVFLOW, LOGS, NIXL, OUT, PYTHON, ROOT, EngineFailed, Nursery, Options, Pair, look
+from .engines import DISK, KVFLOW, NIXL, OUT, PYTHON, ROOT, EngineFailed, Nursery, Options, Pair, look
 from .tiny_models import CONFIGS, DRAFT, folder_of
 
 FULL = os.environ.get("KVFLOW_TEST_VLLM") == "full"
@@ -34,7 +33,7 @@ MODELS = {
 """The usual pair of each model: both sides alike, and as vLLM would have them."""
 USUAL = ("llama", "gptoss", "granite")
 
-RANKS_LOG = LOGS / "ranks.jsonl"
+RANKS_LOG = OUT / "logs" / "ranks.jsonl"
 """Records of all ranks of all engines that have several or read them."""
 
 
@@ -201,14 +200,11 @@ def chosen(*names: str) -> list[str]:
 def model_folder(name: str) -> Path:
     """Return a model's folder, and make the model first if nobody has."""
     folder = folder_of(name, OUT / "models")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with Path(f"{folder.parent}.lock").open("w") as lock:
-        flock(lock, LOCK_EX)  # another process may be making it
-        if not folder.exists():
-            # All at once: half a minute is mostly imports.
-            names = list(CONFIGS) if FULL else sorted({*USUAL, name})
-            command = [PYTHON, "-m", "tests.vllm.tiny_models", str(folder.parent), *names]
-            subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    if not folder.exists():
+        # All at once: half a minute is mostly imports.
+        names = list(CONFIGS) if FULL else sorted({*USUAL, name})
+        command = [PYTHON, "-m", "tests.vllm.tiny_models", str(folder.parent), *names]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
     return folder
 
 

@@ -16,9 +16,10 @@ from typing import Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from .engines import ANSWER_S, ENVIRONMENT, LOGS, PAUSE_S, PYTHON, ROOT, START_S, EngineFailed, free_port, look
+from .engines import ANSWER_S, ENVIRONMENT, OUT, PAUSE_S, PYTHON, ROOT, START_S, EngineFailed, free_port, look
 from .howto import DECODE_PORT, PAGE, PREFILL_PORT, PROXY_PORT, command
 
+LOGS = OUT / "logs"
 STOP_S = 30.0
 LOG_TAIL = 6000
 

@@ -16,7 +16,7 @@ import pytest
 from kvflow import Ticket
 from tests.ports import free_port
 
-from .engines import ANSWER_S, ENVIRONMENT, LOGS, PREFILL_PARAMS, ROOT, Engine, Options, look
+from .engines import ANSWER_S, ENVIRONMENT, OUT, PREFILL_PARAMS, ROOT, Engine, Options, look
 from .pairs import model_folder
 from .prompts import prompt_of
 
@@ -39,7 +39,7 @@ class Transformers:
             "transfers": transfers,
         }
         self.page_size = page_size
-        self.log = LOGS / f"{name}.log"
+        self.log = OUT / "logs" / f"{name}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(

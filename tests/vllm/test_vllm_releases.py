@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from .checks import failed, reason_of, serves
-from .engines import ENVIRONMENT, LOGS, PREFILL_PARAMS, PYTHON, ROOT, Nursery, Options, Pair
+from .engines import ENVIRONMENT, OUT, PREFILL_PARAMS, PYTHON, ROOT, Nursery, Options, Pair
 from .pairs import GPTOSS, GRANITE, LEASE_S, LLAMA, QWEN3_NEXT, await_all, model_folder
 from .prompts import prompt_of
 from .tables import TABLES
@@ -18,7 +18,7 @@ from .tampering import of_other_blocks
 from .test_contents import ALIKE
 from .tiny_models import WINDOW
 
-RECORDS = LOGS / "releases.jsonl"
+RECORDS = OUT / "logs" / "releases.jsonl"
 OLDER = ("0.29", "0.30", "0.31")
 PYTHONS = {release: str(ROOT / f".venv-vllm-{release}/bin/python") for release in OLDER} | {"0.32": PYTHON}
 """Release of vLLM -> the interpreter of its environment: ``make test-vllm-full`` builds them."""

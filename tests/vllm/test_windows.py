@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from .engines import LOGS, Engine
+from .engines import OUT, Engine
 from .pairs import FULL, model_folder
 from .prompts import prompt_of
 from .servers import free_port
@@ -40,7 +40,7 @@ class Engines:
 @pytest.fixture(scope="module", params=[32, 128] if FULL else [128])
 def engines(request, pairs):
     pairs.stop()
-    source, log = f"tcp://127.0.0.1:{free_port()}", LOGS / f"windows-{next(NUMBERS)}.jsonl"
+    source, log = f"tcp://127.0.0.1:{free_port()}", OUT / "logs" / f"windows-{next(NUMBERS)}.jsonl"
     log.unlink(missing_ok=True)
     keeps = replace(KEEPER, extra={**KEEPER.extra, "bind": source, "tell": False})  # prompts are shorter than a stride
     asks = replace(
