@@ -304,6 +304,13 @@ def test_blocks_of_unread_offers_are_counted_once_a_second_at_most(unread):
     assert times == [*map(float, range(10, 31))]
 
 
+@pytest.mark.parametrize(("slot", "epoch"), [(0, BASE + 99), (99, BASE + 1), (0, BASE), (0, 0)])
+def test_what_never_was_is_unknown(leases, slot, epoch):
+    leases.admit(grant_of(), now=0.0)
+    assert released(leases, (slot, epoch), ALONE, 1.0) == ("unknown", None)
+    assert leases.renew([(slot, epoch)], 1.0) == ["unknown"]
+
+
 def test_a_question_keeps_what_it_has_found_when_its_digest_comes_again(leases):
     """Otherwise nobody finds the offer again if the answer reaches nobody."""
     grant = grant_of()
