@@ -208,7 +208,7 @@ class Following:
         return all(rank.sealed for rank in self._ranks)
 
     def needs(self, peer: PeerId) -> bool:
-        """Whether something is asked or read of a peer after what is being read."""
+        """Return whether the pull still asks or reads from a peer once what it reads now has arrived."""
         return not self._all_cut and any(rank.peer == peer for rank in self._ranks)
 
     async def hear(self, waited_s: float) -> None:

@@ -147,6 +147,45 @@ def test_a_load_that_fails_behind_its_connection_is_made_again():
 
 
 @pytest.mark.nixl
+def test_metadata_that_always_fails_is_loaded_a_few_times_only(monkeypatch):
+    """NIXL keeps a connection each time."""
+    ends = Ends(meets=False)
+    truth = decode_envelope(ends.exporter.metadata, transport="nixl")
+    load, failing, tried = ends.reader._reader.agent.add_remote, [True], []
+
+    class Backend(RuntimeError):
+        """As NIXL names it."""
+
+    class Known(RuntimeError):
+        """The same."""
+
+    Backend.__name__, Known.__name__ = "nixlBackendError", "nixlInvalidParamError"
+
+    def fail(blob):
+        tried.append(blob)
+        if not failing:
+            return load(blob)
+        raise Known("known") if len(tried) > 1 and blob == truth.blob else Backend("no such segment")
+
+    monkeypatch.setattr(ends.reader._reader, "agent", FlakyAgent(ends.reader._reader.agent, ()))
+    ends.reader._reader.agent.add_remote = fail
+    for number in range(100):
+        said = "no such segment" if number < 9 else "could not be connected 8 times, and is not tried again"
+        with pytest.raises(BackendError, match=said) as caught:
+            ends.meet(ends.exporter)
+        assert caught.value.reason.code == "peer_lost"
+    assert caught.value.reason.remedy
+    renamed = [blob for blob in tried if blob != truth.blob]
+    assert len(renamed) == len(set(renamed)) == 8
+    failing.clear()
+    ends.reader.reset()
+    ends.meet(ends.exporter)
+    assert ends.finish(ends.reader.post(ends.chunk())) == 0
+    ends.reader.close()
+    ends.exporter.close()
+
+
+@pytest.mark.nixl
 def test_without_a_flush_a_post_never_ends(ends):
     backend_error = type("nixlBackendError", (RuntimeError,), {})
     ends.flaky(backend_error("first"), backend_error("the flush too"))

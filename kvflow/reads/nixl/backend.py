@@ -5,6 +5,7 @@ bytes. Within a host it has none: the thread that posts also polls, a second one
 the UCX worker, and UCX crashes if one without a device asks for the end of a GPU's copies (NIXL issue 2102).
 """
 
+import hashlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.errors import FailureCode, TransportUnavailable
-from kvflow.ids import PeerId
+from kvflow.ids import Newest, PeerId
 from kvflow.layout.component import Region
 from kvflow.leases.tickets import LeaseName
 from kvflow.reads.backend import (
@@ -39,6 +40,7 @@ from kvflow.reads.nixl.binding import (
     DEVICE_REMEDY,
     QUIET,
     REMEDIES,
+    RESTART,
     SAME_NIXL,
     UCX_TELLS,
     Agent,
@@ -69,6 +71,12 @@ _HELPER_SPANS = 64  # scratch memory of a helper's agent, for pieces that have f
 
 _KEPT_MAX = 64
 """Connections to peers that were removed, in case they come again. The kernel of a dead peer closes its own."""
+
+
+_LOADS_MAX = 8
+"""How often metadata may fail under other names: each time NIXL keeps a connection, 40 KB within a host."""
+
+_FAILED_MAX = 256  # metadata whose failures are remembered
 
 
 class _IdleConnection(NamedTuple):
@@ -135,6 +143,7 @@ class NixlBackend(Backend):
         self._errors = error_types(binding)
         self._peers: dict[PeerId, RemotePeer] = {}
         self._kept: dict[str, _IdleConnection] = {}
+        self._failed: Newest[bytes, int] = Newest(_FAILED_MAX)  # digest of metadata -> loads that have failed
         self._numbers = count()
         refusals: tuple[type[Exception], ...] = (ValueError, *self._errors)
         try:
@@ -261,8 +270,8 @@ class NixlBackend(Backend):
             BackendError: NIXL makes none; each ``add`` tries again.
         """
         # The handles in flight are not released: that stops nothing, and only the end of their agent does.
-        self._peers.clear()
-        self._kept.clear()
+        for known in (self._peers, self._kept, self._failed):
+            known.clear()
         if not self._reader_is_gone:
             self._destroy_reader()
             self._reader_is_gone = True
@@ -295,8 +304,9 @@ class NixlBackend(Backend):
     def _load(self, envelope: Envelope) -> tuple[str, bytes]:
         """Load the metadata of an exporter; return the name that our agent knows it by, and its metadata so named.
 
-        If a load fails after it has connected, NIXL keeps the connection, and refuses the name from then on. So what it
-        refuses is loaded under another name: a member that lies in the name of a peer keeps nobody from that peer.
+        If a load fails after it has connected, NIXL keeps the connection, and refuses the name until its agent is
+        destroyed. So what it refuses is loaded under another name, a few times: a member that lies in the name of a
+        peer keeps nobody from that peer.
         """
         load = self._reader.agent.add_remote
         try:
@@ -304,8 +314,17 @@ class NixlBackend(Backend):
         except self._errors as error:
             if self._ours is None or failure_of(ADDING, error).reason.code != FailureCode.METADATA_INVALID:
                 raise
+            digest = hashlib.sha256(envelope.blob).digest()
+            failures = self._failed.get(digest, 0)
+            if failures >= _LOADS_MAX:
+                detail = f"{envelope.agent!r} could not be connected {failures} times, and is not tried again"
+                raise BackendError(FailureCode.PEER_LOST, detail, RESTART) from error
             blob = renamed(envelope.blob, envelope.agent, f"{envelope.agent}/{next(self._numbers)}")
-            return load(blob), blob
+            try:
+                return load(blob), blob
+            except self._errors:
+                self._failed[digest] = failures + 1
+                raise
         if agent != envelope.agent:
             if not self._sharing(agent):
                 self._kept.pop(agent, None)

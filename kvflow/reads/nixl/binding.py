@@ -83,6 +83,7 @@ SAME_NIXL = (
     "not know."
 )
 UCX_TELLS = "UCX_LOG_LEVEL=info shows what UCX finds on this host."
+RESTART = f"Let UCX reach the peer, then restart this worker or the peer. {UCX_TELLS}"
 REMEDIES = {
     "NIXL_PLUGIN_DIR": "Unset NIXL_PLUGIN_DIR, or set it to a folder that has libplugin_UCX.so.",
     "UCX_TLS": "Unset UCX_TLS, or add tcp to it, and cuda on a host with GPUs.",

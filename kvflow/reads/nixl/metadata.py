@@ -116,7 +116,7 @@ def inspect(blob: bytes, agent: str) -> Exported:
 
 
 def renamed(blob: bytes, agent: str, name: str) -> bytes:
-    """Return metadata that ``inspect`` has accepted with another name of its agent."""
+    """Rename the agent of metadata that ``inspect`` has accepted."""
     before = b"nixlSerDes|Agent"
     new = name.encode()
     return before + len(new).to_bytes(8, "little") + new + blob[len(before) + 8 + len(agent.encode()) :]
