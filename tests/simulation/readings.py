@@ -10,7 +10,7 @@ from kvflow.leases.tickets import Ticket
 from tests.fakes.world import World
 from tests.simulation.engines import PULLS_MAX, Engine, Rank
 from tests.simulation.faces import Face
-from tests.simulation.oracle import Circumstances, explains
+from tests.simulation.oracle import LOST, Circumstances, explains
 
 if TYPE_CHECKING:
     from tests.simulation.requests import Request
@@ -99,8 +99,11 @@ class Reading:
             self._leave(error.code)
             return
         if ticket is None or count < len(digests):
-            # Its successor may answer at its address. An open lease is its first finder's until that gives it back.
-            taken = any(each.found and each.released_at is None for each in request.readings) and request.plan.part_s
+            # Its successor may answer at its address. An open lease is its first finder's until all ranks of that have
+            # given it back, or until it runs out: a release is lost with its connection.
+            taken = request.plan.part_s and any(
+                each.found and (each.released_at is None or each.may_lose_releases(source)) for each in request.readings
+            )
             is_there = before is not None and source.held.get(request.name) is before
             if is_there and source.engine.alive and not taken:
                 self._world.fail(f"{source.name} keeps {request.name}, and {self.name} was told of {count} blocks")
@@ -111,6 +114,11 @@ class Reading:
             self.found = True
             self._params = json.loads(json.dumps(ticket.to_params()))
             self._hold_and_claim()
+
+    def may_lose_releases(self, source: Rank) -> bool:
+        """Tell whether a connection between this engine and a rank of the source may have ended."""
+        hosts = [rank.process.host for rank in self.engine.ranks]
+        return bool(self.engine.setting.troubles.between(source.process.host, hosts) & LOST)
 
     def _leave(self, outcome: str) -> None:
         """Read nothing."""
