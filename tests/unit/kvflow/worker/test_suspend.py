@@ -84,7 +84,7 @@ def test_a_resumed_worker_is_another_incarnation_and_serves_other_memory(worker)
     worker.resume(cache)
     assert worker.rank_address.incarnation != before.incarnation
     target = cache_of()
-    with run_worker(config("decode-0"), target) as consumer:
+    with run_worker(config("decode-0", connect_s=5.0), target) as consumer:  # nobody listens where the old one did
         with pytest.raises(TransferFailed):
             consumer.pull(old, [[5]]).result(PATIENCE_S)
         consumer.pull(worker.offer("new", [[3]], 4), [[5]]).result(PATIENCE_S)
