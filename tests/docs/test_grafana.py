@@ -1,6 +1,5 @@
 """The dashboards, the configuration of Prometheus and the Compose file fit each other and the metrics."""
 
-import json
 import re
 
 import pytest
@@ -11,13 +10,12 @@ from kvflow.observability.metrics import METRICS
 from kvflow.tools.demo.__main__ import build_parser
 from tests.helpers.loops import looped
 
-from .dashboards import DASHBOARDS, dashboard
+from .dashboards import KINDS
 from .pages import ROOT
 from .test_monitor_page import PAGE, SERIES, VLLM_METRICS, VLLM_SERIES, described
 
 DOCKER = ROOT / "docker"
 GRAFANA = DOCKER / "grafana"
-KINDS = {kind: json.loads((DASHBOARDS / f"{kind}.json").read_text()) for kind in ("worker", "vllm")}
 PANELS = [
     pytest.param(kind, panel, id=f"{kind}: {panel['title']}") for kind in KINDS for panel in KINDS[kind]["panels"]
 ]
@@ -34,8 +32,7 @@ def queries(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_dashboard_is_that_of_the_source_and_the_page_names_it(kind):
-    assert (DASHBOARDS / f"{kind}.json").read_text() == dashboard(kind), "run make docs"
+def test_the_page_names_the_dashboard_and_its_instances_are_those_of_a_series(kind):
     assert f"(`{kind}.json`" in (ROOT / PAGE).read_text()
     (variable,) = [each for each in KINDS[kind]["templating"]["list"] if each["name"] == "instance"]
     assert re.findall(METRIC, variable["query"]["query"])[0] in KNOWN_SERIES[kind]

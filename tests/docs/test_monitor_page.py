@@ -4,7 +4,6 @@ import ast
 import re
 import shutil
 import subprocess
-from functools import cache
 from typing import get_args
 
 import pytest
@@ -15,7 +14,7 @@ from kvflow.events import Outcome
 from kvflow.observability.metrics import METRICS, Described
 from tests.helpers.loops import looped
 
-from .alerts import ALERTS, GENERATED, RULES, rules, table
+from .alerts import KINDS, RULES, rules
 from .pages import ROOT
 from .scraping import PAGE, job_named, renamed
 
@@ -51,18 +50,12 @@ def described(name):
     return metrics[name if name in metrics else re.sub(r"_(total|bucket|sum|count)$", "", name)]
 
 
-@cache
-def alert_rules(kind):
-    """Return the rules of a kind, as Prometheus reads them."""
-    return yaml.safe_load(rules(kind))["groups"][0]["rules"]
-
-
 def firing(kind, alert, labels, *scraped, minutes=120):
     """Return promtool's test of an alert that fires with these labels alone, or does not fire: None.
 
     ``sick`` and ``well`` are both scraped.
     """
-    (rule,) = [each for each in alert_rules(kind) if each.get("alert") == alert]
+    (rule,) = [each for each in rules(kind) if each.get("alert") == alert]
     return {
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in scraped],
@@ -261,32 +254,37 @@ def test_the_job_of_vllm_gives_names_their_colon_back():
         assert renamed(name) == name
 
 
-def test_the_rules_and_their_table_are_those_of_the_source():
-    for kind in ("worker", "vllm"):
-        assert (RULES / f"{kind}.yaml").read_text() == rules(kind), "run make docs"
-    assert GENERATED.search((ROOT / PAGE).read_text())[0] == table(), "run make docs"
+def test_the_table_of_the_page_is_that_of_the_rules():
+    """Without the links and the marks of code, which Prometheus would show."""
+    alerts = {kind: {rule["alert"]: rule["annotations"] for rule in rules(kind) if "alert" in rule} for kind in KINDS}
+    rows = re.findall(
+        r"^\| `(Kvflow\w+)`(?: \((.*?) only\))? \| (.*) \| (.*) \|$", (ROOT / PAGE).read_text(), re.MULTILINE
+    )
+    assert {name for name, *_ in rows} == alerts["worker"].keys() | alerts["vllm"].keys()
+    for name, only, *texts in rows:
+        found = [alerts[kind][name] for kind in KINDS if name in alerts[kind]]
+        assert only == ("" if len(found) == 2 else "`http`" if name in alerts["worker"] else "vLLM")
+        says, do = (re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", text).replace("`", "") for text in texts)
+        assert found == [{"summary": says, "description": do}] * len(found)
 
 
-@looped("rule", ALERTS)
-def test_alerts_ask_for_series_and_labels_that_exist(rule):
-    recorded = {each.name for each in ALERTS if not each.says}
-    names = set(re.findall(r"(?<!vllm:)\bkvflow[_:]\w+", rule.worker))
-    assert names <= SERIES | recorded
-    names |= set(re.findall(r"\bvllm:kvflow_\w+|\bkvflow:\w+", rule.vllm))
-    assert names <= SERIES | VLLM_SERIES | recorded
-    assert names or "up{" in rule.worker
-    for query in (rule.worker, rule.vllm):
-        for labels, name in re.findall(r"\bby \(([^)]*)\) \((?:\w+\()?((?:vllm:)?kvflow_\w+)", query):
-            assert set(labels.split(", ")) <= {"instance", "le", *described(name).labels}
-    for code in re.findall(r'code!="(\w+)"', rule.worker + rule.vllm):
-        assert code in {*FailureCode}
-    for outcomes in re.findall(r'outcome=~"([^"]+)"', rule.worker + rule.vllm):
+@looped("kind, rule", [(kind, rule) for kind in KINDS for rule in rules(kind)])
+def test_alerts_ask_for_series_and_labels_that_exist(kind, rule):
+    query = rule["expr"]
+    known = (SERIES if kind == "worker" else VLLM_SERIES) | {each.get("record") for each in rules(kind)}
+    names = set(re.findall(r"\b(?:vllm:)?kvflow[_:]\w+", query))
+    assert names <= known
+    assert names or query.startswith("up{")
+    for labels, name in re.findall(r"\bby \(([^)]*)\) \((?:\w+\()?((?:vllm:)?kvflow_\w+)", query):
+        assert set(labels.split(", ")) <= {"instance", "le", *described(name).labels}
+    assert set(re.findall(r'code!="(\w+)"', query)) <= {*FailureCode}
+    for outcomes in re.findall(r'outcome=~"([^"]+)"', query):
         assert set(outcomes.split("|")) <= set(get_args(Outcome))
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt install prometheus")
 def test_promtool_accepts_the_rules():
-    files = [str(RULES / f"{kind}.yaml") for kind in ("worker", "vllm")]
+    files = [str(RULES / f"{kind}.yaml") for kind in KINDS]
     checked = subprocess.run(["promtool", "check", "rules", *files], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
     assert checked.stdout.count("SUCCESS") == 2
@@ -295,11 +293,11 @@ def test_promtool_accepts_the_rules():
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt install prometheus")
 def test_alerts_fire_for_what_they_are_for_and_not_without_it(tmp_path):
     """Each alert of workers and of vLLM, on series that the test makes up: one that is wrong, and one that is well."""
-    for kind in ("worker", "vllm"):
+    for kind in KINDS:
         given = {"rule_files": [str(RULES / f"{kind}.yaml")], "evaluation_interval": "1m", "tests": FIRING[kind]}
         path = tmp_path / f"{kind}.yaml"
         path.write_text(yaml.safe_dump(given))
         checked = subprocess.run(["promtool", "test", "rules", path], capture_output=True, text=True, check=False)
         assert checked.returncode == 0, checked.stdout + checked.stderr
     alerts = {test["alert_rule_test"][0]["alertname"] for kind in FIRING for test in FIRING[kind]}
-    assert alerts == {rule.name for rule in ALERTS if rule.says}
+    assert alerts == {rule["alert"] for kind in KINDS for rule in rules(kind) if "alert" in rule}
