@@ -3,10 +3,10 @@
 
 A producer's process has a whole worker, and plain streams beside it; so has this one. Rounds are paired: the plane and
 its floor take turns, and a ratio is the median of the rounds' own ratios. A read is timed from ``post`` to the judged
-fence on the calling thread, and carries the lease and the lists of a real pull. CPU is that of each process, from its
-own clock. With ``tls`` the floors are plain ``ssl`` streams.
+fence on the calling thread, and carries the lease and the lists of a real pull. With ``tls`` the floors are plain
+``ssl`` streams.
 
-    python tests/benchmarks/bench_tcp.py [--rounds 15] [--connections 2] [--encryption off] [--namespaces]
+    python tests/benchmarks/bench_tcp.py [--rounds 15] [--connections 2] [--encryption off]
 """
 
 import argparse
@@ -17,16 +17,11 @@ import os
 import platform
 import queue
 import socket
-import ssl
 import statistics
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -41,14 +36,11 @@ from kvflow.ids import FEW_IDS
 from kvflow.memory.cache import KVCache
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.contract import RankRead, ReadEnded, Transport, TransportEvent
+from kvflow.reads.tcp.certificates import TlsIdentity, draw_identity
 from kvflow.reads.thread import create_transport
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.worker import Worker
-from tests.benchmarks.loop import lag_during
-from tests.integration.flooding import OF_DATA, flooding
 from tests.ports import free_port
-from tests.world.node import Node
-from tests.world.wire import address, enter, ip
 
 MIB = 1 << 20
 BLOCK = 16 << 10
@@ -59,36 +51,27 @@ TOKENS = 64
 SMALL = 4
 """Blocks of a small read."""
 SMALL_ROUNDS = 2000
-FLOODED = 200
-"""Connections of a flood that are open at a time."""
-FLOODS = 5
-"""Of each kind, with a quiet time before each."""
 LEASE_S = 900.0
+HOST = "127.0.0.1"
 SECRET = "the secret of a benchmark"
 
 Numbers = npt.NDArray[np.int64]
-Asks = Callable[[int | str], Any]
-"""What asks the producer's process something, and returns the answer."""
-Sample = tuple[float, float, float]
-"""Seconds, and CPU seconds of the producer's process and of this one."""
+Ask = Callable[[int], Any]
+"""What has the producer's process offer so many blocks, and returns the ticket."""
 
 
 class Options(msgspec.Struct, frozen=True):
     """What both processes are told.
 
     Attributes:
-        host: on which the producer listens.
-        namespace: that the producer lives in; empty for that of its parent.
-        port: of its TCP plane.
-        certificate: file of the plain streams' key and certificate; empty if they are not encrypted.
+        port: of the producer's TCP plane.
+        identity: of the plain streams; None if they are not encrypted.
     """
 
     connections: int
     encryption: str
-    host: str
-    namespace: str
     port: int
-    certificate: str
+    identity: TlsIdentity | None
 
 
 def cache_of() -> KVCache:
@@ -104,36 +87,28 @@ def config_of(options: Options, name: str, **more: Any) -> kvflow.WorkerConfig:
 
 
 def produce(pipe: multiprocessing.connection.Connection, options: Options) -> None:
-    """Serve until told to stop: offer so many blocks, or tell the CPU seconds of this process."""
-    if options.namespace:
-        enter(options.namespace)
+    """Serve until told to stop, and offer so many blocks when asked."""
     cache = cache_of()
     cache.backing.random_(0, 256)
-    listener = socket.create_server((options.host, 0))
+    listener = socket.create_server((HOST, 0))
     memory = cache.backing.numpy().data
-    threading.Thread(target=serve_plainly, args=(listener, memory, options.certificate), daemon=True).start()
+    threading.Thread(target=serve_plainly, args=(listener, memory, options.identity), daemon=True).start()
     uvloop.run(serve(pipe, options, cache, listener.getsockname()[1]))
 
 
 async def serve(pipe: multiprocessing.connection.Connection, options: Options, cache: KVCache, port: int) -> None:
-    tuning = {"tcp_bind": f"tcp://{options.host}:{options.port}"}
-    config = config_of(options, "producer", bind=f"tcp://{options.host}:0", lease_s=LEASE_S, tuning=tuning)
+    tuning = {"tcp_bind": f"tcp://{HOST}:{options.port}"}
+    config = config_of(options, "producer", bind=f"tcp://{HOST}:0", lease_s=LEASE_S, tuning=tuning)
     async with kvflow.open_worker(config, cache) as worker:
         pipe.send(port)
         number = count()
-        while asked := await asyncio.to_thread(pipe.recv):
-            if isinstance(asked, int):
-                ticket = worker.offer(f"r{next(number)}", [list(range(asked))], asked * TOKENS)
-                pipe.send(ticket.to_params())
-            else:
-                pipe.send(time.process_time())
+        while blocks := await asyncio.to_thread(pipe.recv):
+            ticket = worker.offer(f"r{next(number)}", [list(range(blocks))], blocks * TOKENS)
+            pipe.send(ticket.to_params())
 
 
-def serve_plainly(listener: socket.socket, cache: memoryview, certificate: str) -> None:
-    context = None
-    if certificate:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate)
+def serve_plainly(listener: socket.socket, cache: memoryview, identity: TlsIdentity | None) -> None:
+    context = identity and identity.context(identity.certificate, server=True)
 
     def serve(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -147,25 +122,6 @@ def serve_plainly(listener: socket.socket, cache: memoryview, certificate: str) 
     while True:
         sock, _ = listener.accept()
         threading.Thread(target=serve, args=(sock,), daemon=True).start()
-
-
-@contextmanager
-def self_signed() -> Iterator[str]:
-    """Yield a file of a key and a certificate, for the plain streams."""
-    from cryptography import x509  # only with ``tls``
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
-    now = datetime.now(UTC)
-    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-    builder = builder.serial_number(1).not_valid_before(now - timedelta(1)).not_valid_after(now + timedelta(1))
-    form = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    with tempfile.NamedTemporaryFile(suffix=".pem") as file:
-        file.write(key.private_bytes(serialization.Encoding.PEM, *form))
-        file.write(builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-        file.flush()
-        yield file.name
 
 
 class Tapped:
@@ -212,24 +168,17 @@ class Reader:
         self._tapped = tapped
         self._streams: list[socket.socket] = []
         for _ in range(options.connections):
-            sock = socket.create_connection((options.host, port))
+            sock = socket.create_connection((HOST, port))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if options.certificate:
-                context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-                context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-                sock = context.wrap_socket(sock)
+            if options.identity is not None:
+                sock = options.identity.context(options.identity.certificate, server=False).wrap_socket(sock)
             self._streams.append(sock)
 
-    async def begin(self, ask: Asks) -> None:
-        """Pull once, as one of two ranks: the leases go on, and reads can be repeated."""
-        self._few = kvflow.Ticket.from_params(await asyncio.to_thread(ask, SMALL))
+    async def begin(self, ask: Ask) -> None:
+        """Pull once, as one of two ranks: the lease goes on, and reads can be repeated."""
         every = kvflow.Ticket.from_params(await asyncio.to_thread(ask, BLOCKS))
         await self._worker.pull(every, [list(range(SMALL))])
         (self._pattern,) = self._tapped.posted
-
-    async def pull(self) -> None:
-        """Pull a few blocks with a ticket of just these."""
-        await self._worker.pull(self._few, [list(range(SMALL))])
 
     def read(self, source: Numbers, target: Numbers) -> None:
         self._tapped.read(self._pattern, source, target)
@@ -269,19 +218,12 @@ def small(reader: Reader, rounds: int) -> str:
     )
 
 
-def large(reader: Reader, ask: Asks, mib: int, rounds: int) -> str:
+def large(reader: Reader, mib: int, rounds: int) -> str:
     """Return a line of the table."""
     rng = np.random.default_rng(2)
     number = mib * MIB // BLOCK
     blocks = np.arange(number)
-    samples: dict[str, list[Sample]] = {"plane": [], "streams": [], "random": []}
-
-    def measure(name: str, work: Callable[[], None]) -> None:
-        theirs, mine = ask("cpu"), time.process_time()
-        seconds = timed(work)
-        mine = time.process_time() - mine
-        samples[name].append((seconds, ask("cpu") - theirs, mine))
-
+    samples: dict[str, list[float]] = {"plane": [], "streams": [], "random": []}
     for turn in range(rounds + 1):
         source, target = np.sort(rng.permutation(BLOCKS)[:number]), rng.permutation(BLOCKS)[:number]
         works = {
@@ -291,64 +233,18 @@ def large(reader: Reader, ask: Asks, mib: int, rounds: int) -> str:
         }
         names = list(works)
         for name in (*names[turn % 3 :], *names[: turn % 3]):
-            measure(name, works[name])
+            samples[name].append(timed(works[name]))
     for found in samples.values():
         del found[0]  # which touches memory and opens connections
-    gib = mib / 1024
-    rate = {name: gib / statistics.median(seconds for seconds, _, _ in found) for name, found in samples.items()}
+    rate = {name: mib / 1024 / statistics.median(found) for name, found in samples.items()}
 
-    def ratio(above: str, below: str, at: int = 0) -> float:
-        paired = zip(samples[above], samples[below], strict=True)
-        return statistics.median(over[at] / max(under[at], 1e-9) for over, under in paired)
+    def ratio(above: str, below: str) -> float:
+        return statistics.median(over / under for over, under in zip(samples[above], samples[below], strict=True))
 
-    cpu = [statistics.median(sample[at] for sample in samples["plane"]) / gib for at in (1, 2)]
     return (
         f"{mib:5}   {rate['plane']:11.2f}  {rate['streams']:7.2f}  {ratio('streams', 'plane'):10.2f}   "
-        f"{rate['random']:6.2f}  {ratio('plane', 'random'):8.2f}   {cpu[0]:19.2f}  {ratio('plane', 'streams', 1):10.2f}"
-        f"  {cpu[1]:6.2f}  {ratio('plane', 'streams', 2):10.2f}"
+        f"{rate['random']:6.2f}  {ratio('plane', 'random'):8.2f}"
     )
-
-
-async def pulls(reader: Reader, rounds: int) -> str:
-    """Pull 64 KiB over and over, and note how late the event loop is meanwhile, and how late it is idle."""
-    seconds: list[float] = []
-    busy: list[float] = []
-    idle: list[float] = []
-
-    async def one_by_one() -> None:
-        for _ in range(rounds):
-            begun = time.perf_counter()
-            await reader.pull()
-            seconds.append(time.perf_counter() - begun)
-
-    await lag_during(one_by_one(), busy)
-    await lag_during(asyncio.sleep(sum(seconds)), idle)
-    p50, p99 = (np.quantile(seconds, each) * 1e6 for each in (0.5, 0.99))
-    late, calm = (np.quantile(each, 0.99) * 1e3 for each in (busy, idle))
-    whole = f"64 KiB, whole pulls, us: p50 {p50:.0f} p99 {p99:.0f}"
-    return f"{whole}; the event loop is late p99 {late:.2f} ms, idle {calm:.2f} ms"
-
-
-def floods(reader: Reader, options: Options, rounds: int) -> Iterator[str]:
-    """Read 64 KiB quietly and beside each flood of the data port, in turns."""
-    few = np.arange(SMALL)
-
-    def p99() -> float:
-        return float(np.quantile([timed(partial(reader.read, few, few)) for _ in range(rounds)], 0.99))
-
-    def flooded_p99(kind: str) -> float:
-        flood = Node(forked=False)
-        try:
-            flood.open_now(flooding, kind, f"tcp://{options.host}:{options.port}", FLOODED, "")
-            return p99()
-        finally:
-            flood.end()
-
-    for kind in OF_DATA:
-        pairs = [(p99(), flooded_p99(kind)) for _ in range(FLOODS)]
-        quiet, flooded = (statistics.median(each) * 1e6 for each in zip(*pairs, strict=True))
-        ratio = statistics.median(beside / alone for alone, beside in pairs)
-        yield f"  {kind}: p99 {flooded:.0f} us, quiet {quiet:.0f} us, {ratio:.2f} times"
 
 
 async def measure(args: argparse.Namespace, options: Options, pipe: multiprocessing.connection.Connection) -> None:
@@ -358,59 +254,23 @@ async def measure(args: argparse.Namespace, options: Options, pipe: multiprocess
         tapped.append(Tapped(*given))
         return tapped[0]
 
-    def ask(what: int | str) -> Any:
-        pipe.send(what)
+    def ask(blocks: int) -> Any:
+        pipe.send(blocks)
         return pipe.recv()
-
-    def show(text: str) -> None:
-        print(text, flush=True)
 
     environment = msgspec.structs.replace(PRODUCTION, open_transport=open_transport)
     # Of two ranks that read each lease, one never does.
-    host = address(1) if args.namespaces else options.host
-    config = config_of(options, "reader", bind=f"tcp://{host}:0", rank=0, num_ranks=2)
+    config = config_of(options, "reader", bind=f"tcp://{HOST}:0", rank=0, num_ranks=2)
     port = await asyncio.to_thread(pipe.recv)
     async with kvflow.open_worker(config, cache, environment=environment) as worker:
         reader = Reader(worker, cache, tapped[0], options, port)
         await reader.begin(ask)
         load = os.getloadavg()[0]
-        show(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {load:.1f}, {vars(args)}")
-        if "large" in args.only:
-            show(
-                "  MiB   plane GiB/s  streams  of streams   random  of plane   CPU s/GiB: producer  of streams  reader"
-                "  of streams"
-            )
-            for mib in (64, 256):
-                show(await asyncio.to_thread(large, reader, ask, mib, args.rounds))
-        if "small" in args.only:
-            show(await asyncio.to_thread(small, reader, SMALL_ROUNDS))
-            show(await pulls(reader, SMALL_ROUNDS))
-        if "floods" in args.only:
-            show("64 KiB beside a flood of the data port:")
-            lines = floods(reader, options, SMALL_ROUNDS)
-            while line := await asyncio.to_thread(next, lines, ""):
-                show(line)
-
-
-@contextmanager
-def namespaces() -> Iterator[list[str]]:
-    """Yield two network namespaces with a pair of Ethernet devices between them."""
-    names = [f"kvflow-bench-{os.getpid()}-{side}" for side in "ab"]
-    devices = [f"kvb{os.getpid()}{side}" for side in "ab"]
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", devices[0], "type", "veth", "peer", "name", devices[1])
-        for side, (name, device) in enumerate(zip(names, devices, strict=True)):
-            ip("link", "set", device, "netns", name)
-            ip("-n", name, "addr", "add", f"{address(side)}/30", "dev", device)
-            ip("-n", name, "link", "set", device, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for name in names:
-            with suppress(subprocess.CalledProcessError):
-                ip("netns", "delete", name)
+        print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {load:.1f}, {vars(args)}")
+        print("  MiB   plane GiB/s  streams  of streams   random  of plane")
+        for mib in (64, 256):
+            print(await asyncio.to_thread(large, reader, mib, args.rounds), flush=True)
+        print(await asyncio.to_thread(small, reader, SMALL_ROUNDS))
 
 
 def main() -> None:
@@ -418,31 +278,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--connections", type=int, default=2)
     parser.add_argument("--encryption", choices=["off", "tls"], default="off")
-    parser.add_argument("--namespaces", action="store_true", help="between two network namespaces; needs root")
-    parts = ["large", "small", "floods"]
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     args = parser.parse_args()
-    with ExitStack() as stack:
-        sides = stack.enter_context(namespaces()) if args.namespaces else ["", ""]
-        options = Options(
-            args.connections,
-            args.encryption,
-            host=address(0) if args.namespaces else "127.0.0.1",
-            namespace=sides[0],
-            port=free_port(),
-            certificate=stack.enter_context(self_signed()) if args.encryption == "tls" else "",
-        )
-        ours, theirs = multiprocessing.get_context("spawn").Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=produce, args=(theirs, options), daemon=True)
-        process.start()
-        if args.namespaces:
-            enter(sides[1])
-        try:
-            uvloop.run(measure(args, options, ours))
-            ours.send(None)
-            process.join()
-        finally:
-            process.kill()
+    identity = draw_identity() if args.encryption == "tls" else None
+    options = Options(args.connections, args.encryption, free_port(), identity)
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=produce, args=(theirs, options), daemon=True)
+    process.start()
+    try:
+        uvloop.run(measure(args, options, ours))
+        ours.send(None)
+        process.join()
+    finally:
+        process.kill()
 
 
 def in_turn(number: int, works: Sequence[Callable[[], None]]) -> list[float]:
