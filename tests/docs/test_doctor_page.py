@@ -1,4 +1,4 @@
-"""The output of the doctor in docs/howto/debug.md has codes, remedies and counts as the doctor prints them."""
+"""The output of the doctor in docs/howto/debug.md has codes and remedies as the doctor prints them."""
 
 import re
 
@@ -20,10 +20,3 @@ def test_findings_are_shown_with_codes_and_remedies_that_exist():
             assert re.match(r" {9}\S.*\.$", after), f"{line} has no remedy"
         else:
             assert re.match(rf"({MARKS}) +\S| {{9}}\S", line)
-
-
-def test_the_output_counts_its_findings():
-    lines = SHOWN.strip().splitlines()
-    marks = [match[0] for line in lines[:-1] if (match := re.match(MARKS, line))]
-    counts = [int(each) for each in re.findall(r"\d+", lines[-1])]
-    assert counts == [len(marks), marks.count("FAILED"), marks.count("WARNING")]

@@ -21,17 +21,6 @@ def test_readme_runs_as_printed(tmp_path, monkeypatch):
     assert run_program(program).splitlines() == [promised]
 
 
-def test_the_program_of_the_tutorial_is_short():
-    [program] = blocks("docs/tutorial/first-transfer.md", "python")
-    assert len(program.splitlines()) < 40
-
-
-def test_readme_says_on_its_first_screen_what_it_is():
-    screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:45])
-    for phrase in ("It is a library", "**For whom?**", "**What does it save?**", "make demo", "make test", "KVFlow"):
-        assert phrase in screen
-
-
 @looped("page", PAGES)
 def test_python_is_python(page):
     for block in blocks(str(page.relative_to(ROOT)), "python"):
