@@ -61,17 +61,12 @@ Ask = Callable[[int], Any]
 
 
 class Options(msgspec.Struct, frozen=True):
-    """What both processes are told.
-
-    Attributes:
-        port: of the producer's TCP plane.
-        identity: of the plain streams; None if they are not encrypted.
-    """
+    """What both processes are told."""
 
     connections: int
     encryption: str
-    port: int
-    identity: TlsIdentity | None
+    port: int  # of the producer's TCP plane
+    identity: TlsIdentity | None  # of the plain streams; None if they are not encrypted
 
 
 def cache_of() -> KVCache:

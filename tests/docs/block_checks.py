@@ -18,15 +18,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Step:
-    """The block is Python and continues the steps before it, in one event loop and with one set of names.
+    """The block is Python and continues the steps before it, in one event loop and with one set of names."""
 
-    Attributes:
-        before: Python that creates names which the block expects.
-        after: Python that checks what the block did.
-    """
-
-    before: str = ""
-    after: str = ""
+    before: str = ""  # Python that creates names which the block expects
+    after: str = ""  # Python that checks what the block did
 
 
 @dataclass(frozen=True)
@@ -44,39 +39,25 @@ class Shell:
 
 @dataclass(frozen=True)
 class Output:
-    """The block is what the block before it prints. Three dots stand for any text.
+    """The block is what the block before it prints. Three dots stand for any text."""
 
-    Attributes:
-        part: whether the block shows only some lines of the output.
-        measured: whether times, rates, ids and ports may differ. ``make docs`` then writes the block.
-    """
-
-    part: bool = False
-    measured: bool = False
+    part: bool = False  # whether the block shows only some lines of the output
+    measured: bool = False  # whether times, rates, ids and ports may differ. ``make docs`` then writes the block
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """The block is a list of commands that are not run. Their programs, options, targets and files must exist.
+    """The block is a list of commands that are not run. Their programs, options, targets and files must exist."""
 
-    Attributes:
-        why: the reason why they are not run.
-    """
-
-    why: str
+    why: str  # the reason why they are not run
 
 
 @dataclass(frozen=True)
 class CheckedBy:
-    """The block is read from the page by a test of its own.
+    """The block is read from the page by a test of its own."""
 
-    Attributes:
-        path: that test, or the module through which it reads the page; it names the page.
-        why: what that test does with the block.
-    """
-
-    path: str
-    why: str
+    path: str  # that test, or the module through which it reads the page; it names the page
+    why: str  # what that test does with the block
 
 
 @dataclass(frozen=True)

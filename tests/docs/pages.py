@@ -11,19 +11,12 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 class Block(NamedTuple):
-    """One fenced block of a page.
+    """One fenced block of a page."""
 
-    Attributes:
-        page: path of the page, relative to the repository.
-        line: number of its first line of code.
-        language: what follows the opening fence; may be empty.
-        text: the code.
-    """
-
-    page: str
-    line: int
-    language: str
-    text: str
+    page: str  # path of the page, relative to the repository
+    line: int  # number of its first line of code
+    language: str  # what follows the opening fence; may be empty
+    text: str  # the code
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"

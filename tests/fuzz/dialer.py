@@ -17,19 +17,12 @@ KINDS = ("manifests", "blobs", "tickets", "blocks")
 
 
 class Lied(Struct):
-    """What came of it.
+    """What came of it."""
 
-    Attributes:
-        said: of each kind of lie, how often it ended how.
-        seconds: that it took.
-        rss_warm: resident bytes after the first fifth.
-        rss_end: at the end.
-    """
-
-    said: dict[str, Counter[str]]
-    seconds: float = 0.0
-    rss_warm: int = 0
-    rss_end: int = 0
+    said: dict[str, Counter[str]]  # of each kind of lie, how often it ended how
+    seconds: float = 0.0  # that it took
+    rss_warm: int = 0  # resident bytes after the first fifth
+    rss_end: int = 0  # at the end
 
 
 class Lies:

@@ -22,15 +22,10 @@ FRAMES_MAX = 100
 
 
 class Script(msgspec.Struct, frozen=True):
-    """What one connection sends.
+    """What one connection sends."""
 
-    Attributes:
-        messages: lists of frames, in order; the last ends the connection.
-        mutated: how many of the messages are mutated.
-    """
-
-    messages: list[list[bytes]]
-    mutated: int
+    messages: list[list[bytes]]  # lists of frames, in order; the last ends the connection
+    mutated: int  # how many of the messages are mutated
 
 
 def conversation(seed):

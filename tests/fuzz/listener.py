@@ -19,31 +19,18 @@ BETWEEN_HONEST_S = 0.1
 
 
 class Attacked(Struct):
-    """What came of it.
+    """What came of it."""
 
-    Attributes:
-        mutated: messages that were mutated, as the attackers counted those that were answered.
-        received: messages that the worker has decoded, or refused to.
-        invalid: those that it refused.
-        conversations: connections of the attackers.
-        unanswered: those that had no last word within a minute.
-        raw: connections that were no members, or no ZeroMQ.
-        seconds: that it took.
-        honest: seconds of each honest handshake meanwhile.
-        rss_warm: resident bytes after the first fifth.
-        rss_end: at the end.
-    """
-
-    mutated: int = 0
-    received: int = 0
-    invalid: int = 0
-    conversations: int = 0
-    unanswered: int = 0
-    raw: int = 0
-    seconds: float = 0.0
-    honest: list[float] = []
-    rss_warm: int = 0
-    rss_end: int = 0
+    mutated: int = 0  # messages that were mutated, as the attackers counted those that were answered
+    received: int = 0  # messages that the worker has decoded, or refused to
+    invalid: int = 0  # those that it refused
+    conversations: int = 0  # connections of the attackers
+    unanswered: int = 0  # those that had no last word within a minute
+    raw: int = 0  # connections that were no members, or no ZeroMQ
+    seconds: float = 0.0  # that it took
+    honest: list[float] = []  # seconds of each honest handshake meanwhile
+    rss_warm: int = 0  # resident bytes after the first fifth
+    rss_end: int = 0  # at the end
 
 
 async def attack(worker, messages, seed, *, raw=2000, first=0, tell=lambda *_: None):

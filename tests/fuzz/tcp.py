@@ -33,31 +33,18 @@ GUARD = 0xA5
 
 
 class Exported(Struct):
-    """What came of an attack on an exporter.
+    """What came of an attack on an exporter."""
 
-    Attributes:
-        frames: that the attackers said, most of them valid but strange.
-        answered: of these, answers that the attackers heard.
-        requests: that the exporter decoded, or refused to.
-        invalid: those that it refused, hellos included.
-        conversations: connections of the attackers.
-        turned_away: those with a wrong hello.
-        seconds: that it took.
-        honest: seconds of each honest read meanwhile.
-        warm: what the exporter's process had after the first fifth: ``rss``, ``files``, ``threads``.
-        end: at the end, with all attackers gone.
-    """
-
-    frames: int = 0
-    answered: int = 0
-    requests: int = 0
-    invalid: int = 0
-    conversations: int = 0
-    turned_away: int = 0
-    seconds: float = 0.0
-    honest: list[float] = []
-    warm: dict[str, int] = {}
-    end: dict[str, int] = {}
+    frames: int = 0  # that the attackers said, most of them valid but strange
+    answered: int = 0  # of these, answers that the attackers heard
+    requests: int = 0  # that the exporter decoded, or refused to
+    invalid: int = 0  # those that it refused, hellos included
+    conversations: int = 0  # connections of the attackers
+    turned_away: int = 0  # those with a wrong hello
+    seconds: float = 0.0  # that it took
+    honest: list[float] = []  # seconds of each honest read meanwhile
+    warm: dict[str, int] = {}  # what the exporter's process had after the first fifth: ``rss``, ``files``, ``threads``
+    end: dict[str, int] = {}  # at the end, with all attackers gone
 
 
 async def counts(node):
@@ -142,23 +129,14 @@ async def attack(frames, seed, *, encryption="off", first=0, tell=lambda *_: Non
 
 
 class Lied(Struct):
-    """What came of exporters that lie.
+    """What came of exporters that lie."""
 
-    Attributes:
-        answers: that they said, most of them valid but strange.
-        said: how many reads ended how.
-        connections: that were dialed.
-        seconds: that it took.
-        rss_warm: resident bytes of this process after the first fifth.
-        rss_end: at the end.
-    """
-
-    answers: int = 0
-    said: Counter[str] = Counter()
-    connections: int = 0
-    seconds: float = 0.0
-    rss_warm: int = 0
-    rss_end: int = 0
+    answers: int = 0  # that they said, most of them valid but strange
+    said: Counter[str] = Counter()  # how many reads ended how
+    connections: int = 0  # that were dialed
+    seconds: float = 0.0  # that it took
+    rss_warm: int = 0  # resident bytes of this process after the first fifth
+    rss_end: int = 0  # at the end
 
 
 def lie(answers, seed, *, encryption="off", first=0, rss=lambda: 0, tell=lambda *_: None):

@@ -18,49 +18,28 @@ SHOWN = (*range(SLOTS), SLOTS, 2**32 - 1)
 
 
 class Served(Struct, frozen=True):
-    """What a reader knows of the exporter.
+    """What a reader knows of the exporter."""
 
-    Attributes:
-        endpoint: where it listens.
-        encryption: of its connections.
-        certificate: with which it encrypts; empty without encryption.
-        layout: that it publishes.
-        addresses: of each group's cache.
-        block_bytes: of both groups.
-        blocks: of both groups.
-        leased: blocks that are leased all the time, in each group.
-        epochs: of slots 0 and 1, which have these leases; others come and go.
-    """
-
-    endpoint: str
-    encryption: str
-    certificate: bytes
-    layout: bytes
-    addresses: tuple[int, int]
-    block_bytes: int
-    blocks: int
-    leased: int
-    epochs: tuple[int, int]
+    endpoint: str  # where it listens
+    encryption: str  # of its connections
+    certificate: bytes  # with which it encrypts; empty without encryption
+    layout: bytes  # that it publishes
+    addresses: tuple[int, int]  # of each group's cache
+    block_bytes: int  # of both groups
+    blocks: int  # of both groups
+    leased: int  # blocks that are leased all the time, in each group
+    epochs: tuple[int, int]  # of slots 0 and 1, which have these leases; others come and go
 
 
 class Talk(Struct):
-    """One conversation.
+    """One conversation."""
 
-    Attributes:
-        number: of it.
-        member: whether the hello is right.
-        shown: frames that show leases.
-        frames: that break nothing, and whether each has an answer.
-        last: what breaks the protocol, mostly.
-        end: ``hear`` to the end, ``reset``, or ``deaf``: ask, and hear nothing.
-    """
-
-    number: int
-    member: bool
-    shown: bytes
-    frames: list[tuple[bytes, bool]]
-    last: bytes
-    end: str
+    number: int  # of it
+    member: bool  # whether the hello is right
+    shown: bytes  # frames that show leases
+    frames: list[tuple[bytes, bool]]  # that break nothing, and whether each has an answer
+    last: bytes  # what breaks the protocol, mostly
+    end: str  # ``hear`` to the end, ``reset``, or ``deaf``: ask, and hear nothing
 
     def hello(self, honest):
         """Return what is said for a hello."""
