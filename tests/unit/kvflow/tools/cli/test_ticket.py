@@ -197,8 +197,3 @@ def test_input_without_an_end_is_not_read_to_its_end(monkeypatch, capsys):
     assert main(["ticket"]) == 1
     assert endless.taken == command.INPUT_BYTES_MAX + 1
     assert "ticket_invalid" in capsys.readouterr().err
-
-
-def test_a_file_that_is_not_there_is_named(capsys, tmp_path):
-    assert main(["ticket", "--file", str(tmp_path / "nothing")]) == 2
-    assert "nothing cannot be read: No such file" in capsys.readouterr().err

@@ -58,6 +58,12 @@ async def routed(prefill, decode, behavior):
         yield url
 
 
+async def found_behind(*pair, behavior="carries", **settings):
+    """Return the findings about two servers behind a router."""
+    async with routed(*pair, behavior) as url:
+        return await examined(*pair, url, **settings)
+
+
 def codes(findings):
     for finding in findings:
         assert finding.evidence
@@ -117,8 +123,7 @@ ROUTERS = {
 
 @pytest.mark.parametrize("behavior", ROUTERS)
 async def test_each_router_is_told_from_the_others_and_from_its_servers(behavior, faces):
-    async with routed(*faces, behavior) as url:
-        findings = await examined(*faces, url)
+    findings = await found_behind(*faces, behavior=behavior)
     assert codes(findings) == SERVERS + RIGHT_DIRECT + ROUTERS[behavior]
     if behavior == "streams_an_error":  # nobody closed a connection, and the stream has its end
         evidence = only(findings, "request_failed").evidence
@@ -127,37 +132,34 @@ async def test_each_router_is_told_from_the_others_and_from_its_servers(behavior
         assert TOLD_ERROR in evidence
 
 
-async def test_a_router_before_another_prefill_server_is_found(faces, metrics):
-    stranger = Face(metrics)
-    async with opened(*faces, stranger), serving(Router(stranger, faces[1], "carries").routes()) as url:
+@pytest.mark.parametrize("other", [0, 1], ids=["prefill", "decode"])
+async def test_a_router_before_another_server_is_found(other, faces, metrics):
+    behind = list(faces)
+    behind[other] = stranger = Face(metrics)
+    stranger.lessor = behind[0]
+    async with opened(*faces, stranger), serving(Router(*behind, "carries").routes()) as url:
         findings = await examined(*faces, url)
-    assert "another server" in only(findings, "router_skips_prefill").evidence
-
-
-async def test_a_router_before_another_decode_server_is_found(faces, metrics):
-    stranger = Face(metrics)
-    stranger.lessor = faces[0]
-    async with opened(*faces, stranger), serving(Router(faces[0], stranger, "carries").routes()) as url:
-        findings = await examined(*faces, url)
-    assert codes(findings)[-3:] == ["ok", "router_skips_decode", "ok"]
+    if other == 0:
+        assert "another server" in only(findings, "router_skips_prefill").evidence
+    else:
+        assert codes(findings)[-3:] == ["ok", "router_skips_decode", "ok"]
 
 
 @pytest.mark.parametrize(
     ("behavior", "said"), [("hangs", "nothing more within 2 s"), ("says_too_much", "more than 1000 bytes")]
 )
 async def test_a_router_that_hangs_or_says_too_much_is_given_up(behavior, said, faces, monkeypatch):
-    async with routed(*faces, behavior) as url:
-        if behavior == "says_too_much":
-            monkeypatch.setattr(live, "ANSWER_BYTES_MAX", 1000)
-            monkeypatch.setattr(live, "read_params", lambda answer: None)
-        findings = await examined(*faces, url, timeout_s=2.0 if behavior == "hangs" else PATIENCE_S)
+    if behavior == "says_too_much":
+        monkeypatch.setattr(live, "ANSWER_BYTES_MAX", 1000)
+        monkeypatch.setattr(live, "read_params", lambda answer: None)
+    timeout_s = 2.0 if behavior == "hangs" else PATIENCE_S
+    findings = await found_behind(*faces, behavior=behavior, timeout_s=timeout_s)
     assert any(said in finding.evidence for finding in findings if finding.status == "failed")
 
 
 async def test_a_transfer_that_fails_has_its_code_on_both_paths(faces):
     faces[1].failing = "layout_mismatch"
-    async with routed(*faces, "carries") as url:
-        findings = await examined(*faces, url)
+    findings = await found_behind(*faces)
     path = ["layout_mismatch", "prompt_recomputed", "lease_held"]
     start = ["ok"] * 3
     assert codes(findings) == [*SERVERS, *start, *path, "ok", *path]
@@ -168,8 +170,7 @@ async def test_an_unknown_code_and_a_defect_are_reported(faces):
     decode = faces[1]
     decode.failing = "from \x1b[2J the future"
     transfer, decode.act = decode.act, lambda *given: (decode.end("defects", "get_finished"), transfer(*given))[1]
-    async with routed(*faces, "carries") as url:
-        findings = await examined(*faces, url)
+    findings = await found_behind(*faces)
     assert codes(findings).count("transfer_failed") == codes(findings).count("connector_defect") == 2
 
 
@@ -178,8 +179,7 @@ async def test_a_server_without_the_connector_is_found(role, faces, metrics):
     pair = list(faces)
     pair[role] = Face(None)
     pair[1].lessor = pair[0]
-    async with routed(*pair, "carries") as url:
-        findings = await examined(*pair, url)
+    findings = await found_behind(*pair)
     assert only(findings, "connector_missing").subject.startswith(("prefill", "decode")[role])
     assert "router_drops_ticket" not in codes(findings)
 
@@ -187,8 +187,7 @@ async def test_a_server_without_the_connector_is_found(role, faces, metrics):
 @pytest.mark.parametrize(("role", "code"), [(0, "ticket_unanswered"), (1, "ticket_unused")])
 async def test_a_server_in_the_wrong_role_is_found(role, code, faces):
     faces[role].mute = True
-    async with routed(*faces, "carries") as url:
-        findings = await examined(*faces, url)
+    findings = await found_behind(*faces)
     assert code in codes(findings)
     assert "router_drops_ticket" not in codes(findings)
     assert not [each for each in findings if each.status == "ok" and "transfer" in each.evidence]
@@ -196,11 +195,9 @@ async def test_a_server_in_the_wrong_role_is_found(role, code, faces):
 
 async def test_a_lease_that_is_not_released_or_runs_out_is_found(faces):
     faces[1].keeps = True
-    async with routed(*faces, "carries") as url:
-        findings = await examined(*faces, url)
-        assert codes(findings).count("lease_held") == 2
-        finish, faces[1].finish = faces[1].finish, lambda: (faces[0].end("leases", "expired"), finish())
-        findings = await examined(*faces, url)
+    assert codes(await found_behind(*faces)).count("lease_held") == 2
+    finish, faces[1].finish = faces[1].finish, lambda: (faces[0].end("leases", "expired"), finish())
+    findings = await found_behind(*faces)
     assert codes(findings).count("lease_lost") == 2
 
 
@@ -222,15 +219,13 @@ async def test_a_server_that_is_not_healthy_is_named(faces):
         return web.Response(status=503, text="loading")
 
     decode.health = unhealthy
-    async with routed(*faces, "carries") as url:
-        findings = await examined(*faces, url)
+    findings = await found_behind(*faces)
     assert only(findings, "server_unhealthy").evidence == "/health answers HTTP 503: loading"
 
 
 async def test_servers_of_different_models_are_refused(metrics):
     pair = Face(metrics), Face(metrics, model="other")
-    async with routed(*pair, "carries") as url:
-        findings = await examined(*pair, url)
+    findings = await found_behind(*pair)
     assert findings[-1].evidence == "the prefill server serves tiny, the decode server other"
     assert findings[-1].code == "model_differs"
 
@@ -257,8 +252,7 @@ async def test_what_is_no_list_of_models_is_refused(content, faces):
         return web.Response(body=content, content_type="application/json")
 
     faces[0].models = models
-    async with routed(*faces, "carries") as url:
-        findings = await examined(*faces, url)
+    findings = await found_behind(*faces)
     assert codes(findings)[-1] == "models_unknown"
 
 
@@ -274,8 +268,7 @@ async def test_what_is_no_list_of_models_is_refused(content, faces):
 )
 async def test_a_server_without_metrics_of_vllm_is_refused(content, faces):
     faces[1].exposition = lambda: content
-    async with routed(*faces, "carries") as url:
-        findings = await examined(*faces, url)
+    findings = await found_behind(*faces)
     assert codes(findings)[-1] == "metrics_missing"
     assert not faces[0].asked
 
@@ -295,8 +288,7 @@ async def test_a_server_without_metrics_of_vllm_is_refused(content, faces):
 async def test_lines_that_are_no_counters_change_nothing(line, faces):
     whole = faces[1].exposition
     faces[1].exposition = lambda: whole() + line.encode() + b"\n"
-    async with routed(*faces, "carries") as url:
-        findings = await examined(*faces, url)
+    findings = await found_behind(*faces)
     assert codes(findings) == SERVERS + RIGHT_DIRECT + RIGHT_ROUTED
 
 
@@ -326,8 +318,7 @@ async def test_requests_of_others_that_move_too_do_not_hide_that_all_is_right(fa
         transfer()
 
     decode.transfer = also_for_another
-    async with routed(*faces, "carries") as url:
-        findings = await examined(*faces, url)
+    findings = await found_behind(*faces)
     found = codes(findings)
     assert found.count("others_interfered") == 2
     assert found[-6:] == ["others_interfered", *RIGHT_ROUTED[1:]]
@@ -345,12 +336,8 @@ async def test_nothing_is_concluded_from_what_another_request_may_have_done(face
         return act(params, request_id)
 
     decode.act = also_for_another
-    async with routed(*faces, "carries") as url:
-        findings = await examined(*faces, url)
-    assert codes(findings)[4:] == [
-        *["ok"] * 3,
-        *["others_interfered"] * 2,
-    ]
+    findings = await found_behind(*faces)
+    assert codes(findings)[4:] == [*["ok"] * 3, *["others_interfered"] * 2]
     assert "kvflow-doctor-" in findings[-1].evidence
 
 
@@ -365,8 +352,7 @@ async def test_servers_that_compute_for_others_are_asked_again(faces):
         return act(params, request_id)
 
     decode.act = until_quiet
-    async with routed(*faces, "carries") as url:
-        findings = await examined(*faces, url)
+    findings = await found_behind(*faces)
     assert codes(findings) == SERVERS + RIGHT_DIRECT + RIGHT_ROUTED
     assert len(prefill.asked) > 2
 
