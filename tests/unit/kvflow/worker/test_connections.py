@@ -67,13 +67,6 @@ def walked(monkeypatch):
     return events
 
 
-async def test_a_pull_and_the_end_of_its_worker_walk_the_table(walked):
-    async with opened() as world:
-        await world.pull()
-        assert walked == ["linked", "attached", "connected"]
-    assert walked == ["linked", "attached", "connected", "dropped", "closed"]
-
-
 async def test_a_lost_peer_is_dropped_and_connected_again(walked):
     async with opened() as world:
         await world.pull()

@@ -343,23 +343,6 @@ async def test_a_failure_keeps_its_blocks_until_the_data_plane_is_done():
         await world.pull(world.ticket("once more"))
 
 
-async def test_canceling_an_await_cancels_the_pull_and_quarantines_its_blocks(world):
-    world.faults.hung.add(0)
-    task = asyncio.ensure_future(world.consumer.pull(world.ticket(), [[1, 2]]))
-    await world.faults.strike()
-    task.cancel()
-    assert isinstance(await failure(task), asyncio.CancelledError)
-    (kept,) = world.consumer.snapshot().quarantined
-    assert (kept.reason, kept.num_blocks) == ("transfer_cancelled", 2)
-    record = await world.record()
-    assert (record.code, record.phase, record.quarantined) == ("transfer_cancelled", "wire", True)
-    world.faults.heal()
-    async with asyncio.timeout(PATIENCE_S):
-        await world.consumer.quiesced("request-1")
-    assert world.consumer.snapshot().quarantined == ()
-    await world.pull(world.ticket("again"))
-
-
 async def test_a_cancelled_pull_says_so_to_everyone_who_awaits_it(world):
     world.faults.hung.add(0)
     handle = world.start()

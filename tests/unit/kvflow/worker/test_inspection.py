@@ -81,9 +81,6 @@ def test_keys_of_peers_that_wait_are_not_told():
     assert decode_inspection(report, peer="p").snapshot.staging.buffers == 2
 
 
-NEGATIVE = {"leases": -1, "pulls": 0, "quarantined": []}
-
-
 @looped(
     "report",
     [

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvflow import errors
-from kvflow.events import PullFailed, TransferCompleted, TransferQuiesced, TransferRetried
+from kvflow.events import PullFailed, TransferCompleted, TransferQuiesced
 from kvflow.layout.groups import Group
 from kvflow.rendezvous.dialer import Link
 from kvflow.report import TransferReport
@@ -150,20 +150,6 @@ async def test_the_age_of_a_ticket_is_by_the_clock_of_its_producer(world, monkey
     await is_aged(110.0)
 
 
-async def test_of_several_peers_the_one_that_cannot_be_met_is_named(monkeypatch):
-    async with opened(ranks=2) as world:
-        connect = PeerPool.connect
-
-        async def connect_one(self, member):
-            if member.address.rank == 1:
-                raise errors.PeerRefused("busy", "later")
-            return await connect(self, member)
-
-        monkeypatch.setattr(PeerPool, "connect", connect_one)
-        _, record = await failing(world, errors.PeerRefused)
-        assert (record.phase, record.peer) == ("handshake", f"prefill-0/1/{world.producers[1].incarnation}")
-
-
 async def test_of_several_peers_that_cannot_be_met_the_first_is_named(monkeypatch):
     first_failed = asyncio.Event()
 
@@ -206,37 +192,6 @@ async def test_cancelled_before_a_byte_was_read(world):
     world.faults.heal()
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*waiting)
-
-
-async def test_a_read_that_fails_names_the_peer_and_the_cause(world):
-    world.faults.failing[0] = "bounds"
-    _, record = await failing(world, errors.ProtocolViolation)
-    assert (record.code, record.cause, record.phase) == ("protocol_violation", "bounds", "wire")
-    assert (record.nbytes, record.nbytes_wanted, record.transport) == (0, 2 * 512, "loopback")
-    assert record.peer == f"prefill-0/0/{world.producer.incarnation}"
-    phases = dict(record.timings_s)
-    assert phases.pop("total") * 1.001 >= sum(phases.values()) > 0.0
-
-
-async def test_a_peer_that_is_lost_ends_all_that_needs_it_wherever_it_was(world):
-    world.minted.add(0)
-    await world.connect()
-    world.faults.hung.add(0)
-    on_the_wire = await two_chunks_in_flight(world)
-    queued = world.start(world.ticket("queued"), (5, 6))
-    early = world.start(world.early("early", (7,))[0], (7,))
-    await world.heard(TransferRetried)
-    world.faults.failing[0] = "peer_lost"
-    world.faults.hung.clear()
-    for handle in (*on_the_wire, queued, early):
-        assert isinstance(await failure(handle), errors.PeerLost)
-    records = await world.records(4)
-    assert {name: record.phase for name, record in records.items()} == {
-        "r1": "wire",
-        "r2": "wire",
-        "queued": "queue",
-        "early": "fence",
-    }
 
 
 @pytest.mark.parametrize(

@@ -16,34 +16,17 @@ from kvflow.errors import (
     ConfigInvalid,
     DeadlineExceeded,
     RequestUnknown,
-    StaleLease,
     TicketInvalid,
     TransferCancelled,
     TransferFailed,
     WorkerClosed,
 )
-from kvflow.events import TransferQuiesced, TransferRetried
 from kvflow.worker import threaded
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.threaded import Finished, _FinishedQueue, run_worker
 
 from .helpers import PATIENCE_S, cache_of, make_mortal
-from .pulling import Faults, config, not_admitted, with_faults
-
-
-class Heard:
-    """A hook that can be waited on."""
-
-    def __init__(self, kind):
-        self._kind = kind
-        self._event = threading.Event()
-
-    def __call__(self, event):
-        if isinstance(event, self._kind):
-            self._event.set()
-
-    def wait(self):
-        assert self._event.wait(PATIENCE_S)
+from .pulling import Faults, config, with_faults
 
 
 def test_pull_release_and_what_has_finished():
@@ -138,18 +121,6 @@ def test_an_engine_asks_for_the_block_size_of_a_source():
         assert [group.block_tokens for group in manifest.groups] == [4]
 
 
-def test_a_failure_is_an_exception_and_an_entry():
-    with run_worker(config(), cache_of()) as producer, run_worker(config("decode-0"), cache_of()) as consumer:
-        ticket = producer.offer("r", [[3]], 4)
-        producer.revoke("r")
-        future = consumer.pull(ticket, [[5]])
-        with pytest.raises(StaleLease):
-            future.result(PATIENCE_S)
-        (end,) = consumer.finished()
-        assert (end.request_id, end.outcome, end.report) == ("r", "failed", None)
-        assert isinstance(end.error, StaleLease)
-
-
 def test_two_pulls_of_one_ticket_are_distinguished_by_the_callers_names():
     with run_worker(config(), cache_of()) as producer, run_worker(config("decode-0"), cache_of()) as consumer:
         ticket = producer.offer("r", [[3]], 4)
@@ -173,28 +144,6 @@ def test_a_pull_that_ends_with_an_error_of_anybody_else_is_an_entry(monkeypatch)
     assert type(error) is TransferFailed
     assert "ZeroDivisionError: nobody foresaw it" in str(error)
     assert type(error.__cause__) is ZeroDivisionError
-
-
-def test_a_cancelled_future_is_reported_once_its_blocks_may_be_reused():
-    retried, quiesced = Heard(TransferRetried), Heard(TransferQuiesced)
-    with (
-        run_worker(config(), cache_of()) as producer,
-        run_worker(config("decode-0"), cache_of(), hooks=[retried, quiesced]) as consumer,
-    ):
-        future = consumer.pull(not_admitted(producer)[0], [[5]])
-        retried.wait()
-        assert consumer.finished() == []
-        assert future.cancel()
-        quiesced.wait()
-        while not (ends := consumer.finished()):
-            assert consumer.snapshot().pulls == 0  # some turns of the loop later, the entry is there
-        (end,) = ends
-        assert (end.request_id, end.outcome) == ("r", "failed")
-        assert isinstance(end.error, TransferCancelled)
-        with pytest.raises(CancelledError):
-            future.result(PATIENCE_S)
-        ticket = producer.offer("again", [[3]], 4)
-        consumer.pull(ticket, [[5]]).result(PATIENCE_S)
 
 
 @contextmanager

@@ -695,16 +695,6 @@ def test_closing_ends_what_is_opening_and_keeps_who_is_in():
         stream.close()
 
 
-def test_a_socket_of_tls_is_what_a_member_has():
-    with exporting(tls=True) as exporter:
-        [stream] = opened(exporter.reader())
-        exporter.wait(lambda: len(exporter.members) == 1)
-        sock = exporter.members[0].account.sock
-        assert isinstance(sock, ssl.SSLSocket)
-        assert sock.version() == "TLSv1.3"
-        stream.close()
-
-
 def test_a_reader_that_goes_while_it_is_answered_ends_no_process():
     """An embedding process may have SIGPIPE again, which Python ignores: the thread that makes handshakes blocks it."""
     with exporting(tls=True) as exporter:

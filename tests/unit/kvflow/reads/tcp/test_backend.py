@@ -517,14 +517,6 @@ def test_nobody_at_the_endpoint_fails_what_waits(consumer):
     assert consumer.failure(consumer.check(peer, 0)).code == FailureCode.PEER_LOST
 
 
-def test_a_peer_that_does_not_answer_is_dialed_until_its_time_is_over(consume, encryption):
-    consumer = consume(encryption=encryption, handshake_s=0.5)
-    far = ScriptedExporter(consumer)
-    far._access.close()  # nobody accepts, and the kernel refuses
-    peer = consumer.add(far.endpoint, far, certificate=certificate_of(far.identity))
-    assert consumer.failure(consumer.check(peer, 0)).code == FailureCode.PEER_LOST
-
-
 @pytest.mark.parametrize("how", ["silent", "reset"])
 def test_a_peer_that_answers_and_lets_nobody_in_is_late_and_not_lost(monkeypatch, consumer, how):
     late_s = 0.0
