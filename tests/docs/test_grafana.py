@@ -32,7 +32,7 @@ def queries(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_page_names_the_dashboard_and_its_instances_are_those_of_a_series(kind):
+def test_the_page_names_the_dashboard_whose_instances_a_series_knows(kind):
     assert f"(`{kind}.json`" in (ROOT / PAGE).read_text()
     (variable,) = [each for each in KINDS[kind]["templating"]["list"] if each["name"] == "instance"]
     assert re.findall(METRIC, variable["query"]["query"])[0] in KNOWN_SERIES[kind]
