@@ -9,7 +9,6 @@ import pytest
 import uvloop
 import zmq
 
-import handshake.client as client_module
 from handshake.codec import decode
 from handshake.errors import (
     AddressInvalid,
@@ -46,7 +45,6 @@ from .helpers import (
     EXAMPLES,
     LIMITS,
     OTHER_SECURITY,
-    PATIENCE_S,
     PATIENT,
     PRODUCED,
     PRODUCER,
@@ -55,7 +53,6 @@ from .helpers import (
     connected,
     frames_of,
     patiently,
-    raw_dealer,
     serving,
 )
 
@@ -94,6 +91,7 @@ async def talk():
                 assert [type(event) for (event,) in answered.seen] == [PeerReady, ReleaseAnswered]
                 await served.wait_of(PeerReady, 2)  # a client may be ready a moment before its server is
                 assert len(server.peers) == 2
+                assert all(peer.rtt_s is not None for peer in server.peers)
             assert await client.wait_closed() == ConnectionClosed(reason="the client is leaving")
             assert await idle.wait_closed() == ConnectionClosed(reason="the client is leaving")
             await served.wait_of(ConnectionClosed, 2)
@@ -136,28 +134,6 @@ async def test_nobody_listens():
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     error = await fails_to_connect(endpoint, ConnectionLost, limits=SHORT)
     assert endpoint in str(error)
-
-
-async def test_a_server_that_listens_a_little_later_is_met(monkeypatch):
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
-    failed, ready = asyncio.Event(), asyncio.Event()
-    explain = client_module._explain
-
-    def explain_and_tell(*arguments, **options):
-        failed.set()
-        return explain(*arguments, **options)
-
-    monkeypatch.setattr(client_module, "_explain", explain_and_tell)
-
-    async def dial():
-        async with connected(endpoint):
-            ready.set()
-
-    async with asyncio.TaskGroup() as group:
-        group.create_task(dial())
-        await patiently(failed.wait())
-        async with serving(bind=endpoint):
-            await patiently(ready.wait())
 
 
 async def test_a_silent_server_runs_into_the_handshake_deadline():
@@ -235,27 +211,6 @@ async def test_a_server_that_stops_within_the_handshake_runs_into_its_deadline()
     limits = Limits(handshake_s=0.2, closing_s=0.05)
     error = await meet_impostor([frames_of(EXAMPLES["welcome"])], TimedOut, limits=limits)
     assert error.phase == "handshake"
-
-
-async def test_a_busy_server_is_dialed_again():
-    limits = Limits(pending_handshakes_max=1, handshake_s=2 * PATIENCE_S, handshake_grace_s=PATIENCE_S)
-    recorder = Recorder()
-    async with (
-        serving(limits=limits, on_event=recorder, security=None) as server,
-        raw_dealer(server.endpoint, security=None) as slow,
-        asyncio.TaskGroup() as group,
-    ):
-        await slow.send_multipart(frames_of(EXAMPLES["hello"]))
-        await patiently(slow.recv_multipart())
-
-        async def give_way():
-            await recorder.wait_of(ConnectionFailed)
-            await slow.send_multipart(frames_of(EXAMPLES["bye"]))
-
-        group.create_task(give_way())
-        async with connected(server.endpoint, security=None) as client:
-            assert client.identity == PRODUCER
-    assert {failed.code for failed in recorder.of(ConnectionFailed)} == {"busy"}
 
 
 async def test_the_client_may_refuse_what_the_server_published():
@@ -455,17 +410,6 @@ async def test_a_name_that_does_not_exist_is_a_peer_that_cannot_be_reached(monke
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", unknown)
     error = await fails_to_connect("tcp://gone.invalid:9", ConnectionLost)
     assert "cannot be resolved" in error.message
-
-
-async def test_every_address_of_a_name_is_tried(monkeypatch):
-    async def two(*_args, **_kwargs):
-        return [(0, 0, 0, "", (address, port)) for address in ("127.0.0.2", "127.0.0.2", "127.0.0.1")]
-
-    async with serving() as server:
-        port = int(server.endpoint.rpartition(":")[2])
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", two)
-        async with connected(f"tcp://dual.invalid:{port}") as client:
-            assert client.identity == PRODUCER
 
 
 async def test_an_address_that_is_silent_leaves_time_for_the_next(monkeypatch):

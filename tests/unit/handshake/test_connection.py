@@ -339,15 +339,6 @@ def test_only_the_answer_to_the_last_ping_is_measured(nonce):
     assert connection.state is Progress.READY
 
 
-def test_our_last_word_waits_for_an_answer_only_so_long():
-    connection = connection_in(Role.SERVER, Progress.CLOSING)
-    assert connection.next_deadline() == NOW + LIMITS.closing_s
-    connection.handle_deadline(NOW + LIMITS.closing_s)
-    assert connection.state is Progress.CLOSED
-    assert connection.next_deadline() is None
-    assert connection.take_events() == []
-
-
 def test_only_a_client_greets_and_only_once():
     with pytest.raises(LocalProtocolError):
         connection_in(Role.SERVER, Progress.FRESH).greet(NOW)

@@ -1,5 +1,4 @@
 import asyncio
-import logging
 
 import pytest
 
@@ -9,16 +8,12 @@ from handshake.driver import Driver
 from handshake.errors import Closed
 from handshake.limits import Limits
 from handshake.messages import (
-    Bye,
-    ConnectionClosed,
     ConnectionFailed,
     PeerReady,
     Ping,
-    Publish,
     Refuse,
     Released,
     ReleaseReceived,
-    Welcome,
 )
 from handshake.sockets import Delivery
 from handshake.states import Progress, Role
@@ -66,19 +61,6 @@ def wire():
     return Wire()
 
 
-async def test_what_is_said_is_sent_and_what_happened_is_reported(recorder, wire):
-    driver = make_driver(recorder, wire)
-    make_ready(driver)
-    assert wire.kinds == [Welcome, Publish]
-    assert len(recorder.of(PeerReady)) == 1
-    driver.send(EXAMPLES["released"])
-    assert wire.kinds[2:] == [Released]
-    driver.close("enough")
-    driver.lost("over")
-    assert wire.kinds[3:] == [Bye]
-    assert recorder.seen[-1] == (ConnectionClosed(reason="enough"),)
-
-
 async def test_the_program_may_answer_from_within_an_event(wire):
     seen = []
 
@@ -119,37 +101,6 @@ async def test_a_peer_that_cannot_be_told_is_lost(recorder, wire, delivery, code
     (failed,) = await recorder.wait_of(ConnectionFailed)
     assert failed.code == code
     assert driver.connection.state is Progress.CLOSED
-
-
-async def test_a_program_that_fails_ends_this_connection_and_is_logged(wire, caplog):
-    seen = []
-
-    def on_event(event):
-        seen.append(event)
-        raise RuntimeError("a defect of the program")
-
-    driver = make_driver(on_event, wire)
-    with caplog.at_level(logging.ERROR, logger="handshake"):
-        driver.receive(frames_of(EXAMPLES["hello"]))
-        driver.receive(frames_of(EXAMPLES["publish"]))
-    assert wire.sent[-1].code == "internal_error"
-    assert [type(event) for event in seen] == [PeerReady, ConnectionFailed]
-    assert "a defect of the program" in caplog.text
-    driver.lost("over")
-
-
-async def test_deadlines_are_kept(recorder, wire):
-    closed = asyncio.Event()
-
-    def settled():
-        if driver.connection.state is Progress.CLOSED:
-            closed.set()
-
-    driver = make_driver(recorder, wire, limits=Limits(handshake_s=0.02, closing_s=0.02), settled=settled)
-    (failed,) = await recorder.wait_of(ConnectionFailed)
-    assert failed.code == "handshake_timeout"
-    async with asyncio.timeout(30):
-        await closed.wait()
 
 
 async def test_a_silent_peer_is_pinged_and_given_up(recorder, wire):

@@ -1,5 +1,3 @@
-import pytest
-
 from handshake import errors
 
 
@@ -24,12 +22,3 @@ def test_the_text_ends_with_what_to_do():
     assert str(error) == "the peer refused (version_unsupported): no common version [peer_refused] Upgrade."
     assert error.refusal == "version_unsupported"
     assert str(errors.Closed("gone")).endswith(errors.Closed.default_remedy)
-
-
-@pytest.mark.parametrize("phase", ["connect", "handshake"])
-def test_a_deadline_names_its_phase(phase):
-    assert errors.TimedOut("late", phase=phase).phase == phase
-
-
-def test_a_remote_violation_names_its_kind():
-    assert errors.RemoteProtocolError("bad", violation="digest").violation == "digest"

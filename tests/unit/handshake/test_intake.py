@@ -1,6 +1,5 @@
 """What has arrived on a connection and was not taken decides whether it is cut, and nothing else does."""
 
-import asyncio
 import errno
 import os
 import socket
@@ -8,8 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
-import handshake.intake
-from handshake.intake import SLACK_BYTES, Intake, watched, wire_bytes
+from handshake.intake import SLACK_BYTES, Intake, wire_bytes
 from tests.helpers.loops import looped
 from tests.helpers.waiting import PATIENCE_S
 
@@ -65,29 +63,6 @@ def send_most(pair):
     for _ in range(2):
         pair.send(HELD_MAX // 2)
     pair.send(SLACK_BYTES - 1)
-
-
-def test_a_connection_is_cut_when_more_was_read_than_may_be_held(pair):
-    cut = []
-    intake = intake_of(pair, on_cut=cut.append)
-    intake.opened(pair.ours.fileno())
-    send_most(pair)
-    intake.sweep()
-    assert (cut, pair.is_cut(), len(intake)) == ([], False, 1)
-    pair.send(2)
-    intake.sweep()
-    assert pair.is_cut(PATIENCE_S)
-    assert cut == ["{}:{}".format(*pair.theirs.getsockname())]
-    assert len(intake) == 0
-
-
-def test_what_was_taken_is_not_held(pair):
-    intake = intake_of(pair)
-    for _ in range(8):
-        pair.send(HELD_MAX)
-        intake.took(pair.ours.fileno(), HELD_MAX)
-        intake.sweep()
-    assert not pair.is_cut()
 
 
 def test_what_the_kernel_still_has_is_not_held(pair):
@@ -186,27 +161,3 @@ def test_a_connection_that_has_ended_is_forgotten():
 )
 def test_bytes_on_the_wire(nbytes, secured, expected):
     assert wire_bytes(nbytes, secured=secured) == expected
-
-
-async def test_an_intake_is_swept_as_long_as_it_is_watched(monkeypatch):
-    class Counted(Intake):
-        sweeps = 0
-
-        def sweep(self):
-            self.sweeps += 1
-
-    monkeypatch.setattr(handshake.intake, "SWEEP_S", 0.0)  # in each turn of the loop
-
-    async def turns():
-        for _ in range(10):
-            await asyncio.sleep(0)
-
-    first, second = (Counted(1, str, listens=True) for _ in range(2))
-    with watched(first):
-        await turns()
-        assert first.sweeps > 2
-        with watched(second):
-            pass
-    counted = first.sweeps
-    await turns()
-    assert (first.sweeps, second.sweeps) == (counted, 0)

@@ -10,7 +10,6 @@ from handshake.codec import decode
 from handshake.errors import AddressInvalid, Closed, LocalProtocolError
 from handshake.limits import Limits
 from handshake.messages import (
-    WIRE_VERSION,
     Bye,
     ConnectionClosed,
     ConnectionFailed,
@@ -136,21 +135,6 @@ async def test_a_pass_that_cannot_be_made_is_logged_and_the_client_gets_none(bro
     await hall.server.leave()
 
 
-async def test_a_peer_that_breaks_the_protocol_is_told_once(hall):
-    for _ in range(100):
-        hall.hear(b"rude", [b"garbage"])
-        hall.hear(b"rude", HELLO)
-    assert hall.board.kinds_to(b"rude") == [Refuse]
-    assert hall.codes() == ["protocol_violation"]
-    hall.make_ready(b"polite")
-    assert len(hall.server.peers) == 1
-
-
-async def test_a_message_without_a_hello_before_is_a_violation(hall):
-    hall.hear(b"rude", frames_of(EXAMPLES["release"]))
-    assert hall.board.kinds_to(b"rude") == [Refuse]
-
-
 async def test_what_is_remembered_of_dismissed_connections_is_bounded():
     hall = Hall(Limits(peers_max=8))
     for number in range(100):
@@ -231,37 +215,17 @@ async def turns():
         await asyncio.sleep(0)
 
 
-async def test_members_keep_their_places_however_many_come():
-    async with members_hall(handshake_grace_s=NO_GRACE_S, connections_per_key_max=1000) as hall:
-        everyone = [b"member%d" % number for number in range(10 * LIMITS.pending_handshakes_max)]
-        for routing_id in everyone:
+async def test_a_member_that_left_while_it_waited_keeps_no_place():
+    async with members_hall(peers_max=1) as hall:
+        hall.make_ready(b"one", MODEST)
+        for routing_id in (b"two", b"three"):
             hall.hear(routing_id, HELLO, MODEST)
-        for routing_id in everyone:
-            hall.hear(routing_id, PUBLISH, MODEST)
-        assert len(hall.server.peers) == len(everyone)
-        assert hall.codes() == []
-
-
-async def test_members_wait_for_a_place_in_turn():
-    async with members_hall(peers_max=2) as hall:
-        for routing_id in (b"one", b"two"):
-            hall.make_ready(routing_id, MODEST)
-        for routing_id in (b"three", b"four", b"five"):
-            hall.hear(routing_id, HELLO, MODEST)
-        await turns()
-        assert set(hall.board.sent) == {b"one", b"two"}
         timers = [each.timer for each in hall.server._waiting.values()]
+        hall.board.gone = {b"two"}  # it has left without a word
         hall.hear(b"one", frames_of(Bye()))
-        hall.hear(b"six", HELLO, MODEST)  # overtakes nobody
         await turns()
+        assert [each.cancelled() for each in timers] == [True, True], "nobody waits any longer"
         assert hall.board.kinds_to(b"three") == [Welcome, Publish]
-        assert [each.cancelled() for each in timers] == [True, False, False], "it waits no longer"
-        hall.hear(b"three", PUBLISH)
-        hall.board.gone = {b"four"}  # it has left without a word
-        hall.hear(b"two", frames_of(Bye()))
-        await turns()
-        assert hall.board.kinds_to(b"five") == [Welcome, Publish]
-        assert b"six" not in hall.board.sent
         assert hall.codes() == ["connection_lost"]
 
 
@@ -272,18 +236,6 @@ def let_pass(monkeypatch, seconds):
     monkeypatch.setattr(loop, "time", lambda: clock() + seconds)
 
 
-async def test_a_member_that_waits_in_vain_is_told_so(monkeypatch):
-    async with members_hall(peers_max=2) as hall:
-        for routing_id in (b"one", b"two"):
-            hall.make_ready(routing_id, MODEST)
-        hall.hear(b"three", HELLO, MODEST)
-        let_pass(monkeypatch, 2 * PATIENCE_S)
-        (failed,) = await hall.recorder.wait_of(ConnectionFailed)
-        assert failed.code == "too_many_peers"
-        assert hall.board.kinds_to(b"three") == [Refuse]
-        assert len(hall.server.peers) == 2
-
-
 async def test_a_place_that_is_free_when_the_wait_ends_is_given(monkeypatch):
     async with members_hall(peers_max=1) as hall:
         hall.make_ready(b"one", MODEST)
@@ -292,16 +244,6 @@ async def test_a_place_that_is_free_when_the_wait_ends_is_given(monkeypatch):
         asyncio.get_running_loop().call_soon(hall.hear, b"one", frames_of(Bye()))
         await turns()
         assert hall.board.kinds_to(b"two") == [Welcome, Publish]
-
-
-async def test_a_member_that_says_more_while_it_waits_has_lost_its_turn():
-    async with members_hall(peers_max=1) as hall:
-        hall.make_ready(b"one", MODEST)
-        for frames in (HELLO, frames_of(Bye()), frames_of(Bye())):
-            hall.hear(b"two", frames, MODEST)
-        await turns()
-        assert hall.board.kinds_to(b"two") == [Refuse]
-        assert hall.codes() == ["too_many_peers"]
 
 
 async def test_what_waits_is_bounded():
@@ -322,43 +264,6 @@ async def test_the_longest_hello_may_wait():
     longest = structs.replace(CONSUMER, engine_id="\U0001f600" * 256, software="\U0001f600" * 64)
     (frame,) = frames_of(Hello(version_min=65535, version_max=65535, identity=longest))
     assert len(frame) < HELLO_BYTES_MAX / 2
-
-
-async def test_a_member_with_many_connections_leaves_places_for_others():
-    async with members_hall(peers_max=4, connections_per_key_max=2) as hall:
-        hall.make_ready(b"modest0", MODEST)
-        hall.make_ready(b"modest1", MODEST)
-        for number in range(100):
-            hall.hear(b"greedy%d" % number, HELLO, GREEDY)
-        assert set(hall.codes()) <= {"too_many_connections"}
-        hall.hear(b"modest0", frames_of(Bye()))
-        hall.make_ready(b"modest2", MODEST)
-        await turns()
-        assert len(hall.server.peers) == 2
-        assert hall.codes() == ["too_many_connections"] * 98
-
-
-async def test_connections_that_wait_count_for_their_key():
-    async with members_hall(peers_max=1, connections_per_key_max=2) as hall:
-        hall.make_ready(b"modest", MODEST)
-        for number in range(3):
-            hall.hear(b"greedy%d" % number, HELLO, GREEDY)
-        await turns()
-        assert hall.codes() == ["too_many_connections"]
-        hall.hear(b"modest", frames_of(Bye()))
-        await turns()
-        assert hall.board.kinds_to(b"greedy0") == [Welcome, Publish]
-
-
-async def test_members_that_wait_hear_that_their_key_is_removed():
-    async with members_hall(peers_max=1) as hall:
-        hall.make_ready(b"one", MODEST)
-        hall.hear(b"two", HELLO, GREEDY)
-        hall.allowed.replace([MODEST])
-        hall.server.recheck_keys()
-        await turns()
-        assert hall.codes() == ["key_removed"]
-        assert [message.code for message in hall.board.sent[b"two"]] == ["key_removed"]
 
 
 async def test_members_that_wait_hear_that_the_server_leaves():
@@ -434,18 +339,6 @@ async def test_nobody_is_waited_for_when_nobody_is_there():
     await patiently(hall.server.leave())
 
 
-async def test_two_workers_meet_and_part_over_sockets():
-    served, dialed = Recorder(), Recorder()
-    async with serving(on_event=served) as server:
-        async with connected(server.endpoint, on_event=dialed) as client:
-            assert (client.identity, client.publication, client.version) == (PRODUCER, PRODUCED, WIRE_VERSION)
-            ready = (await served.wait_of(PeerReady))[0]
-            assert (ready.identity, ready.publication, ready.version) == (CONSUMER, CONSUMED, WIRE_VERSION)
-            assert server.peers[0].rtt_s is not None
-        assert await served.wait_of(ConnectionClosed) == [ConnectionClosed(reason="the client is leaving")]
-        assert server.peers == ()
-
-
 async def test_an_authenticated_peer_that_sends_rubbish_harms_nobody():
     recorder = Recorder()
     async with serving(on_event=recorder) as server, raw_dealer(server.endpoint) as rude:
@@ -508,15 +401,6 @@ async def test_a_member_that_never_ends_its_handshake_is_refused():
         heard = [decode(await patiently(slow.recv_multipart()), LIMITS.frame_bytes_max) for _ in range(3)]
         assert [type(message) for message in heard] == [Welcome, Publish, Refuse]
         assert heard[-1].code == "handshake_timeout"
-
-
-async def test_a_peer_of_version_99_is_told_why():
-    async with serving() as server, raw_dealer(server.endpoint) as modern:
-        await modern.send_multipart(frames_of(Hello(version_min=99, version_max=99, identity=CONSUMER)))
-        refusal = decode(await patiently(modern.recv_multipart()), LIMITS.frame_bytes_max)
-        assert refusal.code == "version_unsupported"
-        assert "2..2" in refusal.reason
-        assert "99..99" in refusal.reason
 
 
 async def test_a_peer_that_vanished_is_noticed_by_the_next_ping():

@@ -90,15 +90,6 @@ async def test_a_client_key_that_is_not_the_derived_one_is_denied():
         await links.until(LinkEvent.DENIED)
 
 
-async def test_an_unreachable_address_is_reported():
-    links = Inbox()
-    async with open_listener(ANY_PORT, None, LIMITS) as listener:
-        endpoint = listener.endpoint
-    async with open_dialer(endpoint, None, LIMITS) as dialer, running(dialer.watch(links)):
-        dialer.dial()
-        assert await links.next() is LinkEvent.UNREACHABLE
-
-
 async def test_what_a_monitor_tells_leaves_nothing_behind():
     known = len(zmq.Event._value2member_map_)  # flags are for ever, also those that have no name
     async with open_listener(ANY_PORT, SECURITY, LIMITS) as listener, AsyncExitStack() as stack:
