@@ -6,8 +6,7 @@ import pytest
 
 from kvflow.errors import SpecInvalid
 from kvflow.layout.placement import page_bytes
-from kvflow.layout.shards import Shard
-from kvflow.layout.specs import MLA, ChunkedLocal, FullAttention, SlidingWindow
+from kvflow.layout.specs import MLA, FullAttention, SlidingWindow
 from kvflow.models import GuessWarning, from_hf_config
 from tests.helpers.loops import looped
 
@@ -108,38 +107,9 @@ def test_layer_types_come_before_the_rule_of_the_family(family):
     assert [type(spec) for spec in specs.values()] == [FullAttention, SlidingWindow]
 
 
-def test_a_chunk_is_not_a_window():
-    specs = from_hf_config({**PLAIN, "model_type": "llama4_text"})
-    assert {type(spec) for spec in specs.values()} == {ChunkedLocal}
-
-
-@looped(
-    "config, first",
-    [
-        ({"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8}, "transformer.h.0.attn.attn"),
-        ({**PLAIN, "model_type": "gpt_oss"}, "model.layers.0.attn.attn"),
-        ({"model_type": "gemma3", "text_config": PLAIN}, "language_model.model.layers.0.self_attn.attn"),
-        (GRANITE, "model.layers.0.mixer"),
-        (QWEN3_NEXT, "model.layers.0.linear_attn"),
-        (V4, "model.layers.0.attn.swa_cache"),
-    ],
-)
-def test_layers_are_named_as_vllm_names_them(config, first):
-    assert next(iter(from_hf_config(config))) == first
-
-
 def test_a_nested_text_model_takes_its_dtype_from_outside():
     specs = from_hf_config({"model_type": "mistral3", "torch_dtype": "float16", "text_config": PLAIN})
     assert {spec.dtype for spec in specs.values()} == {"float16"}
-
-
-def test_latent_attention_is_one_vector_per_token():
-    config = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    spec = MLA(block_size=64, head_size=576, dtype="bfloat16")
-    assert list(from_hf_config(config, block_size=64).values()) == [spec, spec]
-    sparse = from_hf_config({**config, "model_type": "deepseek_v32", "index_head_dim": 128}, block_size=64)
-    assert list(sparse)[1] == "model.layers.0.self_attn.indexer.k_cache"
-    assert [page_bytes(spec) for spec in sparse.values()] == [64 * 576 * 2, 64 * 132] * 2
 
 
 def test_a_compound_keeps_up_to_five_caches_per_layer():
@@ -200,12 +170,6 @@ def test_gated_delta_nets_keep_three_convolutions_and_a_state():
 def test_the_config_may_name_the_dtype_of_states(key):
     state = from_hf_config({**QWEN3_NEXT, key: "bfloat16"})["model.layers.0.linear_attn"].states[-1]
     assert state.dtype == "bfloat16"
-
-
-def test_the_caller_overrides_the_dtype_of_states():
-    config = {**QWEN3_NEXT, "mamba_ssm_dtype": "bfloat16"}
-    state = from_hf_config(config, state_dtype="float16")["model.layers.0.linear_attn"].states[-1]
-    assert state.dtype == "float16"
 
 
 @looped(
@@ -313,12 +277,6 @@ MIMO = {
     "sliding_window_size": 128,
     "hybrid_layer_pattern": [0, 1],
 }
-
-
-def test_values_may_be_narrower_than_keys_and_differ_in_sliding_layers():
-    full, sliding = from_hf_config(MIMO).values()
-    assert (full.num_kv_heads, full.head_size, full.head_size_v, full.window) == (2, 192, 128, 0)
-    assert (sliding.num_kv_heads, sliding.head_size, sliding.head_size_v, sliding.window) == (4, 192, 64, 128)
 
 
 @pytest.mark.parametrize(
@@ -578,9 +536,3 @@ def test_a_file_that_is_no_config_is_refused(tmp_path, content, said):
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(SpecInvalid, match=r"nothing\.json cannot be read"):
         from_hf_config(tmp_path / "nothing.json")
-
-
-def test_ranks_share_what_a_family_says_they_share():
-    mamba = from_hf_config(GRANITE)["model.layers.0.mixer"]
-    shapes = [part.held_shape(Shard(tp_rank=1, tp_size=2)) for part in mamba.components]
-    assert shapes == [(512, 3), (32, 3), (32, 3), (8, 64, 32)]
