@@ -22,7 +22,6 @@ from kvflow.events import (
     TransferCompleted,
     TransferStarted,
     TransferTraced,
-    event_name,
 )
 from kvflow.observability.logs import (
     LEVELS,
@@ -33,7 +32,6 @@ from kvflow.observability.logs import (
     configure_logging,
     event_fields,
 )
-from tests.helpers.loops import looped
 
 from .examples import EVENTS, PEER
 
@@ -55,11 +53,6 @@ def log(caplog):
 def test_every_event_has_a_level_and_an_example():
     known = set(typing.get_args(Event))
     assert LEVELS.keys() == known == {type(event) for event in EVENTS.values()}
-
-
-@looped("name", EVENTS)
-def test_names_follow_from_the_types(name):
-    assert event_name(type(EVENTS[name])) == name
 
 
 @pytest.mark.parametrize("name", EVENTS)
