@@ -86,7 +86,7 @@ def kept(found):
 def test_the_whole_blocks_of_an_ended_request_are_kept(pool):
     found = keeper(pool)
     blocks = filled(pool, 3)
-    found.on_scheduled(SimpleNamespace(**step() | {"num_scheduled_tokens": {"r": 1}}), 7)
+    found.on_scheduled(step_output({"r": 1}), 7)
     request = end(found, pool, blocks, tokens=47)
     assert found.keeping.is_signing
     (command,) = commands(found)
@@ -101,14 +101,10 @@ def test_the_whole_blocks_of_an_ended_request_are_kept(pool):
 
 def test_no_step_without_tokens_is_waited_for(pool):
     found = keeper(pool)
-    found.on_scheduled(SimpleNamespace(**step() | {"num_scheduled_tokens": {"r": 1}}), 7)
-    found.on_scheduled(SimpleNamespace(**step()), 8)  # while the device computes; vLLM 0.30 marks no end of it
+    found.on_scheduled(step_output({"r": 1}), 7)
+    found.on_scheduled(step_output({}), 8)  # while the device computes; vLLM 0.30 marks no end of it
     end(found, pool, filled(pool, 2))
     assert [command.step for command in commands(found)] == [7]
-
-
-def step():
-    return vars(step_output({}))
 
 
 def test_what_a_step_in_flight_computes_is_not_kept(pool):
@@ -393,22 +389,6 @@ def test_a_window_that_has_moved_on_is_not_replaced(pool):
     end(found, pool, [[*full, *filled(pool, 1)], [None, None, *filled(pool, 1)]], "second")
     assert kept(found) == ["kept:second"]
     assert found.keeping.take_revoked() == ()
-
-
-def test_a_lease_ends_in_the_call_that_hands_one_of_its_blocks_out(pool):
-    found = keeper(pool)
-    first, second = filled(pool, 3), filled(pool, 3)
-    end(found, pool, first, "first")
-    end(found, pool, second, "second")
-    assert kept(found) == ["kept:first", "kept:second"]
-    pool.get_new_blocks(NUM_BLOCKS - 1 - 6)
-    assert found.keeping.take_revoked() == ()
-    assert pool.get_new_blocks(1) == [first[2]]
-    assert found.keeping.take_revoked() == ("kept:first",)
-    pool.get_new_blocks(2)
-    assert found.keeping.take_revoked() == ()
-    pool.get_new_blocks(1)
-    assert found.keeping.take_revoked() == ("kept:second",)
 
 
 def reuse(pool, block):

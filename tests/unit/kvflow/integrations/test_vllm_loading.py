@@ -26,26 +26,6 @@ def loading(*, wanted=48, ticket=TICKET, groups=FULL):
     return found
 
 
-def test_a_request_that_waits_for_room_has_its_ticket_kept_once():
-    requests = loading()
-    requests.matched("r", 0)
-    assert requests.take_commands() == [RenewLeases("r", TICKET)]
-    assert requests.take_commands() == []
-    requests.allocated("r", [[1, 2, 3]], 48)
-    assert requests.take_commands() == [Load("r", TICKET, ((1, 2, 3),))]
-
-
-def test_a_request_that_has_loaded_ends_without_orders():
-    requests = loading()
-    requests.matched("r", 0)
-    requests.allocated("r", [[1, 2, 3]], 48)
-    requests.take_commands()
-    requests.received("r")
-    requests.allocated("r", [[1, 2, 3, 4]], 0)  # the engine calls it again, for the rest of its blocks
-    requests.finished("r")
-    assert requests.take_commands() == []
-
-
 def test_blocks_that_are_not_loaded_are_absent_by_the_size_of_their_group():
     groups = groups_of(FullAttentionSpec(), FullAttentionSpec(block_size=64))
     found = loaded_blocks(groups, [[1, 2], [3]], end=20, num_tokens=200)
@@ -143,14 +123,6 @@ def test_a_ticket_of_more_tokens_than_any_request_is_refused(tokens_max):
     assert (type(command), command.code) == (Fail, "block_range_mismatch")
     assert command.reason == "the ticket has 48 tokens, but max_model_len of this engine is 47"
     assert "max_model_len of both engines" in command.remedy
-
-
-def test_a_prompt_of_one_token_has_nothing_to_load():
-    ticket = new_ticket(num_tokens=1, block_ids=((3,), (4,), (5,)))
-    requests = loading(wanted=0, ticket=ticket, groups=HYBRID)
-    assert requests.matched("r", 0) == 0
-    requests.allocated("r", [[1], [4], [5]], 0)
-    assert requests.take_commands() == [GiveBack("r", ticket)]
 
 
 def test_a_refused_request_fails_as_a_load_does():

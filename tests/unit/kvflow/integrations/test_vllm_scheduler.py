@@ -82,18 +82,6 @@ def test_ranks_that_slept_are_redialed_and_their_offers_are_forgotten():
     assert incarnations == [rank_address().incarnation, "b" * 32]
 
 
-def test_nothing_is_loaded_into_a_block_of_the_prefix_cache():
-    consumer = side(FullAttentionSpec())
-    request = new_request({"do_remote_prefill": True, **new_ticket().to_params()})
-    consumer.on_new_request(request)
-    assert consumer.matched(request, 16) == (32, True)
-    blocks = blocks_of([7, 8, 9])
-    blocks.blocks[0][0].block_hash = b"of its tokens"
-    consumer.allocated(request, blocks, 32)
-    (command,) = consumer.take_commands()
-    assert command.block_ids == ((8, 9),)
-
-
 def test_a_request_that_wants_nothing_is_left_alone():
     both = side(FullAttentionSpec())
     request = new_request(None)
@@ -179,19 +167,6 @@ def test_a_request_that_is_refused_fails_by_itself(role, params):
     assert (type(command), command.code) == (Fail, "ticket_invalid")
     engine.on_reported({"r"}, None)
     assert finished(engine, request, ([1, 2, 3],)) == (False, None)
-
-
-def test_slots_are_given_back_when_the_workers_have_sent():
-    producer = side(FullAttentionSpec())
-    for number in range(9):  # one more than there are slots
-        request = new_request(OFFER, request_id=f"r{number}")
-        producer.on_new_request(request)
-        keep, _ = finished(producer, request, ([1, 2, 3],))
-        assert keep is (number < 8)
-    producer.on_reported(None, {"r0"})
-    request = new_request(OFFER, request_id="again")
-    producer.on_new_request(request)
-    assert finished(producer, request, ([1, 2, 3],))[0]
 
 
 # What a ticket's blocks hold.

@@ -6,7 +6,7 @@ import pytest
 
 from kvflow import MLA, ChunkedLocal, FullAttention, Mamba, SlidingWindow, State, allocate, plan_transfer
 from kvflow.errors import LayoutMismatch, SpecInvalid
-from kvflow.integrations.vllm.caches import EngineShape, byte_format, read_groups, read_spec, state_block
+from kvflow.integrations.vllm.caches import EngineShape, byte_format, read_groups, read_spec
 from kvflow.models import load
 from tests.helpers.loops import looped
 
@@ -196,11 +196,6 @@ def test_groups_keep_their_order_and_name_their_kinds():
         ("mamba", ("d",), 0),
         ("full", ("e", "f"), 0),
     ]
-
-
-@looped("ids, scratch, block", [([7], 0, 7), ([0, 0, 5], 0, 5), ([0, 5, 8, 9], 2, 5), ([], 0, None), ([4], 1, 4)])
-def test_the_running_state_stands_before_the_blocks_for_speculation(ids, scratch, block):
-    assert state_block(ids, MambaSpec(num_speculative_blocks=scratch)) == block
 
 
 def test_dtypes_have_the_names_that_torch_gives_them():
