@@ -12,7 +12,6 @@ from kvflow.integrations.vllm.engine import LOAD_WAIT
 from kvflow.integrations.vllm.messages import Fail, GiveBack, Load
 from kvflow.layout.specs import FullAttention
 from kvflow.rendezvous.dialer import Asker
-from kvflow.routing import OfferWanted, RendezvousWanted, read_params
 from kvflow.worker import answers
 from kvflow.worker.threaded import run_worker
 from tests.helpers.settings import flat_config
@@ -26,9 +25,9 @@ from .vllm_like import (
     blocks_of,
     matched,
     new_contents,
-    new_key,
     new_request,
     side,
+    step_output,
     wait_until,
 )
 
@@ -302,11 +301,7 @@ def test_an_address_that_a_name_has_just_got_is_looked_up_soon(prefill, monkeypa
 
 
 def step(found, *, computes):
-    nothing = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[])
-    tokens = {"x": 1} if computes else {}
-    output = SimpleNamespace(num_scheduled_tokens=tokens, preempted_req_ids=None, scheduled_new_reqs=[])
-    output.scheduled_cached_reqs = nothing
-    found.on_scheduled(output, 1)
+    found.on_scheduled(step_output({"x": 1} if computes else {}), 1)
 
 
 def test_an_idle_step_waits_for_an_answer_unless_the_one_before_computed(prefill, monkeypatch):
@@ -336,20 +331,3 @@ def test_requests_that_wait_for_prompts_share_a_quarter_of_the_blocks(prefill):
     assert found.matched(second, 0) == (None, False)
     found.on_reported({"a"}, None)
     assert matched(found, second) == (48, True)
-
-
-@pytest.mark.parametrize(
-    ("params", "endpoint"),
-    [
-        (NAMED, ENDPOINT),
-        (NAMED | {"remote_host": "::1"}, f"tcp://[::1]:{PORT}"),
-        (NAMED | {"remote_host": "prefill-0", "kvflow": None}, f"tcp://prefill-0:{PORT}"),
-    ],
-    ids=["ipv4", "ipv6", "name"],  # a port is another in each process that runs tests
-)
-def test_a_host_and_a_port_name_an_engine(params, endpoint):
-    assert read_params(params, new_key().read, 1000, meets=True) == RendezvousWanted(endpoint)
-    assert (
-        read_params({"do_remote_decode": True, **params, "do_remote_prefill": False}, new_key().read, 1000, meets=True)
-        == OfferWanted()
-    )

@@ -19,6 +19,7 @@ from .vllm_like import (
     ABORTED,
     OFFER,
     SECRET,
+    Device,
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
@@ -174,43 +175,31 @@ def test_a_prefix_hit_settles_when_the_step_that_found_it_has_written(engine):
 
 
 def test_a_device_settles_what_it_has_written(engines):
-    given, done = [], []
-
-    def mark():
-        number = len(given)
-        given.append(number)
-        return lambda: number in done
-
-    engine = engines(mark=mark)
+    device = Device()
+    engine = engines(mark=device.mark)
     engine.arrive()
     engine.step({"r": 32}, new={"r": (0, [[1, 2]])})
     engine.step({"r": 32}, known={"r": (32, [[3, 4]])})  # asynchronous scheduling
     assert engine.lease() == ("open", 0, ((),))
-    done.append(0)
+    device.done = 1
     engine.collect()
     assert engine.lease() == ("open", 32, ((1, 2),))
     engine.end()
     assert engine.lease() == ("open", 32, ((1, 2),)), "the last step has not written"
-    done.append(1)
+    device.done = 2
     engine.collect()
     assert engine.lease() == ("sealed", 64, ((1, 2, 3, 4),))
 
 
 def test_what_a_device_has_written_settles_though_no_step_follows(engines):
     """The next step is told of it when it is launched, and the engine may launch two ahead of the device."""
-    given, done = [], set()
-
-    def mark():
-        number = len(given)
-        given.append(number)
-        return lambda: number in done
-
-    engine = engines(early=False, mark=mark)  # so nothing that comes meanwhile looks, such as a renewal
+    device = Device()
+    engine = engines(early=False, mark=device.mark)  # so nothing that comes meanwhile looks, such as a renewal
     engine.arrive()
     engine.step({"r": 32}, new={"r": (0, [[1, 2]])})
     engine.step({"r": 32}, known={"r": (32, [[3, 4]])})
-    for step, lease in enumerate([("open", 32, ((1, 2),)), ("open", 64, ((1, 2, 3, 4),))]):
-        done.add(step)
+    for written, lease in enumerate([("open", 32, ((1, 2),)), ("open", 64, ((1, 2, 3, 4),))], 1):
+        device.done = written
         wait_until(lambda lease=lease: engine.lease() == lease)
 
 

@@ -58,6 +58,8 @@ def test_a_request_may_want_nothing(params):
 def test_a_request_may_want_to_be_offered():
     wanted = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_host": None}
     assert read(wanted) == OfferWanted()
+    named = wanted | {"remote_host": "decode-0", "remote_port": 5600}
+    assert read_params(named, new_key().read, 1000, meets=True) == OfferWanted()
 
 
 def nested(depth):

@@ -85,12 +85,6 @@ def test_what_replaces_a_key_of_another_connector_is_a_setting():
     assert named - {"ucx_devices"} <= KEYS
 
 
-@looped("key", ["host_buffer_bytes", "slow_transfer_s", "slow_transfer_factor"])
-def test_a_setting_of_the_release_before_is_refused_by_name(key):
-    with pytest.raises(ConfigInvalid, match=f"unknown setting: {key}"):
-        read_settings({"cluster_secret": SECRET, key: 1}, facts())
-
-
 @looped("key", ["engine_id", "rank", "num_ranks", "role", "sleep_mode"])
 def test_what_the_engine_decides_cannot_be_set(key):
     with pytest.raises(ConfigInvalid, match=key):
@@ -134,12 +128,6 @@ def test_a_port_that_is_too_high_with_the_ranks_is_refused():
 @looped("value, wanted", [(True, True), ("true", True), ("1", True), (False, False), ("False", False), (0, False)])
 def test_a_switch_may_be_text(value, wanted):
     assert read_own({"enable_cross_layers_blocks": value}).enable_cross_layers_blocks is wanted
-
-
-def test_the_level_of_the_log_file_is_a_setting():
-    given = {"cluster_secret": SECRET, "log_file": "decode.jsonl"}
-    assert read_settings(given, facts()).log_level == "info"
-    assert read_settings({**given, "log_level": "debug"}, facts()).log_level == "debug"
 
 
 def test_a_log_file_that_cannot_be_written_is_refused(tmp_path):
@@ -200,23 +188,23 @@ def test_a_level_without_a_log_file_is_refused():
 SHARING = {"keep": True, "sources": ["tcp://decode-0:5600", "tcp://[fd00::7]:5601"], "find_s": 0.01}
 
 
-def test_prefixes_are_shared_with_engines_that_are_named():
-    settings = read_settings({"cluster_secret": SECRET}, facts(load_failure_policy="fail"))
-    assert (settings.keep, settings.sources, settings.find_s, settings.fetch_tokens_min) == (False, (), 0.25, 256)
-    given = {"cluster_secret": SECRET, **SHARING, "fetch_tokens_min": "64"}
-    settings = read_settings(given, facts(load_failure_policy="recompute"))
-    assert (settings.keep, settings.sources) == (True, tuple(SHARING["sources"]))
-    assert (settings.find_s, settings.fetch_tokens_min) == (0.01, 64)
-
-
-def test_layers_of_a_draft_model_are_rebuilt_unless_a_setting_says_never():
-    assert read_settings({"cluster_secret": SECRET}, facts()).rebuild_layers == "auto"
-    assert read_settings({"cluster_secret": SECRET, "rebuild_layers": "never"}, facts()).rebuild_layers == "never"
-
-
-def test_prompts_are_offered_when_they_arrive_only_if_a_setting_says_so():
-    assert read_settings({"cluster_secret": SECRET}, facts()).dispatch == "serial"
-    assert read_settings({"cluster_secret": SECRET, "dispatch": "concurrent"}, facts()).dispatch == "concurrent"
+@looped(
+    "name, default, value",
+    [
+        ("log_level", "info", "debug"),
+        ("rebuild_layers", "auto", "never"),
+        ("dispatch", "serial", "concurrent"),
+        ("keep", False, True),
+        ("sources", (), tuple(SHARING["sources"])),
+        ("find_s", 0.25, 0.01),
+        ("fetch_tokens_min", 256, 64),
+    ],
+)
+def test_a_setting_of_the_connector_has_a_default_and_may_be_text(name, default, value):
+    given = {"cluster_secret": SECRET, "log_file": "decode.jsonl"}
+    told = list(value) if isinstance(value, tuple) else str(value)
+    assert getattr(read_settings(given, facts()), name) == default
+    assert getattr(read_settings({**given, name: told}, facts()), name) == value
 
 
 @looped("kv_role", ["kv_producer", "kv_consumer", "kv_both"])
@@ -375,14 +363,16 @@ def test_a_ray_worker_without_the_secret_names_the_copied_variables(monkeypatch)
     assert "Ray" not in str(caught.value)
 
 
-@looped("endpoint", ["tcp://127.0.0.1:5600", "tcp://127.8.8.8:1", "tcp://[::1]:5600", "tcp://localhost:1"])
-def test_a_loopback_address_is_only_on_this_host(endpoint):
-    assert vllm_settings.remark(endpoint) == ", only on this host"
-
-
-def test_what_is_said_of_an_address_is_whose_it_is():
-    assert vllm_settings.remark(f"tcp://{HERE}:5600") == ", which is not an address of this host"
-    assert vllm_settings.remark("tcp://node-7:5600") == ""
+@looped(
+    "endpoint, said",
+    [
+        *((f"tcp://{host}:1", ", only on this host") for host in ("127.0.0.1", "127.8.8.8", "[::1]", "localhost")),
+        (f"tcp://{HERE}:5600", ", which is not an address of this host"),
+        ("tcp://node-7:5600", ""),
+    ],
+)
+def test_what_is_said_of_an_address_is_whose_it_is(endpoint, said):
+    assert vllm_settings.remark(endpoint) == said
 
 
 def own_address():

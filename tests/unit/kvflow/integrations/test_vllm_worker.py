@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from kvflow import Finished, FullAttention, TicketMint, TransferReport, Tuning, WorkerConfig, allocate, run_worker
+from kvflow import Finished, TicketMint, TransferReport, Tuning, WorkerConfig, run_worker
 from kvflow.errors import (
     CapacityExceeded,
     LayoutMismatch,
@@ -45,7 +45,7 @@ from kvflow.observability.logs import REPEATS_S, Repeats
 from tests.helpers.loops import looped
 from tests.helpers.waiting import wait_until
 
-from .vllm_like import SECRET, new_mint, new_ticket
+from .vllm_like import SECRET, new_mint, new_ticket, small_cache
 
 PATIENCE_S = 60.0
 
@@ -438,9 +438,8 @@ def test_orders_that_come_while_the_engine_sleeps_end_at_once():
 
 
 def test_a_rank_that_has_slept_is_served_as_another_incarnation():
-    spec = FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")
     config = WorkerConfig(engine_id="engine", cluster_secret=SECRET, transport="loopback")
-    runtime = RankRuntime(config, allocate({"a": spec}, num_blocks=8))
+    runtime = RankRuntime(config, small_cache())
     try:
         addresses = [runtime.rank.address]
         runtime.resume()  # it does not sleep
@@ -460,12 +459,11 @@ def test_a_rank_that_has_slept_is_served_as_another_incarnation():
 
 @pytest.mark.parametrize("asleep", [True, False])
 def test_what_a_rank_keeps_is_read_while_its_engine_shuts_down(asleep):
-    spec = FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")
     configs = [
         WorkerConfig(engine_id=name, cluster_secret=SECRET, transport="loopback", tuning=Tuning(drain_s=PATIENCE_S))
         for name in ("engine", "reader")
     ]
-    source, target = (allocate({"a": spec}, num_blocks=8) for _ in configs)
+    source, target = (small_cache() for _ in configs)
     source.views["a"][3].fill_(7.0)
     runtime = RankRuntime(configs[0], source, drain_s=PATIENCE_S)
     endpoint = runtime.rank.address.endpoint
@@ -653,9 +651,8 @@ def test_a_look_waits_while_the_engine_has_the_rank(on_device):
 def test_a_look_that_lasts_keeps_no_event_loop_waiting():
     """What a look holds may have thousands of blocks. Who is asked meanwhile answers from the loop."""
     entered, left = threading.Event(), threading.Event()
-    spec = FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")
     config = WorkerConfig(engine_id="engine", cluster_secret=SECRET, transport="loopback")
-    with run_worker(config, allocate({"a": spec}, num_blocks=8)) as worker:
+    with run_worker(config, small_cache()) as worker:
         device, admit = Device(), worker.admit
         worker.admit = lambda *given: (entered.set(), left.wait(60), admit(*given))
         rank = RankWorker(worker, device.mark)
@@ -815,9 +812,8 @@ def test_a_lease_that_will_not_be_held_is_void(ending):
     ],
 )
 def test_only_what_cannot_wait_is_done_before_the_model_runs(apart, device, commands, at_once):
-    cache = allocate({"a": FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")}, num_blocks=8)
     config = WorkerConfig(engine_id="e", cluster_secret=SECRET, transport="loopback")
-    runtime = RankRuntime(config, cache, apart=apart, mark=(lambda: lambda: True) if device else None)
+    runtime = RankRuntime(config, small_cache(), apart=apart, mark=(lambda: lambda: True) if device else None)
     try:
         before, after = runtime.divide(commands)
         assert list(before) == at_once

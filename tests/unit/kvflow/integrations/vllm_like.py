@@ -1,15 +1,16 @@
 """Objects shaped as vLLM's, for tests of what needs no vLLM. Their classes have vLLM's names, which is what counts."""
 
-import threading
+import functools
 from dataclasses import dataclass, field, make_dataclass
 from types import SimpleNamespace
 
 from handshake import ClusterSecurity
-from kvflow import RankAddress, TicketKey, TicketMint, WorkerConfig
+from kvflow import FullAttention, RankAddress, TicketKey, TicketMint, WorkerConfig, allocate
 from kvflow.contents import Contents
 from kvflow.integrations.vllm.messages import empty_counters
 from kvflow.integrations.vllm.scheduler import SchedulerSide, transfer_groups
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
+from tests.helpers.waiting import wait_until
 
 NUM_BLOCKS = 64
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -127,6 +128,11 @@ def new_request(params, prompt=48, request_id="r", skips=False, **named):
         get_skip_reading_prefix_cache=lambda: skips,
         **(known | named),
     )
+
+
+def small_cache():
+    """Return a cache of one layer, with eight blocks of four tokens."""
+    return allocate({"a": FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")}, num_blocks=8)
 
 
 TOKENS_MAX = 1024
@@ -263,6 +269,21 @@ class LikePool:
                 watcher(block)
 
 
+class Device:
+    """A stand-in for a device and the stream of its work, which it does as far as a test says."""
+
+    def __init__(self):
+        self.given = 0
+        self.done = 0
+
+    def mark(self):
+        self.given += 1
+        return functools.partial(self._is_done, self.given)
+
+    def _is_done(self, given):
+        return self.done >= given
+
+
 def new_contents(secret=SECRET, accepted=None):
     security = ClusterSecurity.from_secret(secret)
     key = TicketKey(security if accepted is None else security.accepting(accepted))
@@ -277,15 +298,6 @@ def new_ticket(num_tokens=48, block_ids=((3, 4, 9),), request_id="request-1", *,
     mint = new_mint(**named)
     offer = {"block_ids": block_ids, "num_tokens": num_tokens, "digests": digests}
     return mint.offer(request_id, **offer, chained=True)[0]
-
-
-def wait_until(holds):
-    tick = threading.Event()
-    for _ in range(30_000):
-        if holds():
-            return
-        tick.wait(0.001)
-    raise AssertionError("it never became true")
 
 
 def counted(counting, name):
