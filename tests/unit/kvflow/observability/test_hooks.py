@@ -9,18 +9,8 @@ from kvflow.errors import ConfigInvalid
 from kvflow.events import LeaseEnded, OnlyEvents, TransferCompleted, WorkerOpened, WorkerStopped
 from kvflow.observability.logs import check_hooks
 from tests.helpers.loops import looped
-from tests.helpers.settings import flat_config
 
-SPECS = {"layers.0": kvflow.FullAttention(block_size=16, num_kv_heads=2, head_size=8, dtype="float32")}
-
-
-def config(engine_id):
-    secret = "a secret of thirty-two characters"
-    return flat_config(engine_id=engine_id, bind="tcp://127.0.0.1:0", cluster_secret=secret, transport="loopback")
-
-
-def cache():
-    return kvflow.allocate(SPECS, num_blocks=8)
+from .test_pages import cache, config
 
 
 async def takes_time(_event):
