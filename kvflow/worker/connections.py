@@ -517,7 +517,10 @@ def transfer_error(event: events.PullFailed) -> TransferFailed:
 
 def connection_error(peer: str, code: str, detail: str) -> TransferFailed:
     """Return the error of a caller whose peer was dropped before it could be read from."""
-    return ERRORS.get(code, TransferFailed)(f"{peer} cannot be read from: {detail}", peer=peer)
+    message = f"{peer} cannot be read from: {detail}"
+    if code == DeadlineExceeded.code:  # of a read through the connection before this one
+        return DeadlineExceeded(message, phase="handshake", peer=peer)
+    return ERRORS.get(code, TransferFailed)(message, peer=peer)
 
 
 def as_ours(error: BaseException, request_id: str) -> KvflowError:

@@ -48,7 +48,7 @@ def test_a_deadline_names_its_phase(phase):
     assert transfer_error(failed("deadline_exceeded", phase)).phase == phase
 
 
-@pytest.mark.parametrize(("code", "kind"), [("peer_lost", errors.PeerLost), ("odd", errors.TransferFailed)])
+@looped("code, kind", [*KINDS.items(), *OTHERS.items()])
 def test_whoever_waits_for_a_peer_is_told_why_it_does_not_come(code, kind):
     error = connection_error("p/0/x", code, "gone")
     assert type(error) is kind
