@@ -24,7 +24,7 @@ from kvflow.events import LayersOmitted, PeerConnected, PeerDropped
 from kvflow.layout.groups import Group
 from kvflow.layout.shards import Shard
 from kvflow.leases.tickets import join_tickets
-from kvflow.worker import open_pulls
+from kvflow.worker import open_pulls, prepared
 from kvflow.worker.connections import FAILURES_MAX
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.peers import PeerPool
@@ -438,7 +438,14 @@ async def test_each_group_is_read_from_the_group_of_the_peer_that_has_its_layers
         assert sorted(prepared_list.group for prepared_list in world.faults.called("prepare")) == [0, 1]
 
 
-async def test_only_the_rank_that_was_lost_is_prepared_again():
+async def test_only_the_rank_that_was_lost_is_prepared_again(monkeypatch):
+    divided, assign = [], prepared.assign_sources
+
+    def noted(*given, **how):
+        divided.append(given)
+        return assign(*given, **how)
+
+    monkeypatch.setattr(prepared, "assign_sources", noted)
     async with opened(ranks=2) as world:
         await world.connect()
         for turn in range(1, 3):
@@ -448,6 +455,7 @@ async def test_only_the_rank_that_was_lost_is_prepared_again():
             world.faults.heal()
             await world.pull(world.ticket(f"again {turn}"))
         assert [prepared_list.peer.rank for prepared_list in world.faults.called("prepare")] == [0, 1, 1, 1]
+    assert len(divided) == 3, "who comes back may have other memory, of which an old division knows nothing"
 
 
 async def test_what_is_remembered_of_sets_of_ranks_is_bounded(monkeypatch):
