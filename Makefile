@@ -171,10 +171,18 @@ test-compose: $(INSTALLED)
 	KVFLOW_TEST_COMPOSE=1 $(BIN)/python -m pytest --quiet -o faulthandler_timeout=500 tests/compose
 
 # `make test-vllm COVERED=1` also prints which lines of kvflow/integrations/vllm real engines run; it takes a third longer.
-.PHONY: test-vllm test-vllm-full test-ray bench-vllm
+# Two processes run the tests, because a request is in one of its two engines, and one core would wait.
+.PHONY: test-vllm test-vllm-full test-vllm-servers test-vllm-engines test-ray bench-vllm
+VLLM_PYTEST := -m pytest --quiet -o timeout=600 -o faulthandler_timeout=0 tests/vllm
 test-vllm: export COVERAGE_RCFILE := tests/vllm/coverage.ini
+test-vllm-servers: CHOSEN := servers
+test-vllm-engines: CHOSEN := not servers
+test-vllm-servers test-vllm-engines:
+	KVFLOW_TEST_VLLM=usual KVFLOW_TEST_VLLM_OUT=out/vllm/$@ $(VLLM)/bin/python $(if $(COVERED),-m coverage run) $(VLLM_PYTEST) -m '$(CHOSEN)'
+
 test-vllm: $(VLLM)/.installed $(ROUTERS)/.installed $(TRANSFORMERS)/.installed
-	KVFLOW_TEST_VLLM=usual $(VLLM)/bin/python $(if $(COVERED),-m coverage run) -m pytest --quiet -o timeout=600 -o faulthandler_timeout=0 tests/vllm
+	echo 'two halves run at once; each prints its output when it has ended (a quarter of an hour or more)'
+	$(MAKE) --no-print-directory --jobs 2 --output-sync test-vllm-servers test-vllm-engines
 	$(if $(COVERED),$(VLLM)/bin/python -m coverage combine --quiet && $(VLLM)/bin/python -m coverage report)
 
 test-vllm-full: $(VLLM)/.installed $(OLDER:%=$(VLLM)-%/.installed) $(ROUTERS)/.installed $(TRANSFORMERS)/.installed

@@ -23,16 +23,31 @@ from .engines import Nursery
 from .pairs import FLOAT8, FULL, PAIRS, REFUSED_FLOAT8, Pairs, model_folder
 from .tables import TABLES
 
+SERVING = (
+    "test_chat.py",
+    "test_hosts.py",
+    "test_kubernetes.py",
+    "test_long_prefixes.py",
+    "test_offloading.py",
+    "test_prefixes.py",
+    "test_rendezvous.py",
+    "test_replayed_names.py",
+)
+"""They start servers, as tests with ``deployment`` do. Two processes that did so at once would need more than 24 GB."""
+
 
 def pytest_collection_modifyitems(items):
-    """Run what needs the same pair in a row: a pair takes as long to start as its tests take."""
+    """Run in a row what needs the same pair, or ``deployment``: they take as long to start as their tests take."""
     command = {name: index for index, name in enumerate(PAIRS)}
 
     def place(item):
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        return command.get(params.get("pair"), len(command))
+        return command.get(params.get("pair"), len(command)), "deployment" in item.fixturenames
 
     items.sort(key=place)
+    for item in items:
+        if item.path.name in SERVING or "deployment" in item.fixturenames:
+            item.add_marker("servers")
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ from .tiny_models import CONTEXT
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("KVFLOW_TEST_VLLM_PYTHON", sys.executable)
 """The interpreter of an environment with vLLM."""
-OUT = ROOT / "out" / "vllm"
+OUT = ROOT / os.environ.get("KVFLOW_TEST_VLLM_OUT", "out/vllm")
 """Models and logs."""
 START_S = 480.0
 """An engine is ready in 10 s when nothing else runs."""
