@@ -247,8 +247,9 @@ async def test_a_herd_at_a_door_with_a_tenth_of_a_core_is_late_or_hears_why(spaw
     caplog.set_level(logging.CRITICAL)
     world = World("tcp", partial(spawn().producing, there=starving))
     ends = await arrive(world, 256, {"tcp_encryption": "tls", **patience})
-    late = re.compile(r".*too busy to let us in.* \[deadline_exceeded\] Check the peer's load")
-    assert all(end == "right" or late.match(end) for end in ends)
+    # Where the host gives the door nothing at all, a reader's own time is over before it hears that the door is busy.
+    late = re.compile(r".* \[deadline_exceeded\] Check the peer's load")
+    assert [end for end in ends if end != "right" and not late.match(end)] == []
     assert ends["right"] >= 32
 
 
