@@ -26,7 +26,7 @@ help:
 	echo 'make simulate   run 20,000 scenarios on virtual time, with faults (an hour); SEEDS=N sets the number'
 	echo 'make fuzz    send a million invalid messages and 40,000 invalid inputs to real workers (ten minutes or more); FRAMES=N, LIES=N'
 	echo 'make soak    pull 100,000 times while processes are killed and restarted (ten minutes or more); PULLS=N, TRANSPORT=tcp; or watch memory, OFFERS=N'
-	echo 'make planted   plant each bug of a list, and tell which test finds it (ten minutes); BUGS="C06 W08" chooses some'
+	echo 'make planted   plant each bug of a list, and tell which test finds it (half an hour or more); BUGS="C06 W08" chooses some'
 	echo 'make chaos   kill, pause and cut off real processes for three minutes; MINUTES=N, SEED=N'
 	echo 'make compose-demo   run the demo in containers, over TCP and shared memory; needs Docker and Compose'
 	echo 'make test-compose   test the demo in containers, and kill one of them'
