@@ -306,8 +306,7 @@ class Reporter:
     """Gives every event of a worker to its log and to the hooks of the application. Thread: any."""
 
     def __init__(self, log: EventLog, hooks: Sequence[Hook]) -> None:
-        self._log = log
-        self.write_all, self.keep, self.flush = log.write_all, log.keep, log.flush  # of the log alone
+        self.log = log  # alone, without the hooks
         takers = [(hook.kind, hook.hook) if isinstance(hook, OnlyEvents) else (None, hook) for hook in hooks]
         self.hooks: dict[type[Event], list[Callable[[Any], None]]] = {
             kind: [hook for only, hook in takers if only is kind or (only is None and kind not in COSTLY)]
@@ -325,7 +324,7 @@ class Reporter:
 
     def take_all(self, records: Sequence[Record]) -> None:
         """Take the events of one moment. The log writes them at once."""
-        self._log.write_all(records)
+        self.log.write_all(records)
         for event, _ in records:
             self.tell(event)
 

@@ -346,7 +346,7 @@ class OpenPulls:
             return report
         names = pull.local_request_id[:NAME_MAX], pull.engine_id, pull.traceparent
         event, wall_s = TransferCompleted(pull.pull_id, pull.request_id, report, *names), self._wall()
-        kept = logged and self._report.keep(event, wall_s, self._context, (pull, wall_s - ended_at))
+        kept = logged and self._report.log.keep(event, wall_s, self._context, (pull, wall_s - ended_at))
         if kept and not self._flushes:
             self._flushes = True
             asyncio.get_running_loop().call_later(KEPT_S, self.flush)
@@ -359,7 +359,7 @@ class OpenPulls:
     def flush(self) -> None:
         """Write the records that are kept. A worker calls it when it has closed."""
         self._flushes = False
-        self._report.flush()
+        self._report.log.flush()
         self.traced = self._report.wants(TransferTraced)
 
     def write_completed(self) -> None:
@@ -369,7 +369,7 @@ class OpenPulls:
             traces = self._trace(pull)
             if logged:
                 told = [] if kept else [(event, self._context(pull, self._wall() - self._clock()))]
-                self._report.write_all([*told, *traces])
+                self._report.log.write_all([*told, *traces])
             for each, _ in ((event, {}), *traces):
                 self._report.tell(each)
         self.traced = self._report.wants(TransferTraced)
