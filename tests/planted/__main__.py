@@ -123,8 +123,9 @@ def python(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def run_tests(copy: Path, tests: Sequence[str], *options: str) -> tuple[int, list[str], str]:
     """Run tests in a copy; return the exit status, the tests that failed, and the output."""
-    always = ("--quiet", "--tb=no", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-ofaulthandler_timeout=0")
-    done = python(copy, "-m", "pytest", *always, f"-otimeout={TEST_S_MAX}", *options, *tests)
+    always = ("--quiet", "--tb=no", "-p", "no:cacheprovider", "-ofaulthandler_timeout=0")
+    drawn = ("--hypothesis-seed=0", "--hypothesis-profile=unshrunk")  # shrinking takes as long as a hang
+    done = python(copy, "-m", "pytest", *always, *drawn, f"-otimeout={TEST_S_MAX}", *options, *tests)
     return done.returncode, FAILED.findall(done.stdout), done.stdout
 
 

@@ -54,6 +54,7 @@ def tree(tmp_path):
         ("kvflow/__init__.py", ""),
         ("kvflow/sums.py", SUMS),
         ("handshake/__init__.py", ""),
+        ("tests/conftest.py", "import hypothesis\nhypothesis.settings.register_profile('unshrunk')\n"),
         ("tests/test_sums.py", TESTS),
         ("pyproject.toml", (ROOT / "pyproject.toml").read_text()),
     ):
