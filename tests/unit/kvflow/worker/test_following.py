@@ -29,7 +29,7 @@ from kvflow.rendezvous.issuer import TicketKey
 from kvflow.rendezvous.questions import AnswerSettled, AskSettled, Settled
 from tests.fakes import FabricFaults
 
-from .helpers import PATIENCE_S
+from .helpers import PATIENCE_S, turns
 from .pulling import awaiting, config, failure, opened
 from .virtual import virtual
 
@@ -459,10 +459,11 @@ async def test_an_error_of_the_answers_waits_for_the_range_that_is_read(world, t
     pull = await reading(world, teller)
     await teller.heard(2)
     teller.babble(b"")
-    await asyncio.sleep(0)
-    assert not pull.done()
+    await turns(20)
+    was_done = pull.done()
     world.faults.heal()
     error = await failure(pull)
+    assert not was_done
     assert (type(error), error.quarantined) == (ProtocolViolation, False)
     world.producer.revoke("request-1")
 
