@@ -177,7 +177,7 @@ VLLM_PYTEST := -m pytest --quiet -o timeout=600 -o faulthandler_timeout=0 tests/
 test-vllm: export COVERAGE_RCFILE := tests/vllm/coverage.ini
 test-vllm-servers: CHOSEN := servers
 test-vllm-engines: CHOSEN := not servers
-test-vllm-servers test-vllm-engines:
+test-vllm-servers test-vllm-engines: $(VLLM)/.installed $(ROUTERS)/.installed $(TRANSFORMERS)/.installed
 	KVFLOW_TEST_VLLM=usual KVFLOW_TEST_VLLM_OUT=out/vllm/$@ $(VLLM)/bin/python $(if $(COVERED),-m coverage run) $(VLLM_PYTEST) -m '$(CHOSEN)'
 
 test-vllm: $(VLLM)/.installed $(ROUTERS)/.installed $(TRANSFORMERS)/.installed
