@@ -17,10 +17,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from datetime import UTC, datetime
 from functools import cache, lru_cache, partial
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +27,6 @@ import msgspec
 from kvflow import events
 from kvflow.errors import ConfigInvalid, FailureCode, KvflowError
 from kvflow.events import Event, Hook, OnlyEvents, event_name
-from kvflow.report import TransferReport
 
 if TYPE_CHECKING:
     from structlog.stdlib import BoundLogger
@@ -92,10 +89,9 @@ LAST = ("engine_id", "rank")
 ORDER = {key: place for place, key in enumerate(FIRST, -len(FIRST))} | {key: place for place, key in enumerate(LAST, 1)}
 FAILURE = ("code", "outcome", "peer", "endpoint")  # fields that tell one failure of one peer from others
 OMITTED = ("event", "level", "timestamp", "incarnation")
-REPORTED = tuple(each.name for each in fields(TransferReport) if each.name != "timings_s")
+OF_OPEN = ("ranges", "seal_s")  # fields of reports that only open offers have
 
 _encoder = msgspec.json.Encoder(enc_hook=repr)
-_reported = attrgetter(*REPORTED)
 
 
 @lru_cache(maxsize=1)
@@ -111,19 +107,14 @@ def timestamp_of(wall_s: float) -> str:
 
 def event_fields(event: Event) -> dict[str, Any]:
     """Return the fields of an event as one flat dictionary for JSON, with those of its report and its phases."""
-    if isinstance(event, events.TransferCompleted):
-        found, report = msgspec.structs.asdict(event), event.report
-        del found["report"]
-        found.update(zip(REPORTED, _reported(report), strict=True), timings_s=report.timings_s)
-        if not report.ranges:  # only open offers have them
-            del found["ranges"], found["seal_s"]
-    else:
-        found = msgspec.to_builtins(event)
-    if traceparent := found.pop("traceparent", ""):
-        found["trace_id"] = traceparent.split("-")[1]
-    if timings_s := found.pop("timings_s", None):
-        found.update(zip(_phase_names(tuple(timings_s)), rounded(timings_s.values()), strict=True))
-    return found
+    fields: dict[str, Any] = msgspec.to_builtins(event)
+    if (report := fields.pop("report", None)) is not None:
+        fields |= {name: value for name, value in report.items() if report["ranges"] or name not in OF_OPEN}
+    if traceparent := fields.pop("traceparent", ""):
+        fields["trace_id"] = traceparent.split("-")[1]
+    if timings_s := fields.pop("timings_s", None):
+        fields.update(zip(_phase_names(tuple(timings_s)), rounded(timings_s.values()), strict=True))
+    return fields
 
 
 def rounded(seconds: Iterable[float]) -> list[float]:
@@ -206,7 +197,6 @@ class EventLog:
         self.identity = identity
         self._wall = wall
         self._repeats = Repeats()
-        self._keeper: JsonFile | None = None
 
     def __call__(self, event: Event, **context: Any) -> None:
         """Write one record, with the fields of the context."""
@@ -225,7 +215,17 @@ class EventLog:
         if not wanted:
             return
         timestamp = timestamp_of(self._wall())
-        messages = [self._message(event, context, level, timestamp) for level, _, event, context in wanted]
+        messages = [
+            {
+                **self.identity,
+                **context,
+                **event_fields(event),
+                "event": event_name(type(event)),
+                "level": LEVEL_NAMES[level],
+                "timestamp": timestamp,
+            }
+            for level, _, event, context in wanted
+        ]
         files = {only_file(logger) for _, logger, _, _ in wanted}
         only = files.pop()
         if only is not None and not files:
@@ -233,44 +233,6 @@ class EventLog:
             return
         for (level, logger, _, _), message in zip(wanted, messages, strict=True):
             _log(logger, level, EventRecord(message))
-
-    def keep(
-        self, event: Event, wall_s: float, context: Callable[..., Mapping[str, Any]], arguments: tuple[Any, ...]
-    ) -> bool:
-        """Have a file of JSON lines write a record with others, at the latest at ``flush``; False if none takes all.
-
-        Args:
-            event: of a type that is logged at its usual level.
-            wall_s: seconds since 1970, for the record.
-            context: returns further fields of the record when it is written.
-            arguments: what it is called with.
-        """
-        file = only_file(logger_of(type(event)))
-        if file is None:
-            return False
-        self._keeper = file
-        file.keep(self._kept_message, (event, wall_s, context, arguments))
-        return True
-
-    def flush(self) -> None:
-        """Write what is kept."""
-        if self._keeper is not None:
-            self._keeper.flush()
-
-    def _kept_message(self, kept: Any) -> dict[str, Any]:
-        event, wall_s, context, arguments = kept
-        return self._message(event, context(*arguments), LEVELS[type(event)], timestamp_of(wall_s))
-
-    def _message(self, event: Event, context: Mapping[str, Any], level: int, timestamp: str) -> dict[str, Any]:
-        """Return all fields of a record."""
-        return {
-            **self.identity,
-            **context,
-            **event_fields(event),
-            "event": event_name(type(event)),
-            "level": LEVEL_NAMES[level],
-            "timestamp": timestamp,
-        }
 
 
 def _log(logger: logging.Logger, level: int, message: EventRecord) -> None:
@@ -306,7 +268,8 @@ class Reporter:
     """Gives every event of a worker to its log and to the hooks of the application. Thread: any."""
 
     def __init__(self, log: EventLog, hooks: Sequence[Hook]) -> None:
-        self.log = log  # alone, without the hooks
+        self._log = log
+        self.identity = log.identity
         takers = [(hook.kind, hook.hook) if isinstance(hook, OnlyEvents) else (None, hook) for hook in hooks]
         self.hooks: dict[type[Event], list[Callable[[Any], None]]] = {
             kind: [hook for only, hook in takers if only is kind or (only is None and kind not in COSTLY)]
@@ -324,7 +287,7 @@ class Reporter:
 
     def take_all(self, records: Sequence[Record]) -> None:
         """Take the events of one moment. The log writes them at once."""
-        self.log.write_all(records)
+        self._log.write_all(records)
         for event, _ in records:
             self.tell(event)
 
