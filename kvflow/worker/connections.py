@@ -23,7 +23,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from msgspec import Struct
 
@@ -507,20 +507,22 @@ CANCELLED = "the caller cancelled the pull"
 
 def transfer_error(event: events.PullFailed) -> TransferFailed:
     """Return the error that this event stands for."""
-    about = {"request_id": event.request_id, "peer": event.peer}
-    message = f"request {event.request_id!r}: {event.detail}"
-    if event.code == DeadlineExceeded.code:
-        return DeadlineExceeded(message, phase=event.phase, quarantined=event.quarantined, **about)
-    kind = ERRORS.get(event.code, TransferFailed)
-    return kind(message, quarantined=event.quarantined, **about)
+    about = {"request_id": event.request_id, "peer": event.peer, "quarantined": event.quarantined}
+    return _error(event.code, f"request {event.request_id!r}: {event.detail}", event.phase, **about)
 
 
 def connection_error(peer: str, code: str, detail: str) -> TransferFailed:
-    """Return the error of a caller whose peer was dropped before it could be read from."""
-    message = f"{peer} cannot be read from: {detail}"
-    if code == DeadlineExceeded.code:  # of a read through the connection before this one
-        return DeadlineExceeded(message, phase="handshake", peer=peer)
-    return ERRORS.get(code, TransferFailed)(message, peer=peer)
+    """Return the error of a caller whose peer was dropped before it could be read from.
+
+    It may have been dropped for a read through the connection before this one.
+    """
+    return _error(code, f"{peer} cannot be read from: {detail}", "handshake", peer=peer)
+
+
+def _error(code: str, message: str, phase: str, **about: Any) -> TransferFailed:
+    if code == DeadlineExceeded.code:
+        return DeadlineExceeded(message, phase=phase, **about)
+    return ERRORS.get(code, TransferFailed)(message, **about)
 
 
 def as_ours(error: BaseException, request_id: str) -> KvflowError:
