@@ -6,6 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 import kvflow
 from kvflow import errors
 from kvflow.events import TransferRetried
@@ -138,15 +140,16 @@ class Recycled(Reader):
             await self.pull(offer["number"], ticket, [ids[:num_blocks], ids[num_blocks:]])
 
 
-async def read(*, until, paths=tuple(PATHS), seed=0, environment=PRODUCTION):
+async def read(*, until, paths=tuple(PATHS), seed=0, environment=PRODUCTION, longer=1):
     """Read on these paths, each with a worker of its own, several reads at once, until ``until(tallies)``.
 
-    Returns a tally for each path.
+    Returns a tally for each path. Leases last ``longer`` times what the path says.
     """
     tallies = {path: Tally() for path in paths}
     async with hosted(threads_to_recycle) as node, asyncio.TaskGroup() as tasks:
         for path, tally in tallies.items():
-            source = await node.open_another(recycling, path, PATHS[path], seed)
+            lasting = msgspec.structs.replace(PATHS[path], lease_s=longer * PATHS[path].lease_s)
+            source = await node.open_another(recycling, path, lasting, seed)
             reader = partial(Recycled, blocks_max=PATHS[path].blocks_max)
             how = {"name": f"{path} {seed}", "tally": tally, "copy_threads": 2, **PATHS[path].target}
             enough = lambda _tally: until(tallies)  # noqa: E731
