@@ -23,14 +23,13 @@ class _Deferring:
     if not TYPE_CHECKING:  # a type checker would accept every attribute
 
         def __getattr__(self, name: str) -> Any:
-            deferred = None if name == "deferred" else getattr(self, "deferred", None)
-            if deferred is not None:
+            if name != "deferred":
                 self.compute()
             return object.__getattribute__(self, name)
 
     def compute(self) -> None:
-        """Compute the missing fields."""
-        deferred = self.deferred  # read once: another thread may set it to None
+        """Compute the missing fields, if there are any."""
+        deferred = getattr(self, "deferred", None)  # read once: another thread may set it to None
         if deferred is not None:
             function, arguments = deferred
             function(self, *arguments)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import UNSET, Struct
 
 from kvflow import events
 from kvflow.errors import ConfigInvalid, FailureCode, KvflowError
@@ -89,7 +90,13 @@ LAST = ("engine_id", "rank")
 ORDER = {key: place for place, key in enumerate(FIRST, -len(FIRST))} | {key: place for place, key in enumerate(LAST, 1)}
 FAILURE = ("code", "outcome", "peer", "endpoint")  # fields that tell one failure of one peer from others
 OMITTED = ("event", "level", "timestamp", "incarnation")
-OF_OPEN = ("ranges", "seal_s")  # fields of reports that only open offers have
+# Of the record of a completed pull.
+COMPLETED = (
+    *("pull_id", "request_id", "local_request_id", "remote_engine_id"),
+    *("nbytes", "descriptors", "reads", "read_bytes", "merged", "early", "early_bytes"),
+    *("ranges", "seal_s"),  # of open offers only
+    *("transport", "plane", "trace_id"),
+)
 
 _encoder = msgspec.json.Encoder(enc_hook=repr)
 
@@ -107,14 +114,57 @@ def timestamp_of(wall_s: float) -> str:
 
 def event_fields(event: Event) -> dict[str, Any]:
     """Return the fields of an event as one flat dictionary for JSON, with those of its report and its phases."""
+    if isinstance(event, events.TransferCompleted):
+        return _flat(_completed(event, {}, UNSET, UNSET))
     fields: dict[str, Any] = msgspec.to_builtins(event)
-    if (report := fields.pop("report", None)) is not None:
-        fields |= {name: value for name, value in report.items() if report["ranges"] or name not in OF_OPEN}
     if traceparent := fields.pop("traceparent", ""):
         fields["trace_id"] = traceparent.split("-")[1]
     if timings_s := fields.pop("timings_s", None):
         fields.update(zip(_phase_names(tuple(timings_s)), rounded(timings_s.values()), strict=True))
     return fields
+
+
+def _completed(event: events.TransferCompleted, before: Mapping[str, Any], level: object, timestamp: object) -> Struct:
+    """Return the record of a completed pull: ``before``, and the event with its report. What is ``UNSET`` is left out.
+
+    There are many, and an object is encoded in a fraction of the time that a dictionary takes.
+    """
+    report, trace = event.report, event.traceparent
+    report.compute()
+    timings_s = report.timings_s
+    of_open = (report.ranges, report.seal_s) if report.ranges else (UNSET, UNSET)
+    return _completed_type(tuple(before), tuple(timings_s))(
+        *before.values(),
+        event.pull_id,
+        event.request_id,
+        event.local_request_id,
+        event.remote_engine_id,
+        report.nbytes,
+        report.descriptors,
+        report.reads,
+        report.read_bytes,
+        report.merged,
+        report.early,
+        report.early_bytes,
+        *of_open,
+        report.transport,
+        report.plane,
+        trace.split("-")[1] if trace else UNSET,
+        *rounded(timings_s.values()),
+        UNSET if level is UNSET else "transfer.completed",
+        level,
+        timestamp,
+    )
+
+
+@lru_cache(maxsize=64)
+def _completed_type(before: tuple[str, ...], phases: tuple[str, ...]) -> Callable[..., Struct]:
+    names = (*before, *COMPLETED, *_phase_names(phases), "event", "level", "timestamp")
+    return msgspec.defstruct("CompletedRecord", names, gc=False)
+
+
+def _flat(record: Struct) -> dict[str, Any]:
+    return {name: value for name in record.__struct_fields__ if (value := getattr(record, name)) is not UNSET}
 
 
 def rounded(seconds: Iterable[float]) -> list[float]:
@@ -197,6 +247,7 @@ class EventLog:
         self.identity = identity
         self._wall = wall
         self._repeats = Repeats()
+        self._keeper: JsonFile | None = None  # takes all records, until the next flush
 
     def __call__(self, event: Event, **context: Any) -> None:
         """Write one record, with the fields of the context."""
@@ -215,24 +266,51 @@ class EventLog:
         if not wanted:
             return
         timestamp = timestamp_of(self._wall())
-        messages = [
-            {
-                **self.identity,
-                **context,
-                **event_fields(event),
-                "event": event_name(type(event)),
-                "level": LEVEL_NAMES[level],
-                "timestamp": timestamp,
-            }
-            for level, _, event, context in wanted
-        ]
+        messages = [self._message(event, context, level, timestamp) for level, _, event, context in wanted]
         files = {only_file(logger) for _, logger, _, _ in wanted}
         only = files.pop()
         if only is not None and not files:
             only.write_events(messages)
             return
         for (level, logger, _, _), message in zip(wanted, messages, strict=True):
-            _log(logger, level, EventRecord(message))
+            _log(logger, level, EventRecord(_flat(message) if isinstance(message, Struct) else message))
+
+    def keep(
+        self, event: Event, wall_s: float, context: Callable[..., Mapping[str, Any]], arguments: tuple[Any, ...]
+    ) -> bool:
+        """Have a file of JSON lines write a record with others, at the latest at ``flush``; False if none takes all.
+
+        Args:
+            event: of a type that is logged at its usual level.
+            wall_s: seconds since 1970, for the record.
+            context: returns further fields of the record when it is written.
+            arguments: what it is called with.
+        """
+        file = self._keeper
+        if file is None or TOP.handlers != [file]:
+            self._keeper = file = only_file(logger_of(type(event)))
+            if file is None:
+                return False
+        file.keep(self._kept_message, (event, wall_s, context, arguments))
+        return True
+
+    def flush(self) -> None:
+        """Write what is kept."""
+        file, self._keeper = self._keeper, None
+        if file is not None:
+            file.flush()
+
+    def _kept_message(self, kept: Any) -> Struct | dict[str, Any]:
+        event, wall_s, context, arguments = kept
+        return self._message(event, context(*arguments), LEVELS[type(event)], timestamp_of(wall_s))
+
+    def _message(self, event: Event, context: Mapping[str, Any], level: int, timestamp: str) -> Struct | dict[str, Any]:
+        """Return all fields of a record."""
+        before, level_name = {**self.identity, **context}, LEVEL_NAMES[level]
+        if isinstance(event, events.TransferCompleted):
+            return _completed(event, before, level_name, timestamp)
+        last = {"event": event_name(type(event)), "level": level_name, "timestamp": timestamp}
+        return before | event_fields(event) | last
 
 
 def _log(logger: logging.Logger, level: int, message: EventRecord) -> None:
@@ -269,7 +347,7 @@ class Reporter:
 
     def __init__(self, log: EventLog, hooks: Sequence[Hook]) -> None:
         self._log = log
-        self.identity = log.identity
+        self.write_all, self.keep, self.flush = log.write_all, log.keep, log.flush  # of the log alone
         takers = [(hook.kind, hook.hook) if isinstance(hook, OnlyEvents) else (None, hook) for hook in hooks]
         self.hooks: dict[type[Event], list[Callable[[Any], None]]] = {
             kind: [hook for only, hook in takers if only is kind or (only is None and kind not in COSTLY)]

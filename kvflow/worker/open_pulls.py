@@ -2,20 +2,19 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Generator, Sequence
 from itertools import count
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Struct
+from msgspec import Struct
 
 from kvflow.errors import DeadlineExceeded, KvflowError, StaleLease
 from kvflow.events import PullFailed, TransferCompleted, TransferQuiesced, TransferTraced
 from kvflow.ids import Clock, Ids, PeerId
 from kvflow.leases.tickets import Member, Ticket
-from kvflow.observability.logs import TOP, JsonFile, Record, Reporter, logger_of, only_file, rounded, timestamp_of
-from kvflow.reads.pulls import TIMED, Pull, Times, report_of, sums_of, timings_s, trace_of
+from kvflow.observability.logs import Record, Reporter
+from kvflow.reads.pulls import Pull, report_of, trace_of
 from kvflow.rendezvous.dialer import LeaseEnd
 from kvflow.report import TransferReport
 from kvflow.worker.connections import as_ours
@@ -225,7 +224,7 @@ class OpenPull(Struct, eq=False):
 
     def context(self, wall_s: float) -> dict[str, object]:
         """Return the fields that a record has in addition to its event, under the names that vLLM's operators know."""
-        called_at = round(wall_s + self.called_at, 6)
+        called_at = int((wall_s + self.called_at) * 1e6 + 0.5) / 1e6
         if self.ticket is None:
             return {"called_at": called_at}
         grant = self.ticket.grants[0]
@@ -268,7 +267,8 @@ class OpenPulls:
     """The open pulls of one worker, and the record of each pull that ends, however early it fails.
 
     Attributes:
-        completed: pulls whose end is not reported yet, with their reports, and whether a log takes them, too.
+        completed: pulls of whose end hooks and logs do not know yet, with their events, whether the log takes them, and
+            whether a file keeps their records.
         by_id: every pull that is connecting, waiting, open or draining. A pull that is answered at once never gets in.
         traced: whether a log or a hook takes ``TransferTraced``. A new log level counts from the second pull after it,
             or after ``KEPT_S``.
@@ -296,8 +296,8 @@ class OpenPulls:
         self.by_id: dict[int, OpenPull] = {}
         self._is_logged = report.is_logged[TransferCompleted]
         self._hooks = report.hooks[TransferCompleted]
-        self._records = _CompletedRecords(report.identity, clock, wall, self.flush, log_every)
-        self.completed: list[tuple[OpenPull, TransferReport, bool]] = []
+        self._flushes = False  # whether a timer will call ``flush``
+        self.completed: list[tuple[OpenPull, TransferCompleted, bool, bool]] = []
         self.traced = report.wants(TransferTraced)
 
     def begin(self, ticket: object, local_request_id: str) -> OpenPull:
@@ -341,35 +341,45 @@ class OpenPulls:
         times = pull.called_at, pull.submitted_at, ended_at
         report = report_of(pull.request_id, pull.nbytes, pull.ranges, times, pull.sealed_at)
         report.transport, report.plane = route.transport, route.plane
-        logged = (pull.pull_id - 1) % self._log_every == 0 and (
-            self.traced or (self._is_logged() and not (pull.sealed_at == math.inf and self._records.keep(pull, times)))
-        )
-        if logged or self.traced or self._hooks:
+        logged = (pull.pull_id - 1) % self._log_every == 0 and self._is_logged()
+        if not logged and not self.traced and not self._hooks:
+            return report
+        names = pull.local_request_id[:NAME_MAX], pull.engine_id, pull.traceparent
+        event, wall_s = TransferCompleted(pull.pull_id, pull.request_id, report, *names), self._wall()
+        kept = logged and self._report.keep(event, wall_s, self._context, (pull, wall_s - ended_at))
+        if kept and not self._flushes:
+            self._flushes = True
+            asyncio.get_running_loop().call_later(KEPT_S, self.flush)
+        if not kept or self.traced or self._hooks:
             if turn_until is None and not self.completed:
                 asyncio.get_running_loop().call_soon(self.write_completed)
-            self.completed.append((pull, report, logged))
+            self.completed.append((pull, event, logged, kept))
         return report
 
     def flush(self) -> None:
         """Write the records that are kept. A worker calls it when it has closed."""
-        self._records.flush()
+        self._flushes = False
+        self._report.flush()
         self.traced = self._report.wants(TransferTraced)
 
     def write_completed(self) -> None:
         """Give the pulls that have completed since the last call to the hooks, and to logs that keep no records."""
         completed, self.completed = self.completed, []
-        for pull, report, logged in completed:
-            names = (pull.local_request_id[:NAME_MAX], pull.engine_id, pull.traceparent)
-            event = TransferCompleted(pull.pull_id, pull.request_id, report, *names)
+        for pull, event, logged, kept in completed:
+            traces = self._trace(pull)
             if logged:
-                context = pull.context(self._wall() - self._clock())
-                if self._log_every > 1:
-                    context["log_every"] = self._log_every
-                self._report.take_all([(event, context), *self._trace(pull)])
-            else:
-                for each in (event, *(trace for trace, _ in self._trace(pull))):
-                    self._report.tell(each)
+                told = [] if kept else [(event, self._context(pull, self._wall() - self._clock()))]
+                self._report.write_all([*told, *traces])
+            for each, _ in ((event, {}), *traces):
+                self._report.tell(each)
         self.traced = self._report.wants(TransferTraced)
+
+    def _context(self, pull: OpenPull, wall_s: float) -> dict[str, object]:
+        """Return the fields that the record of a completed pull has in addition to its event."""
+        context = pull.context(wall_s)
+        if self._log_every > 1:
+            context["log_every"] = self._log_every
+        return context
 
     def _trace(self, pull: OpenPull) -> list[Record]:
         """Return the record of what a pull has read, if it is traced."""
@@ -434,85 +444,6 @@ class OpenPulls:
         self._report(record, **pull.context(self._wall() - now))
         for event, _ in self._trace(pull):
             self._report(event)
-
-
-class _CompletedRecords:
-    """The records of completed pulls in a file of JSON lines, which are built and written together.
-
-    They equal those that ``EventLog`` writes of the same pulls.
-    """
-
-    def __init__(
-        self, identity: Mapping[str, Any], clock: Clock, wall: Clock, flush: Callable[[], None], log_every: int
-    ) -> None:
-        self._log_every = log_every if log_every > 1 else UNSET
-        self._identity = tuple(identity.values())
-        self._line = _record_type(*identity)
-        self._clock = clock
-        self._wall = wall
-        self._flush = flush  # calls ours
-        self._logger = logger_of(TransferCompleted)
-        self._file: JsonFile | None = None  # takes all records of the logger, as long as the timer runs
-        self._since_zero_s = 0.0
-
-    def keep(self, pull: OpenPull, times: Times) -> bool:
-        """Keep what the record of a pull needs; return False if the log is no file of JSON lines alone."""
-        file = self._file
-        if file is None or TOP.handlers != [file]:
-            self._file = file = only_file(self._logger)
-            if file is None:
-                return False
-            self._since_zero_s = self._wall() - self._clock()
-            asyncio.get_running_loop().call_later(KEPT_S, self._flush)
-        assert pull.ticket is not None
-        names = pull.pull_id, pull.local_request_id, pull.ticket.grants[0], pull.targets
-        file.keep(self._build, (self._since_zero_s, times, pull.ranges, names, pull.nbytes, pull.route))
-        return True
-
-    def flush(self) -> None:
-        """Write what is kept."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.flush()
-
-    def _build(self, kept: Any) -> Struct:
-        since_zero_s, times, ranges, (pull_id, local_request_id, grant, targets), nbytes, route = kept
-        early, early_bytes = sum([each.early for each in ranges]), sum([each.early_bytes for each in ranges])
-        sums = sums_of(ranges)
-        descriptors, merged, read_bytes, reads, *_ = sums
-        issued_at, trace = grant.issued_at, grant.trace
-        seconds: list[Any] = rounded(timings_s(sums, times))
-        if len(seconds) < len(TIMED):  # nothing was read
-            seconds += [UNSET] * (len(TIMED) - len(seconds))
-        return self._line(
-            *self._identity,
-            int((since_zero_s + times[0]) * 1e6 + 0.5) / 1e6,
-            grant.ranks[0].endpoint,
-            sum(map(len, grant.block_ids)),
-            UNSET if issued_at is None else issued_at,
-            sum(map(len, targets)) or UNSET,
-            self._log_every,
-            pull_id,
-            grant.request_id,
-            local_request_id[:NAME_MAX],
-            grant.engine_id,
-            *(nbytes, descriptors, reads, read_bytes, merged, early, early_bytes, route.transport, route.plane),
-            trace.split("-")[1] if trace else UNSET,
-            *seconds,
-            "transfer.completed",
-            "info",
-            timestamp_of(since_zero_s + times[2]),
-        )
-
-
-@cache
-def _record_type(*identity: str) -> Callable[..., Struct]:
-    """Return the type of the records of completed pulls of workers with these fields of identity."""
-    context = "called_at remote_endpoint num_remote_blocks issued_at num_local_blocks log_every pull_id request_id"
-    report = "nbytes descriptors reads read_bytes merged early early_bytes transport plane"
-    names = f"{context} local_request_id remote_engine_id {report} trace_id".split()
-    phases = [f"{phase}_s" for phase in TIMED]
-    return msgspec.defstruct("CompletedRecord", [*identity, *names, *phases, "event", "level", "timestamp"], gc=False)
 
 
 def _failure(pull: OpenPull, error: KvflowError) -> PullFailed:

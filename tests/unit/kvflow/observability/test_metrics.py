@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvflow import events
 from kvflow.errors import ConfigInvalid, FailureCode
 from kvflow.observability.metrics import METRICS, NAMES_MAX, PEERS_MAX, SECONDS, Metrics, exposition
+from kvflow.reads.pulls import TIMED
 from kvflow.report import TransferReport
-from kvflow.worker.open_pulls import TIMED
 from kvflow.worker.worker import Snapshot
 
 from .examples import EVENTS, PEER, REPORT
