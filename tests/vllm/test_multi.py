@@ -5,8 +5,6 @@ some of it, and tells the others that they load nothing.
 """
 
 import json
-import os
-import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -208,7 +206,7 @@ def test_requests_of_a_killed_prefill_engine_fail_or_are_recomputed(pairs, pair)
     alone = [computed_alone(pair, prompt) for prompt in prompts]
     tickets = [pair.ticket(prompt) for prompt in prompts]
     assert pair.decode.generate(prompts[0], tickets[0])["tokens"] == alone[0]
-    os.kill(pair.prefill.pid, signal.SIGKILL)
+    pair.prefill.kill()
     expect_policy(pair, pair.decode.generate(prompts[1], tickets[1]), alone[1], KILLED)
     pair.decode.forget()
     assert pair.decode.generate(prompts[0])["tokens"] == alone[0]
