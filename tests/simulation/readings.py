@@ -98,12 +98,14 @@ class Reading:
                 self._judge(rank, error)
             self._leave(error.code)
             return
+        if ticket is not None and ticket.request_id != request.name and ticket.request_id in source.held:
+            source.held[ticket.request_id][0].taken = True
         if ticket is None or count < len(digests):
             # Its successor may answer at its address. An open lease is its first finder's until all ranks of that have
             # given it back, or until it runs out: a release is lost with its connection.
-            taken = request.plan.part_s and any(
-                each.found and (each.released_at is None or each.may_lose_releases(source)) for each in request.readings
-            )
+            found = (each for each in request.readings if each.found)
+            lost = any(each.released_at is None or each.may_lose_releases(source) for each in found)
+            taken = request.plan.part_s and (request.taken or lost)
             is_there = before is not None and source.held.get(request.name) is before
             if is_there and source.engine.alive and not taken:
                 self._world.fail(f"{source.name} keeps {request.name}, and {self.name} was told of {count} blocks")

@@ -106,6 +106,7 @@ class Request:
         source: the engine that prefills it.
         outcomes: how each pull ended.
         readings: of each engine that reads it.
+        taken: whether a reading of another request, which begins with the same tokens, has found it.
         written: what its source has.
         block_ids: where, group by group.
         blocks: the same in one list.
@@ -118,6 +119,7 @@ class Request:
         self.source = source
         self.outcomes: list[str] = []
         self.readings: list[Reading] = []
+        self.taken = False
         self.written = Written(np.zeros(0, np.int64), 0, np.zeros(0, np.int64))
         self.block_ids: list[list[int]] = []
         self.blocks: list[int] = []
