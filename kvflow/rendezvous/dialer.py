@@ -127,7 +127,8 @@ class Awaited:
         match event:
             case RenewAnswered(leases=answers):
                 for each in answers:
-                    self._resolve((each.slot, each.epoch), each)
+                    if each.outcome != "held":  # which answers a renewal from before the end
+                        self._resolve((each.slot, each.epoch), each)
             case Answered(nonce=nonce, answer=answer):
                 self._resolve(nonce, answer)
             case ConnectionClosed(reason=reason):

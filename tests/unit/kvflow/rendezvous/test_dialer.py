@@ -16,6 +16,7 @@ from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.producer import LeaseManager
 from kvflow.worker.runtime import open_worker
 from tests.helpers.loops import looped
+from tests.helpers.waiting import until
 from tests.unit.kvflow.worker.helpers import lease_of
 from tests.unit.kvflow.worker.pulling import FaultyNetwork
 
@@ -196,6 +197,16 @@ async def test_a_question_without_an_answer_has_a_deadline(mute):
         assert (await link.ask_end(lease, within_s=PATIENCE_S)).ended_by == "revoked"
         assert (await patient).ended_by == "revoked"
         assert link._awaited._waiting == {}
+
+
+async def test_how_a_lease_ended_is_not_hidden_by_an_answer_from_before(questions):
+    async with producing() as producer, linked(producer) as link:
+        lease = lease_of(producer.offer("r", [[1]], 4))
+        asking = asyncio.ensure_future(link.ask_end(lease, within_s=PATIENCE_S))
+        await until(lambda: questions)  # and the answer is that it is held
+        producer.revoke("r")
+        link.renew([lease])
+        assert (await asking).ended_by == "revoked"
 
 
 async def test_questions_of_one_turn_about_a_lease_are_one_message(questions):
