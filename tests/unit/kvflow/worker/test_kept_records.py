@@ -93,6 +93,17 @@ async def test_a_record_of_several_groups(path, contexts):
         await check(world, path, *contexts)
 
 
+async def test_a_record_of_an_open_offer(path, contexts):
+    async with logged(path) as world:
+        offer = world.producer.offer_progressive("request-1", [[3, 4]], 8)
+        pull = world.start(offer.ticket)
+        offer.seal()
+        assert (await pull).ranges > 0
+        await check(world, path, *contexts)
+    (line,) = completed(path)
+    assert {"ranges", "seal_s"} <= line.keys()
+
+
 async def test_a_record_of_a_pull_of_nothing(path, contexts):
     async with logged(path) as world:
         await world.pull(blocks=(-1, -1))
