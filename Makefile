@@ -102,7 +102,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --quiet --numprocesse
 
 # CI runs each test once: `make test COVERED=1` counts the lines that it runs, and `make test-full REST=1` adds the others.
 test: lint
-	$(PYTEST) -m 'not slow' $(if $(COVERED),--cov --cov-report= --cov-fail-under=0)
+	$(PYTEST) -m 'not slow' $(if $(COVERED),--cov --cov-report= --cov-fail-under=0,--hypothesis-profile quick)
 
 # `.venv/bin/coverage report` names the lines that no test runs.
 test-full: $(INSTALLED)

@@ -18,6 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # Who asks only whether a test fails needs no small example.
 settings.register_profile("unshrunk", settings.get_profile("patient"), phases=(Phase.explicit, Phase.generate))
+# ``make test`` draws a quarter of the examples, others each time. ``make test-full`` draws all, and so does CI.
+settings.register_profile("quick", settings.get_profile("patient"), max_examples=25)
 settings.load_profile("patient")
 
 MEASURED = (

@@ -25,13 +25,19 @@ BLOCK_SIZES = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64)
 ROLES = ("k", "v")
 ABSENT = -1
 
-thorough = settings(
-    max_examples=100,
-    print_blob=True,
-    phases=[each for each in settings.default.phases if each != Phase.explain],  # that takes minutes
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-"""What each property of this folder runs with, so that all of them stay under two minutes on two slow cores."""
+
+def thoroughly(examples, **more):
+    """What a property runs with: so many examples, or a quarter where Hypothesis has the profile of ``make test``."""
+    return settings(
+        max_examples=-(-examples * settings.default.max_examples // 100),
+        print_blob=True,
+        phases=[each for each in settings.default.phases if each != Phase.explain],  # that takes minutes
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        **more,
+    )
+
+
+thorough = thoroughly(100)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Pulls of tickets whose leases are admitted later, or never: real workers of two ranks on virtual time."""
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
@@ -10,7 +9,7 @@ from kvflow.rendezvous.issuer import TicketMint
 from tests.unit.kvflow.worker.helpers import SECRET
 from tests.unit.kvflow.worker.virtual import LONG_S, virtual
 
-from .caches import thorough
+from .caches import thoroughly
 
 SOON_S = 0.05
 """Some round trips."""
@@ -125,5 +124,5 @@ class AdmissionsMachine(RuleBasedStateMachine):
         self.context.__exit__(None, None, None)
 
 
-AdmissionsMachine.TestCase.settings = settings(thorough, stateful_step_count=15)
+AdmissionsMachine.TestCase.settings = thoroughly(100, stateful_step_count=15)
 TestAdmissions = AdmissionsMachine.TestCase

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.errors import SpecInvalid
@@ -17,10 +17,9 @@ from kvflow.memory.cache import allocate
 from kvflow.memory.overlap import LiveBytes, check_overlaps
 from kvflow.planning.plan import plan_transfer
 
-from .caches import LAYOUTS, execute, fill_with_noise, mark_free, models, sides, thorough, write_tags
+from .caches import LAYOUTS, execute, fill_with_noise, mark_free, models, sides, thorough, thoroughly, write_tags
 
-hundred = settings(thorough, max_examples=100)
-many = settings(thorough, max_examples=200)
+many = thoroughly(200)
 """For those that move bytes, which take longest."""
 
 BLOCK_SIZE = 8
@@ -147,7 +146,7 @@ def test_an_adopted_cache_is_described_as_it_was_allocated(data):
     assert regions[-1].address + regions[-1].nbytes <= whole.address + whole.nbytes
 
 
-@hundred
+@thorough
 @given(st.data())
 def test_a_plan_between_adopted_caches_moves_every_kind(data):
     """One block of each group, from one layout into another; the oracle reads what was allocated."""
@@ -194,7 +193,7 @@ def blocks_of(cache, name, role):
     return cache.component(name, role).reshape(cache.num_blocks, -1).contiguous().view(torch.uint8)
 
 
-@hundred
+@thorough
 @given(st.data(), st.sampled_from(("source", "target", "both")))
 def test_adopted_and_allocated_caches_exchange_tagged_bytes(data, adopting):
     sharded = data.draw(st.booleans())

@@ -9,10 +9,10 @@ from collections import Counter
 from itertools import product
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from .caches import thorough
+from .caches import thorough, thoroughly
 from .engines import (
     KV_FORMS,
     LAYOUTS,
@@ -30,7 +30,7 @@ from .pools import open_cache
 PAIRS = 600
 """Of a source engine and a rank of a target engine: one example has ``TARGETS``. ``make test-exhaustive`` has
 many more."""
-many = settings(thorough, max_examples=PAIRS // TARGETS)
+many = thoroughly(PAIRS // TARGETS)
 seeds = st.integers(0, 2**32)
 
 

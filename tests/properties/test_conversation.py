@@ -3,7 +3,6 @@
 from collections import deque
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -30,7 +29,7 @@ from handshake.messages import (
 )
 from handshake.states import Progress, Role
 
-from .caches import thorough
+from .caches import thoroughly
 
 PING_S, SILENCE_S, CLOSING_S = 4.0, 10.0, 0.5
 UNREAD_MAX = 4000
@@ -235,7 +234,7 @@ class ConversationMachine(RuleBasedStateMachine):
         self.now = until
 
 
-ConversationMachine.TestCase.settings = settings(thorough, max_examples=100, stateful_step_count=40)
+ConversationMachine.TestCase.settings = thoroughly(100, stateful_step_count=40)
 TestConversation = ConversationMachine.TestCase
 
 

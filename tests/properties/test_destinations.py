@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -10,7 +9,7 @@ from kvflow.errors import BlockIdsInvalid
 from kvflow.leases.blocks import BlockAccount
 from kvflow.worker.destinations import DestinationTable, Standing
 
-from .caches import thorough
+from .caches import thoroughly
 
 NUM_BLOCKS = 12
 ALIASES = (0, 0, 2)
@@ -125,7 +124,7 @@ def blocks_of(ids):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(thorough, max_examples=100, stateful_step_count=30)
+TestLedger.settings = thoroughly(100, stateful_step_count=30)
 
 
 FORMS = pytest.mark.parametrize("form", [tuple, lambda ids: np.array(ids, np.int64)], ids=["few", "many"])

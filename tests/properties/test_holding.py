@@ -1,7 +1,6 @@
 """Leases last as long as somebody needs them, and no longer: a reader and its producers on virtual time."""
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -10,7 +9,7 @@ from kvflow.events import LeaseEnded
 from kvflow.worker import renewals
 from tests.unit.kvflow.worker.virtual import virtual
 
-from .caches import thorough
+from .caches import thoroughly
 
 SLACK_S = 0.2  # a tick, and the way of a message
 RENEWED_S = 2 * renewals.TICK_S + 0.005  # after so long a ticket that is held has been renewed
@@ -232,5 +231,5 @@ class HoldingMachine(RuleBasedStateMachine):
             self.patch.undo()
 
 
-HoldingMachine.TestCase.settings = settings(thorough, max_examples=40, stateful_step_count=25)
+HoldingMachine.TestCase.settings = thoroughly(40, stateful_step_count=25)
 TestHolding = HoldingMachine.TestCase

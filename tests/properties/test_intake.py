@@ -6,7 +6,6 @@ ZeroMQ's part is played: it reads from the kernel, hands messages over, and clos
 import os
 import socket
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
@@ -16,7 +15,7 @@ from tests.fakes.process import bury
 from tests.helpers.waiting import PATIENCE_S
 from tests.unit.handshake.test_intake import Pair
 
-from .caches import thorough
+from .caches import thoroughly
 
 HELD_MAX = 1000
 SIZES = st.sampled_from((1, 400, 600, 999, 1000, 1001))
@@ -113,7 +112,7 @@ class IntakeMachine(RuleBasedStateMachine):
         self.listening.close()
 
 
-IntakeMachine.TestCase.settings = settings(thorough, max_examples=60, stateful_step_count=25)
+IntakeMachine.TestCase.settings = thoroughly(60, stateful_step_count=25)
 TestIntake = IntakeMachine.TestCase
 
 
@@ -175,5 +174,5 @@ class WatchMachine(RuleBasedStateMachine):
         bury(self.world)
 
 
-WatchMachine.TestCase.settings = settings(thorough, max_examples=40, stateful_step_count=20)
+WatchMachine.TestCase.settings = thoroughly(40, stateful_step_count=20)
 TestWatch = WatchMachine.TestCase

@@ -2,7 +2,7 @@
 
 import math
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -13,7 +13,7 @@ from kvflow.reads.contract import SPAN_MAX
 from kvflow.reads.lanes import CHECKS_IN_FLIGHT_MAX, CHUNKS_IN_FLIGHT_MAX, OVERTAKEN_MAX, Check
 from tests.unit.kvflow.reads.lane_reads import STAGED, Bench, prepared
 
-from .caches import thorough
+from .caches import thorough, thoroughly
 
 PEERS = "pq"
 SLOTS = (0, 0, 1, 1, 2, SPAN_MAX)
@@ -215,7 +215,7 @@ class LanesMachine(RuleBasedStateMachine):
         assert set(self.since.values()) == {math.inf}
 
 
-LanesMachine.TestCase.settings = settings(thorough, max_examples=120, stateful_step_count=40)
+LanesMachine.TestCase.settings = thoroughly(120, stateful_step_count=40)
 TestLanes = LanesMachine.TestCase
 
 

@@ -8,7 +8,6 @@ import math
 import operator
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -18,7 +17,7 @@ from kvflow.leases.issuer import Issuer
 from kvflow.leases.table import LeaseTable, Reader
 from kvflow.leases.tickets import RankAddress
 
-from .caches import thorough
+from .caches import thoroughly
 
 SLOTS = 3
 BASE = 500
@@ -317,4 +316,4 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 TestLeases = LeaseMachine.TestCase
-TestLeases.settings = settings(thorough, max_examples=150, stateful_step_count=40)
+TestLeases.settings = thoroughly(150, stateful_step_count=40)

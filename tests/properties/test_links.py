@@ -6,7 +6,7 @@ from collections import OrderedDict
 from contextlib import asynccontextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
@@ -28,7 +28,7 @@ from kvflow.worker.connections import (
 )
 from tests.helpers.members import member_of
 
-from .caches import thorough
+from .caches import thoroughly
 
 ENDPOINTS = [f"tcp://127.0.0.1:{port}" for port in (5000, 5001)]
 PEERS = [(incarnation, endpoint) for incarnation in "ab" for endpoint in ENDPOINTS]
@@ -186,7 +186,7 @@ class ReachabilityMachine(RuleBasedStateMachine):
         self.now += seconds
 
 
-ReachabilityMachine.TestCase.settings = settings(thorough, stateful_step_count=40)
+ReachabilityMachine.TestCase.settings = thoroughly(100, stateful_step_count=40)
 TestReachability = ReachabilityMachine.TestCase
 
 

@@ -5,7 +5,6 @@ What they say comes on a modeled wire, and time is virtual.
 
 import math
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
@@ -29,7 +28,7 @@ from handshake.sockets import Delivery, ZeroMqNetwork
 from tests.fakes import Process, World
 from tests.fakes.process import bury
 
-from .caches import thorough
+from .caches import thoroughly
 from .test_conversation import CLIENT, SERVER, Rate
 
 KEYS = ("a" * 64, "b" * 64, "c" * 64)
@@ -301,5 +300,5 @@ class ListeningMachine(RuleBasedStateMachine):
         bury(self.world)
 
 
-ListeningMachine.TestCase.settings = settings(thorough, max_examples=100, stateful_step_count=30)
+ListeningMachine.TestCase.settings = thoroughly(100, stateful_step_count=30)
 TestListening = ListeningMachine.TestCase

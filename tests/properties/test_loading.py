@@ -5,7 +5,6 @@ vLLM's part is played: requests come, wait, get blocks, end, in any order.
 
 from collections import Counter
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -19,7 +18,7 @@ from tests.unit.kvflow.integrations.vllm_like import (
     side,
 )
 
-from .caches import thorough
+from .caches import thoroughly
 
 TOKENS_MAX = 24
 NULL = 0
@@ -197,5 +196,5 @@ class LoadingMachine(RuleBasedStateMachine):
         self.side.close()
 
 
-LoadingMachine.TestCase.settings = settings(thorough, max_examples=80, stateful_step_count=30)
+LoadingMachine.TestCase.settings = thoroughly(80, stateful_step_count=30)
 TestLoading = LoadingMachine.TestCase

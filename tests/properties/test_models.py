@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from kvflow.errors import SpecInvalid
@@ -23,9 +23,9 @@ from kvflow.layout.specs import (
 )
 from kvflow.memory.cache import allocate
 
-from .caches import thorough
+from .caches import thoroughly
 
-many = settings(thorough, max_examples=250)
+many = thoroughly(250)
 NUM_BLOCKS = 3
 CELLS = {  # quantization -> dtypes it goes with
     None: ("float16", "bfloat16", "float32", "float8_e4m3fn"),

@@ -4,14 +4,13 @@ import math
 from functools import partial
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded, WorkerDraining
 from tests.unit.kvflow.worker.virtual import virtual
 
-from .caches import thorough
+from .caches import thoroughly
 
 SLOTS = 2
 LEASE_S = 6.37
@@ -158,5 +157,5 @@ class OffersMachine(RuleBasedStateMachine):
         self.world.do(self.worker.check, life=self.life)
 
 
-OffersMachine.TestCase.settings = settings(thorough, stateful_step_count=25)
+OffersMachine.TestCase.settings = thoroughly(100, stateful_step_count=25)
 TestOffers = OffersMachine.TestCase

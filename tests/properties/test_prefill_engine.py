@@ -4,11 +4,10 @@ Each block of each lease that is held is compared with what the engine's memory 
 In the end every block and every slot is free again.
 """
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from .caches import thorough
+from .caches import thoroughly
 from .prefill import Engine
 
 prompts = st.lists(
@@ -138,5 +137,5 @@ class PrefillMachine(RuleBasedStateMachine):
                 self.engine.close()
 
 
-PrefillMachine.TestCase.settings = settings(thorough, max_examples=150, stateful_step_count=40)
+PrefillMachine.TestCase.settings = thoroughly(150, stateful_step_count=40)
 TestPrefillEngine = PrefillMachine.TestCase

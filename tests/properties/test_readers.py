@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -20,7 +20,7 @@ from kvflow.leases.issuer import Issuer
 from kvflow.leases.table import UNREAD_PAUSE_S, LeaseReader, LeaseTable, PastLease, Reader
 from kvflow.leases.tickets import RankAddress
 
-from .caches import thorough
+from .caches import thoroughly
 from .test_leases import chained
 
 SLOTS, BASE, NUM_BLOCKS = 4, 500, 12
@@ -331,7 +331,7 @@ class ReadersMachine(RuleBasedStateMachine):
             self.patch.undo()
 
 
-ReadersMachine.TestCase.settings = settings(thorough, max_examples=150, stateful_step_count=40)
+ReadersMachine.TestCase.settings = thoroughly(150, stateful_step_count=40)
 TestReaders = ReadersMachine.TestCase
 
 
@@ -414,7 +414,7 @@ class FollowersMachine(RuleBasedStateMachine):
         self.patch.undo()
 
 
-FollowersMachine.TestCase.settings = settings(thorough, stateful_step_count=40)
+FollowersMachine.TestCase.settings = thoroughly(100, stateful_step_count=40)
 TestFollowers = FollowersMachine.TestCase
 
 

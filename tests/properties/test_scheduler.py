@@ -4,7 +4,7 @@ The books of ``scheduler_world`` check every effect: nothing is delivered with a
 failed pull goes on uncancelled, and quiescence is told exactly when the data plane has nothing of a failed pull.
 """
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
@@ -12,7 +12,7 @@ from kvflow.config import Tuning
 from kvflow.events import PullFailed
 from kvflow.reads.scheduler import Delivered
 
-from .caches import thorough
+from .caches import thorough, thoroughly
 from .scheduler_world import BUDGETS, PEERS, PULLS_MAX, World
 
 ranks = st.lists(st.sampled_from(PEERS), min_size=1, max_size=3, unique=True)
@@ -86,7 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(thorough, max_examples=400, stateful_step_count=40)
+TestScheduler.settings = thoroughly(400, stateful_step_count=40)
 
 
 @thorough

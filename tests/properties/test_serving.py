@@ -8,7 +8,7 @@ import random
 from collections import Counter
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow.errors import LayoutMismatch
@@ -156,7 +156,7 @@ def test_what_a_plan_reads_is_served_with_the_block_that_has_it(case, terms):
 
 def test_the_plans_above_are_staged_and_direct_and_of_many_units():
     choose, seen = random.Random(0), Counter()
-    for seed in range(60):
+    for seed in range(30):
         case = generate_case(choose.choice, seed)
         for terms in ({}, TERMS):
             for source, binding in bound(case, **terms):
@@ -170,7 +170,7 @@ def test_the_plans_above_are_staged_and_direct_and_of_many_units():
                 seen["one block"] += source.manifest.num_blocks == 1
                 seen["several tracks"] += len(source.tracks[binding.group.source_group]) > 1
                 seen["packed"] += any(track.span < track.stride for track in source.tracks[binding.group.source_group])
-    assert min(seen.values()) > 20, seen
+    assert min(seen.values()) > 10, seen
     assert len(seen) == 8
 
 
@@ -217,7 +217,8 @@ def test_runs_that_are_served_have_bytes_of_their_blocks_only():
                 assert owners <= {block + 1 for block in found.blocks}
 
     ask()
-    assert min(tries[each, count] for each in ("served", "refused") for count in (1, FEW_RUNS + 1)) > 50, tries
+    least = min(tries[each, count] for each in ("served", "refused") for count in (1, FEW_RUNS + 1))
+    assert least > settings.default.max_examples // 4, tries
 
 
 @thorough

@@ -6,7 +6,7 @@ from itertools import cycle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from msgspec.structs import replace
 
 from kvflow.errors import LayoutMismatch, PlanUnsound
@@ -14,7 +14,7 @@ from kvflow.planning.certificate import PlannedGroup, certify
 from kvflow.planning.staging import prove
 from tests.fakes.staging import plan_at
 
-from .caches import thorough
+from .caches import thoroughly
 from .engines import generate_case
 from .moves import require_right_bytes
 from .pools import open_cache
@@ -25,7 +25,7 @@ from .test_certificate import KINDS, Planned
 DEFECTS = 1000
 
 
-@settings(thorough, max_examples=60)
+@thoroughly(60)
 @given(cases())
 def test_staged_or_direct_every_wanted_byte_arrives_once_and_no_other(case):
     require_right_bytes(case, **TERMS)
