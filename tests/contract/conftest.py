@@ -430,7 +430,11 @@ def lengths(rows):
 
 def kinds(*names):
     """Kinds of worlds as parameters: a kind of transport, and what is special about it."""
-    return [pytest.param(name, marks=pytest.mark.nixl if name.startswith("nixl") else (), id=name) for name in names]
+    marks = {name: [pytest.mark.nixl] for name in names if name.startswith("nixl")}
+    if "nixl inline progress" in names:  # as a worker has it: it does what each of these does
+        for name in {"nixl", "nixl inline", "nixl progress"} & {*names}:
+            marks[name].append(pytest.mark.slow)
+    return [pytest.param(name, marks=marks.get(name, ()), id=name) for name in names]
 
 
 ON_HOST = ("loopback", "loopback inline", "nixl", "nixl inline", "nixl progress", "nixl inline progress", "tcp")
@@ -453,7 +457,7 @@ FAR_KINDS = kinds(*(name.removesuffix(" apart") for name in NAMES if name.starts
 """For tests that start exporters in other processes themselves."""
 
 TCP_KINDS = kinds(*(name for name in NAMES if name in ("tcp", "tcp device", "tcp tls")))
-NIXL_KIND = FAR_KINDS[:1]
+NIXL_KIND = kinds(FAR_KINDS[0].id)
 
 
 def world_of(name):
