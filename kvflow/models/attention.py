@@ -110,7 +110,10 @@ def _multi_query(config: ModelConfig, **keys: Any) -> Keys:
 def qwen2(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
     """Describe Qwen 2, 2.5 and 3: a window only where ``use_sliding_window`` is set, from ``max_window_layers`` on."""
     num_layers = config.num_layers()
-    first = config.whole("max_window_layers", "first layer with a sliding window", 28)
+    first = config.get("max_window_layers")
+    first = 28 if first is None else first
+    if not isinstance(first, int) or first < 0:
+        raise config.odd("max_window_layers", first, "how many layers have no window")
     types = [FULL] * num_layers
     if config.get("use_sliding_window") and config.get("sliding_window", 4096):
         types = [SLIDING if index >= first else FULL for index in range(num_layers)]
