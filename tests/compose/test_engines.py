@@ -122,7 +122,7 @@ def test_a_pull_keeps_up_with_what_else_could_move_it(project, capsys):
     source = project.spare(
         project.prefill, "source", "python", "-m", "kvflow.tools.bench.source", "--listen", "0.0.0.0:8300"
     )
-    measure = ["kvflow", "bench", "pull", "--rounds", "40", "--json", "--source", f"{source}:8300"]
+    measure = ["kvflow", "bench", "pull", "--rounds", "8", "--json", "--source", f"{source}:8300"]
     try:
         docker("exec", source, "python", "-c", REACHABLE)
         tables = json.loads(project.compose("run", "--rm", "-T", project.decode, *measure))["tables"]
