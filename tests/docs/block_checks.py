@@ -56,7 +56,7 @@ class Parsed:
 class CheckedBy:
     """The block is read from the page by a test of its own."""
 
-    path: str  # that test, or the module through which it reads the page; it names the page
+    path: str  # that test, ``tests/FILE::NAME``; or the module through which it reads the page, which names the page
     why: str  # what that test does with the block
 
 
@@ -78,6 +78,8 @@ LANGUAGES: dict[type[Check], set[str]] = {
 }
 """The languages of the blocks that a check accepts."""
 
+CHAT, SERVE = "tests/vllm/test_chat.py", "tests/vllm/test_serve.py"
+VLLM_PAGE = CheckedBy("tests/docs/test_vllm_page.py", "parses it")
 OFFLOAD = CheckedBy("tests/docs/test_vllm_page.py", "parses it; tests/vllm/test_offloading.py runs it with vLLM")
 ROUTERS = CheckedBy("tests/docs/test_routers_page.py", "parses it; tests/vllm/routers.py runs it with released routers")
 RAY = CheckedBy("tests/ray/cluster.py", "runs it with Ray, in an environment of its own")
@@ -90,7 +92,7 @@ MEASURED = Output(measured=True)
 SECRET = (("KVFLOW_CLUSTER_SECRET", prepared.FAILING_SECRET),)
 
 CHECKS: dict[str, list[Check] | CheckedBy] = {
-    "README.md": [Parsed("test_wheel.py runs it"), Drawing(), CheckedBy("tests/docs/test_examples.py", "runs it")],
+    "README.md": [Parsed("test_wheel.py runs it"), Drawing(), CheckedBy("tests/docs/test_blocks.py", "runs it")],
     "CONTRIBUTING.md": [Parsed("runs the tests")],
     "docs/tutorial/first-transfer.md": [Program(), Output()],
     "docs/howto/adopt-tensors.md": [Step(), Output(), Program(), Output(), Step(), Step(), Output()],
@@ -144,7 +146,15 @@ CHECKS: dict[str, list[Check] | CheckedBy] = {
     ],
     "docs/howto/run-the-demo.md": [Parsed("runs the demo, as tests/demo do")] * 2,
     "docs/howto/share-prefixes.md": CheckedBy("tests/vllm/test_prefixes.py", "starts engines with its commands"),
-    "docs/howto/vllm.md": CheckedBy("tests/docs/test_vllm_page.py", "lists each block with the test that runs it"),
+    "docs/howto/vllm.md": [
+        *[CheckedBy(f"{CHAT}::test_a_chat_of_two_turns_is_that_of_one_engine_and_finds_its_prefix", "runs it")] * 2,
+        VLLM_PAGE,
+        *[CheckedBy(f"{SERVE}::test_the_commands_of_the_page_work_in_its_order", "runs it")] * 9,
+        *[VLLM_PAGE] * 5,
+        CheckedBy("tests/vllm/test_failures.py::test_a_ticket_that_is_used_up_fails_or_is_computed_again", "logs it"),
+        CheckedBy(f"{SERVE}::test_the_resets_of_the_page_succeed_while_a_ticket_is_out", "runs it"),
+        CheckedBy("tests/vllm/test_plugin.py::test_the_alias_is_the_same_class_and_not_a_subclass", "loads it"),
+    ],
     "docs/reference/api.md": CheckedBy("tests/docs/api_page.py", "generates it from the docstrings"),
     "docs/reference/api-values.md": CheckedBy("tests/docs/api_page.py", "generates it from the docstrings"),
     "docs/reference/wire.md": CheckedBy("tests/wire/test_page.py", "finds each example in a vector"),

@@ -32,6 +32,20 @@ def fenced(page: str) -> list[Block]:
     ]
 
 
+def section(page: str, heading: str) -> str:
+    """Return the text under a heading of level two."""
+    text = (ROOT / page).read_text()
+    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found, f"{page} has no section {heading!r}"
+    return found[1]
+
+
+def require_test(name: str) -> None:
+    """Check that a test is there, by its path and name: ``tests/docs/test_blocks.py::test_...``."""
+    path, _, function = name.partition("::")
+    assert re.search(rf"^(async )?def {function}\(", (ROOT / path).read_text(), re.MULTILINE), name
+
+
 def blocks(page: str, language: str) -> list[str]:
     """Return the code of all blocks of one language."""
     return [block.text for block in fenced(page) if block.language == language]

@@ -2,12 +2,14 @@
 
 import ast
 import re
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
 from tests.helpers.loops import looped
 from tests.helpers.sources import ROOT, product, tree_of
+
+from .pages import section
 
 PAGE = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
 PATHS = (
@@ -17,9 +19,7 @@ PATHS = (
 )
 
 
-def chapter(heading):
-    """Return the text under a heading of level two."""
-    return re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)[1]
+chapter = partial(section, "docs/explanation/architecture.md")
 
 
 def drawing(heading):

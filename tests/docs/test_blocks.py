@@ -14,7 +14,7 @@ from tests.helpers.loops import looped
 
 from .block_checks import CHECKS, LANGUAGES, PREPARATIONS, CheckedBy, Output, Parsed, Program, Shell, Step
 from .commands import check_commands
-from .pages import NAMES, ROOT, fenced
+from .pages import NAMES, ROOT, blocks, fenced, require_test
 from .running import run, run_shell, unmeasured
 
 PRINTED = [page for page, checks in CHECKS.items() if not isinstance(checks, CheckedBy)]
@@ -47,9 +47,24 @@ def test_tests_that_read_a_page_name_it(page):
     checks = CHECKS[page]
     for check in {checks} if isinstance(checks, CheckedBy) else set(checks):
         if isinstance(check, CheckedBy):
+            if "::" in check.path:
+                require_test(check.path)
+                continue
             assert re.search(rf'{Path(page).name}|"{Path(page).stem}"', (ROOT / check.path).read_text()), check
             for path in re.findall(r"tests/[\w/]+\.py", check.why):
                 assert (ROOT / path).exists(), path
+
+
+@looped("page", NAMES)
+def test_python_is_python(page):
+    for block in blocks(page, "python"):
+        compile(block, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@looped("page", sorted((ROOT / "docs").rglob("*.md")))
+def test_every_page_is_in_the_index(page):
+    relative = page.relative_to(ROOT / "docs")
+    assert relative.name == "index.md" or f"({relative})" in (ROOT / "docs" / "index.md").read_text()
 
 
 @looped("page", PARSED)
@@ -79,6 +94,15 @@ async def test_blocks_run_in_the_order_of_the_page(page, tmp_path, monkeypatch):
                     await execute(check.after, block, names)
                 case Output():
                     require_printed(block, printed, check)
+
+
+@pytest.mark.nixl
+def test_readme_runs_as_printed(tmp_path, monkeypatch):
+    [program] = blocks("README.md", "python")
+    assert len([line for line in program.splitlines() if line.strip()]) <= 20
+    promised = program.rpartition("  # ")[2].strip()
+    monkeypatch.chdir(tmp_path)
+    assert run_program(program).splitlines() == [promised]
 
 
 def run_program(text):

@@ -1,11 +1,11 @@
 """The changelog has the form of Keep a Changelog."""
 
 import re
-from pathlib import Path
 
 import kvflow
 
-ROOT = Path(__file__).parents[2]
+from .pages import ROOT
+
 LINES = (ROOT / "CHANGELOG.md").read_text().splitlines()
 KINDS = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
 

@@ -1,7 +1,6 @@
 """The page of releases says what the code and the tests say."""
 
 import tomllib
-from pathlib import Path
 
 from handshake.messages import WIRE_VERSION
 from kvflow.integrations.vllm.versions import NEWEST, OLDEST, features_of
@@ -9,7 +8,8 @@ from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.leases.tickets import FORMAT
 from tests.helpers.loops import looped
 
-ROOT = Path(__file__).parents[2]
+from .pages import ROOT
+
 PAGE = (ROOT / "docs" / "reference" / "compatibility.md").read_text()
 ROWS = [
     [cell.strip(" `") for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| ")

@@ -10,6 +10,8 @@ import kvflow
 from tests.helpers.loops import looped
 from tests.helpers.sources import ROOT, text_of, tree_of
 
+from .pages import section
+
 PAGE = "".join((ROOT / page).read_text() for page in ("CONTRIBUTING.md", "tests/README.md"))
 
 
@@ -27,9 +29,8 @@ def test_paths_of_the_page_on_extending_are_there():
 
 def listed(heading):
     """Return the modules of kvflow and handshake that a check list on extending names, and other paths."""
-    page = (ROOT / "docs" / "contributing" / "extend.md").read_text()
-    section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)[1]
-    items = "".join(line for line in section.splitlines() if line.startswith("- [ ] "))
+    lines = section("docs/contributing/extend.md", heading).splitlines()
+    items = "".join(line for line in lines if line.startswith("- [ ] "))
     paths = set(re.findall(r"`((?:kvflow|handshake|tests)/[\w/.]+)`", items))
     tests = {path for path in paths if path.startswith("tests/")}
     return paths - tests, tests

@@ -3,7 +3,6 @@
 import inspect
 import re
 from collections import Counter
-from pathlib import Path
 
 import handshake.errors
 import kvflow
@@ -16,7 +15,8 @@ from kvflow.observability.logs import LEVELS
 from kvflow.report import TransferReport
 from tests.helpers.loops import looped
 
-ROOT = Path(__file__).parents[2]
+from .pages import ROOT
+
 PAGE = (ROOT / "docs" / "reference" / "glossary.md").read_text()
 
 PLAIN = set(

@@ -9,6 +9,8 @@ from pip._vendor.packaging.requirements import Requirement
 
 from tests.gpu import requirements
 
+from .pages import section
+
 FOLDER = Path("/gpu-site")
 REAL = metadata.distribution
 ROUNDS = 5
@@ -20,19 +22,18 @@ def plain(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def section_of(repository):
-    return (repository / "docs/howto/gpus.md").read_text().partition("\n## Test\n")[2].partition("\n## ")[0]
+SECTION = section("docs/howto/gpus.md", "Test")
 
 
-def carried(section):
+def carried():
     """The packages of the command that fetches wheels, without their pins."""
-    command = re.search(r"^pip download .*?--dest wheels (.*?)$(?<!\\)", section, re.MULTILINE | re.DOTALL)
+    command = re.search(r"^pip download .*?--dest wheels (.*?)$(?<!\\)", SECTION, re.MULTILINE | re.DOTALL)
     return {plain(word.partition("==")[0]) for word in command[1].split() if word != "\\"}
 
 
-def there(section):
+def there():
     """The packages that the machine has, as the page says, with all that they require."""
-    (names,) = re.findall(r"for a machine\s+that has (.*?):", section, re.DOTALL)
+    (names,) = re.findall(r"for a machine\s+that has (.*?):", SECTION, re.DOTALL)
     left, found = re.findall(r"`([\w-]+)`", names), set()
     while left:
         if (name := plain(left.pop())) not in found:
@@ -53,13 +54,13 @@ class Installed:
         return self._folder
 
 
-def install(monkeypatch, section, wheels):
+def install(monkeypatch, wheels):
     """Install as ``make test-gpu`` does, from these wheels; return what was installed.
 
     Raises:
         AssertionError: something is missing for which there is no wheel.
     """
-    machine, installed = there(section), set()
+    machine, installed = there(), set()
 
     def distribution(name):
         if plain(name) in machine:
@@ -79,13 +80,11 @@ def install(monkeypatch, section, wheels):
     raise AssertionError("the Makefile asks no more often")
 
 
-def test_the_wheels_are_what_the_machine_lacks(repository, monkeypatch):
-    section = section_of(repository)
-    assert install(monkeypatch, section, carried(section)) == carried(section), "the page names a wheel too many"
+def test_the_wheels_are_what_the_machine_lacks(monkeypatch):
+    assert install(monkeypatch, carried()) == carried(), "the page names a wheel too many"
 
 
 @pytest.mark.parametrize("name", ["cryptography", "cffi", "pycparser"])
-def test_a_wheel_that_the_page_lacks_is_named(repository, monkeypatch, name):
-    section = section_of(repository)
+def test_a_wheel_that_the_page_lacks_is_named(monkeypatch, name):
     with pytest.raises(AssertionError, match=rf"names no wheel of \['{name}'\]"):
-        install(monkeypatch, section, carried(section) - {name})
+        install(monkeypatch, carried() - {name})

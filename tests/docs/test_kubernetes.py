@@ -28,7 +28,7 @@ from .manifests import (
     words,
     workload,
 )
-from .test_examples import blocks
+from .pages import blocks
 
 PAGE = "docs/howto/deploy.md"
 VERSIONS = ("1.30.0", "1.37.0")

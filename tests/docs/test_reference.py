@@ -11,17 +11,8 @@ from kvflow.report import TransferReport
 from tests.helpers.loops import looped
 
 from . import reference_tables
-from .reference_tables import PARITY, PARTS, Proof, event_name, page
-
-REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
-
-
-def section(page, heading):
-    """Return the text under a heading of level two."""
-    text = (REFERENCE / page).read_text()
-    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    assert found, f"docs/reference/{page} has no section {heading!r}"
-    return found[1]
+from .pages import section
+from .reference_tables import PARITY, PARTS, REFERENCE, Proof, event_name, page
 
 
 @looped("name", PARTS)
@@ -31,7 +22,7 @@ def test_generated_parts_are_current(name):
 
 
 def test_settings_of_the_connector_of_vllm_are_documented():
-    rows = re.findall(r"^\| `(\w+)` \|", section("config.md", "The connector of vLLM"), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|", section("docs/reference/config.md", "The connector of vLLM"), re.MULTILINE)
     assert set(rows) == OWN_KEYS
 
 
@@ -39,14 +30,14 @@ def test_settings_of_the_connector_of_vllm_are_documented():
 def test_docstrings_of_events_describe_every_field(kind):
     assert logger_of(kind).name == f"kvflow.{event_name(kind).partition('.')[0]}", "as the page says"
     assert list(reference_tables.attributes(kind)) == list(kind.__struct_fields__)
-    named = re.findall(r"`(\w+)`", section("events.md", event_name(kind)))
+    named = re.findall(r"`(\w+)`", section("docs/reference/events.md", event_name(kind)))
     assert set(kind.__struct_fields__) <= set(named)
 
 
 def test_fields_and_phases_of_a_report_are_documented():
     reported = set(TransferReport.__dataclass_fields__)
     assert set(reference_tables.attributes(TransferReport)) == reported
-    named = set(re.findall(r"`(\w+)`", section("events.md", "transfer.completed")))
+    named = set(re.findall(r"`(\w+)`", section("docs/reference/events.md", "transfer.completed")))
     assert reported - {"timings_s"} <= named
     assert len(reference_tables.phases()) == 9
     assert set(reference_tables.phases()) <= named

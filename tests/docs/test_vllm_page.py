@@ -1,4 +1,4 @@
-"""Each block of docs/howto/vllm.md has a test: here it is read, and tests/vllm runs it with real engines.
+"""What docs/howto/vllm.md tells people to install and to set is there; tests/vllm runs its commands with real engines.
 
 Read only: the installation, which would replace the environment of the tests, and the settings for several hosts, which
 tests/vllm/test_hosts.py runs with addresses of its own.
@@ -7,7 +7,6 @@ tests/vllm/test_hosts.py runs with addresses of its own.
 import json
 import logging
 import re
-import shlex
 import tomllib
 
 import pytest
@@ -20,58 +19,13 @@ from kvflow.integrations.vllm.params import UNTAGGED_MAX, Untagged
 from kvflow.integrations.vllm.settings import HOST_VARIABLES, EngineFacts, read_settings
 from kvflow.tools.cli import build_parser
 from kvflow.tools.proxy.completions import OFFER
-from tests.vllm.howto import fences, log_line
+from tests.vllm.howto import log_line
 
-from .test_examples import ROOT, blocks
+from .commands import commands as commands_of
+from .pages import ROOT, blocks
 
 PAGE = "docs/howto/vllm.md"
 OFFLOADING = "docs/howto/routers.md"
-
-SERVED = "tests/vllm/test_serve.py::test_the_commands_of_the_page_work_in_its_order"
-HERE = "tests/docs/test_vllm_page.py"
-
-CHAT = "tests/vllm/test_chat.py::test_a_chat_of_two_turns_is_that_of_one_engine_and_finds_its_prefix"
-
-TESTS = [
-    ("sh", "make chat", CHAT),
-    ("text", "  the same words", CHAT),
-    ("sh", "pip install", f"{HERE}::test_the_page_installs_a_release_and_an_extra_that_exist"),
-    ("sh", "export $(kvflow", SERVED),
-    ("sh", "export VLLM_CPU", SERVED),
-    ("sh", "vllm serve", SERVED),
-    ("sh", "vllm serve", SERVED),
-    ("sh", "kvflow proxy", SERVED),
-    ("text", "kvflow: rank", SERVED),
-    ("sh", "curl", SERVED),
-    ("python", "from openai", SERVED),
-    ("sh", "grep", SERVED),
-    ("json", '{"model"', f"{HERE}::test_what_a_router_asks_is_what_the_proxy_asks"),
-    ("text", "kvflow: none of", f"{HERE}::test_an_engine_without_parameters_logs_the_warning_of_the_page"),
-    (
-        "json",
-        '"kv_connector_extra_config"',
-        f"{HERE}::test_the_page_offers_always_on_the_prefill_server",
-    ),
-    ("json", '"kv_connector_extra_config"', f"{HERE}::test_the_settings_for_several_hosts_are_known"),
-    ("json", '"kv_connector_extra_config"', f"{HERE}::test_the_settings_for_several_hosts_are_known"),
-    (
-        "text",
-        "kvflow: the load",
-        "tests/vllm/test_failures.py::test_a_ticket_that_is_used_up_fails_or_is_computed_again",
-    ),
-    ("sh", "curl", "tests/vllm/test_serve.py::test_the_resets_of_the_page_succeed_while_a_ticket_is_out"),
-    ("json", '{"kv_connector"', "tests/vllm/test_plugin.py::test_the_alias_is_the_same_class_and_not_a_subclass"),
-]
-"""Language and start of each block of the page, in its order, and the test that runs or reads it."""
-
-
-def test_every_block_of_the_page_has_a_test():
-    found = fences()
-    assert [language for language, _ in found] == [language for language, _, _ in TESTS]
-    for (_, block), (_, start, test) in zip(found, TESTS, strict=True):
-        assert block.startswith(start)
-        path, _, name = test.partition("::")
-        assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE), test
 
 
 def test_the_page_installs_a_release_and_an_extra_that_exist():
@@ -99,7 +53,7 @@ def test_the_page_offers_always_on_the_prefill_server():
 
 def commands(page=PAGE):
     """Return the commands of a page, as words."""
-    return [shlex.split(command) for block in blocks(page, "sh") for command in joined(block)]
+    return [words for block in blocks(page, "sh") for words in commands_of(block)]
 
 
 def transfer_configs(page):
@@ -112,16 +66,6 @@ def settings_of(config):
     """Return what the connector reads of a configuration."""
     facts = EngineFacts(engine_id="engine", kv_role=config["kv_role"])
     return read_settings({**config["kv_connector_extra_config"], "cluster_secret": "x" * 32}, facts)
-
-
-def joined(block):
-    """Yield the commands of a block; one whose quotes are open goes on in the next line."""
-    command = ""
-    for line in block.splitlines():
-        command += line + "\n"
-        if command.count("'") % 2 == 0:
-            yield command
-            command = ""
 
 
 def test_servers_are_started_with_settings_that_the_connector_knows():

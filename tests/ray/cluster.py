@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.docs.test_examples import blocks
+from tests.docs.pages import blocks
 from tests.ports import free_port
 from tests.vllm.engines import ANSWER_S, ENVIRONMENT, PYTHON, EngineFailed
 from tests.vllm.servers import LOG_TAIL, LOGS, PATIENCE, PAUSE_S, Server, Together, fetch

@@ -24,11 +24,6 @@ def members(key: str, page: Path = READING_PAGE) -> str:
     return found
 
 
-def fences(page: Path = PAGE) -> list[tuple[str, str]]:
-    """Return the language and the text of every block of a page, in order."""
-    return re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-
-
 def log_line(part: str, page: Path = PAGE) -> re.Pattern[str]:
     """Return a pattern for the one log line of a page that has a part: with any numbers, names and omissions."""
     [line] = [block.strip() for block in blocks("text", page) if part in block]
