@@ -76,37 +76,65 @@ APPEARS = "_x60 9x60"
 STOPPED = "0+1x60 60x60"
 SLOWER = "0+1000x1400 1400010+10x60"
 SICK = {"instance": "sick"}
+
+
+def firing_of_both(kind, *, job, fails, ended, unread, pull, extra, slow):
+    """Yield promtool's tests of the alerts that workers and vLLM have alike, by what their series are called."""
+    is_slow = {slow.rpartition(" ")[2]: "sick"}
+
+    def failures(instance, code, values):
+        return f'{fails}{{instance="{instance}", code="{code}", {extra}}}', values
+
+    yield firing(
+        kind,
+        "KvflowDown",
+        SICK | {"job": job},
+        (f'up{{job="{job}", instance="sick"}}', "0x120"),
+        (f'up{{job="{job}", instance="well"}}', "1x120"),
+    )
+    well = failures("well", "peer_lost", RESTS), failures("well", "transfer_cancelled", RISES)
+    for values, minutes in ((RISES, 120), (APPEARS, 67)):
+        scraped = failures("sick", "peer_lost", values), *well
+        yield firing(kind, "KvflowTransfersFail", SICK | {"code": "peer_lost"}, *scraped, minutes=minutes)
+    yield firing(
+        kind,
+        "KvflowPromptsNotRead",
+        SICK,
+        (f'{ended}{{instance="sick", outcome="{unread}"}}', RISES),
+        (f'{ended}{{instance="well", outcome="released"}}', RISES),
+    )
+    yield firing(
+        kind,
+        "KvflowPullsTakeLong",
+        is_slow,
+        *[
+            (f'{pull}_seconds_bucket{{{slow}="{each}", le="{le}"}}', values)
+            for each, first in (("sick", "0x120"), ("well", RISES))
+            for le, values in (("5", first), ("10", RISES), ("+Inf", RISES))
+        ],
+    )
+    yield firing(
+        kind,
+        "KvflowReadsSlowly",
+        is_slow,
+        (f'{pull}_bytes_sum{{{slow}="sick"}}', SLOWER),
+        (f'{pull}_bytes_sum{{{slow}="well"}}', "0+1000x1460"),
+        *[(f'{pull}_seconds_sum{{{slow}="{each}"}}', "0+1x1460") for each in ("sick", "well")],
+        minutes=1455,
+    )
+
+
 FIRING = {
     "worker": [
-        firing(
+        *firing_of_both(
             "worker",
-            "KvflowDown",
-            SICK | {"job": "kvflow"},
-            ('up{job="kvflow", instance="sick"}', "0x120"),
-            ('up{job="kvflow", instance="well"}', "1x120"),
-        ),
-        firing(
-            "worker",
-            "KvflowTransfersFail",
-            SICK | {"code": "peer_lost"},
-            ('kvflow_failed_pulls_total{instance="sick", code="peer_lost", peer="p"}', RISES),
-            ('kvflow_failed_pulls_total{instance="well", code="transfer_cancelled", peer="p"}', RISES),
-            ('kvflow_failed_pulls_total{instance="well", code="peer_lost", peer="p"}', RESTS),
-        ),
-        firing(
-            "worker",
-            "KvflowTransfersFail",
-            SICK | {"code": "peer_lost"},
-            ('kvflow_failed_pulls_total{instance="sick", code="peer_lost", peer="p"}', APPEARS),
-            ('kvflow_failed_pulls_total{instance="well", code="peer_lost", peer="p"}', RESTS),
-            minutes=67,
-        ),
-        firing(
-            "worker",
-            "KvflowPromptsNotRead",
-            SICK,
-            ('kvflow_ended_leases_total{instance="sick", outcome="unread"}', RISES),
-            ('kvflow_ended_leases_total{instance="well", outcome="released"}', RISES),
+            job="kvflow",
+            fails="kvflow_failed_pulls_total",
+            ended="kvflow_ended_leases_total",
+            unread="unread",
+            pull="kvflow_pull",
+            extra='peer="p"',
+            slow='instance="i", peer',
         ),
         firing(
             "worker",
@@ -131,55 +159,17 @@ FIRING = {
             ('kvflow_quarantined_blocks{instance="sick"}', RESTS),
             ('kvflow_quarantined_blocks{instance="well"}', "9x110 0x10"),
         ),
-        firing(
-            "worker",
-            "KvflowPullsTakeLong",
-            {"peer": "sick"},
-            *[
-                (f'kvflow_pull_seconds_bucket{{instance="i", peer="{peer}", le="{le}"}}', values)
-                for peer, first in (("sick", "0x120"), ("well", RISES))
-                for le, values in (("5", first), ("10", RISES), ("+Inf", RISES))
-            ],
-        ),
-        firing(
-            "worker",
-            "KvflowReadsSlowly",
-            {"peer": "sick"},
-            ('kvflow_pull_bytes_sum{peer="sick"}', SLOWER),
-            ('kvflow_pull_bytes_sum{peer="well"}', "0+1000x1460"),
-            *[(f'kvflow_pull_seconds_sum{{peer="{peer}"}}', "0+1x1460") for peer in ("sick", "well")],
-            minutes=1455,
-        ),
     ],
     "vllm": [
-        firing(
+        *firing_of_both(
             "vllm",
-            "KvflowDown",
-            SICK | {"job": "vllm"},
-            ('up{job="vllm", instance="sick"}', "0x120"),
-            ('up{job="vllm", instance="well"}', "1x120"),
-        ),
-        firing(
-            "vllm",
-            "KvflowTransfersFail",
-            SICK | {"code": "peer_lost"},
-            ('vllm:kvflow_failed_transfers_total{instance="sick", code="peer_lost", engine="0"}', RISES),
-            ('vllm:kvflow_failed_transfers_total{instance="well", code="transfer_cancelled", engine="0"}', RISES),
-        ),
-        firing(
-            "vllm",
-            "KvflowTransfersFail",
-            SICK | {"code": "peer_lost"},
-            ('vllm:kvflow_failed_transfers_total{instance="sick", code="peer_lost", engine="0"}', APPEARS),
-            ('vllm:kvflow_failed_transfers_total{instance="well", code="peer_lost", engine="0"}', RESTS),
-            minutes=67,
-        ),
-        firing(
-            "vllm",
-            "KvflowPromptsNotRead",
-            SICK,
-            ('vllm:kvflow_leases_ended_total{instance="sick", outcome="expired"}', RISES),
-            ('vllm:kvflow_leases_ended_total{instance="well", outcome="released"}', RISES),
+            job="vllm",
+            fails="vllm:kvflow_failed_transfers_total",
+            ended="vllm:kvflow_leases_ended_total",
+            unread="expired",
+            pull="vllm:kvflow_transfer",
+            extra='engine="0"',
+            slow="instance",
         ),
         firing(
             "vllm",
@@ -206,25 +196,6 @@ FIRING = {
             ('vllm:kvflow_defects_total{instance="sick", method="build_connector_meta"}', "_x60 1x60"),
             ('vllm:kvflow_defects_total{instance="well", method="build_connector_meta"}', RESTS),
             minutes=67,
-        ),
-        firing(
-            "vllm",
-            "KvflowPullsTakeLong",
-            SICK,
-            *[
-                (f'vllm:kvflow_transfer_seconds_bucket{{instance="{instance}", le="{le}"}}', values)
-                for instance, first in (("sick", "0x120"), ("well", RISES))
-                for le, values in (("5", first), ("10", RISES), ("+Inf", RISES))
-            ],
-        ),
-        firing(
-            "vllm",
-            "KvflowReadsSlowly",
-            SICK,
-            ('vllm:kvflow_transfer_bytes_sum{instance="sick"}', SLOWER),
-            ('vllm:kvflow_transfer_bytes_sum{instance="well"}', "0+1000x1460"),
-            *[(f'vllm:kvflow_transfer_seconds_sum{{instance="{each}"}}', "0+1x1460") for each in ("sick", "well")],
-            minutes=1455,
         ),
     ],
 }
