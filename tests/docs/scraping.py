@@ -1,16 +1,36 @@
-"""What Prometheus makes of the metrics of a vLLM server, by the job of docs/howto/monitor.md."""
+"""What Prometheus and Grafana make of metrics: rules, dashboards, and the job of docs/howto/monitor.md for vLLM."""
 
+import json
 import re
 from typing import Any
 
 import yaml
 
-from .pages import blocks
+from .pages import ROOT, blocks
 
 PAGE = "docs/howto/monitor.md"
+KINDS = ("worker", "vllm")
+"""Of rules, and of dashboards: one file for the metrics of a worker, one for those of a vLLM server."""
+RULES = ROOT / "docker" / "grafana" / "rules"
 ASKED = re.compile(r"(?:\bby \(([^)]*)\) \()?(?:\w+\()?\b(vllm:\w+)(?:\{([^}]*)\})?")
 OF_TARGETS = {"instance", "job"}
 """Labels that Prometheus adds to every series."""
+
+
+def rules(kind: str) -> list[dict[str, Any]]:
+    """Return the rules of a kind, as Prometheus reads them: alerts, and series that alerts compare."""
+    (group,) = yaml.safe_load((RULES / f"{kind}.yaml").read_text())["groups"]
+    return list(group["rules"])
+
+
+def dashboard(kind: str) -> dict[str, Any]:
+    """Return the dashboard of a kind."""
+    return dict(json.loads((ROOT / "docker" / "grafana" / "dashboards" / f"{kind}.json").read_text()))
+
+
+def queries_shown(kind: str) -> list[str]:
+    """Return all queries of a dashboard."""
+    return [target["expr"] for panel in dashboard(kind)["panels"] for target in panel["targets"]]
 
 
 def job_named(name: str) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from kvflow.observability.metrics import METRICS
 from kvflow.tools.demo.__main__ import build_parser
 from tests.helpers.loops import looped
 
-from .dashboards import KINDS
 from .pages import ROOT
+from .scraping import KINDS, dashboard, queries_shown
 from .test_monitor_page import PAGE, SERIES, VLLM_METRICS, VLLM_SERIES, described
 
 DOCKER = ROOT / "docker"
 GRAFANA = DOCKER / "grafana"
 PANELS = [
-    pytest.param(kind, panel, id=f"{kind}: {panel['title']}") for kind in KINDS for panel in KINDS[kind]["panels"]
+    pytest.param(kind, panel, id=f"{kind}: {panel['title']}") for kind in KINDS for panel in dashboard(kind)["panels"]
 ]
 METRIC = r"(?:vllm:)?\bkvflow_\w+"
 KNOWN_SERIES = {"worker": SERIES, "vllm": VLLM_SERIES}
@@ -26,15 +26,10 @@ OF_TARGETS = {"instance", "job", "le"}
 """Labels that Prometheus adds to every series, and that of a bucket."""
 
 
-def queries(kind):
-    """Return all queries of a dashboard."""
-    return [target["expr"] for panel in KINDS[kind]["panels"] for target in panel["targets"]]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_page_names_the_dashboard_whose_instances_a_series_knows(kind):
     assert f"(`{kind}.json`" in (ROOT / PAGE).read_text()
-    (variable,) = [each for each in KINDS[kind]["templating"]["list"] if each["name"] == "instance"]
+    (variable,) = [each for each in dashboard(kind)["templating"]["list"] if each["name"] == "instance"]
     assert re.findall(METRIC, variable["query"]["query"])[0] in KNOWN_SERIES[kind]
 
 
@@ -55,14 +50,14 @@ def test_every_query_asks_for_series_and_labels_that_exist(kind, panel):
 
 
 def test_every_metric_of_a_transfer_is_shown():
-    shown = {name for query in queries("worker") for name in re.findall(METRIC, query)}
+    shown = {name for query in queries_shown("worker") for name in re.findall(METRIC, query)}
     hidden = {name for name in METRICS if not any(series.startswith(name) for series in shown)}
     of_transfers = {name for name in hidden if name.startswith(("kvflow_pull_", "kvflow_read_", "kvflow_failed_"))}
     assert of_transfers == {"kvflow_read_bytes"}
 
 
 def test_every_metric_of_vllm_is_shown():
-    shown = {described(name) for query in queries("vllm") for name in re.findall(METRIC, query)}
+    shown = {described(name) for query in queries_shown("vllm") for name in re.findall(METRIC, query)}
     assert shown == {*VLLM_METRICS.values()}
 
 
@@ -74,7 +69,7 @@ def test_grafana_finds_its_data_source_and_dashboard():
     assert mounted["./grafana/dashboards/worker.json"] == provider["options"]["path"] + "/worker.json"
     assert mounted["./grafana/provisioning"] == "/etc/grafana/provisioning"
     assert source["url"] == "http://prometheus:9090"
-    (variable,) = [each for each in KINDS["worker"]["templating"]["list"] if each["type"] == "datasource"]
+    (variable,) = [each for each in dashboard("worker")["templating"]["list"] if each["type"] == "datasource"]
     assert variable["current"]["value"] == source["uid"]
 
 

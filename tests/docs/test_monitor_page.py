@@ -14,9 +14,8 @@ from kvflow.events import Outcome
 from kvflow.observability.metrics import METRICS, Described
 from tests.helpers.loops import looped
 
-from .alerts import KINDS, RULES, rules
 from .pages import ROOT
-from .scraping import PAGE, job_named, renamed
+from .scraping import KINDS, PAGE, RULES, job_named, renamed, rules
 
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 

@@ -8,12 +8,9 @@ from contextlib import redirect_stdout
 
 import openai
 import pytest
-import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.docs.alerts import RULES
-from tests.docs.dashboards import DASHBOARDS
-from tests.docs.scraping import labels_asked_for, renamed
+from tests.docs.scraping import labels_asked_for, queries_shown, renamed, rules
 
 from .clients import (
     BLOCK_BYTES,
@@ -352,9 +349,7 @@ def test_the_resets_of_the_page_succeed_while_a_ticket_is_out(settled):
 
 def queries_of_vllm():
     """Return all queries of the rules and of the dashboard for vLLM servers."""
-    (group,) = yaml.safe_load((RULES / "vllm.yaml").read_text())["groups"]
-    panels = json.loads((DASHBOARDS / "vllm.json").read_text())["panels"]
-    return [each["expr"] for each in (*group["rules"], *(target for panel in panels for target in panel["targets"]))]
+    return [each["expr"] for each in rules("vllm")] + queries_shown("vllm")
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/metrics/"])
