@@ -7,7 +7,7 @@ import pytest
 
 from kvflow.integrations.vllm.settings import OWN_KEYS
 from kvflow.observability.logs import LEVELS, logger_of
-from kvflow.report import TransferReport
+from kvflow.report import PHASES, TransferReport
 from tests.helpers.loops import looped
 
 from . import reference_tables
@@ -30,17 +30,11 @@ def test_settings_of_the_connector_of_vllm_are_documented():
 def test_docstrings_of_events_describe_every_field(kind):
     assert logger_of(kind).name == f"kvflow.{event_name(kind).partition('.')[0]}", "as the page says"
     assert list(reference_tables.attributes(kind)) == list(kind.__struct_fields__)
-    named = re.findall(r"`(\w+)`", section("docs/reference/events.md", event_name(kind)))
-    assert set(kind.__struct_fields__) <= set(named)
 
 
 def test_fields_and_phases_of_a_report_are_documented():
-    reported = set(TransferReport.__dataclass_fields__)
-    assert set(reference_tables.attributes(TransferReport)) == reported
-    named = set(re.findall(r"`(\w+)`", section("docs/reference/events.md", "transfer.completed")))
-    assert reported - {"timings_s"} <= named
-    assert len(reference_tables.phases()) == 9
-    assert set(reference_tables.phases()) <= named
+    assert set(reference_tables.attributes(TransferReport)) == set(TransferReport.__dataclass_fields__)
+    assert list(reference_tables.phases()) == [f"{phase}_s" for phase in (*PHASES, "total")]
 
 
 def test_every_flag_and_command_has_a_meaning():
