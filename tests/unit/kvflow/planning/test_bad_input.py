@@ -11,7 +11,6 @@ from kvflow.layout.component import ADDRESS_MAX, Component, Region
 from kvflow.layout.manifest import COMPONENTS_MAX, GROUPS_MAX, Layer, Manifest, ManifestGroup, Provenance
 from kvflow.layout.shards import Stripe
 from kvflow.layout.specs import MLA, ChunkedLocal, Mamba, State
-from kvflow.planning.assignment import assign_sources
 from kvflow.planning.plan import PlanLimits, plan_transfer
 from tests.helpers.loops import looped
 
@@ -104,13 +103,6 @@ def test_a_disagreement_names_the_field_and_both_values_from_either_side(name):
         error = refused(there, here, LayoutMismatch)
         assert (error.field, (error.source, error.target)) == (field, expected)
         assert all(words in str(error) for words in (field, *map(repr, expected)))
-
-
-def test_a_layer_that_no_source_has_is_named():
-    with pytest.raises(LayoutMismatch, match=r"layers differs: source has \['a'\], target has \['b'\]"):
-        assign_sources(HONEST, [manifest_of({"a": full()})])
-    alone = plan_transfer(manifest_of({"a": full()}), HONEST)
-    assert {gap.layer for gap in alone.certificate.missing} == {"b"}
 
 
 PART = HONEST.groups[0].layers[0].components[0]
