@@ -90,9 +90,3 @@ async def test_a_failed_request_ends_alone():
     answers = await send_all(Answers(), "nowhere", "prompt", prompts, lambda: answered.append(1), pulled=False)
     assert answers == [PromptResult([1]), PromptResult(failure="no such luck"), PromptResult([3])]
     assert len(answered) == 3
-
-
-async def test_an_answer_without_a_pull_fails_where_something_should_move():
-    [answer] = await send_all(Answers(), "nowhere", "prompt", [b"a"], lambda: None, pulled=True)
-    assert "nothing was pulled" in answer.failure
-    assert not answer.tokens

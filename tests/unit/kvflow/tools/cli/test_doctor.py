@@ -48,8 +48,9 @@ def test_a_malformed_command_line_is_refused(arguments, capsys):
     assert "usage: kvflow doctor" in capsys.readouterr().err
 
 
-def test_one_way_to_examine_is_given_at_a_time(capsys):
-    assert main(["doctor", "127.0.0.1:7000", "--listen"]) == 2
+@pytest.mark.parametrize("other", [["--listen"], ["--live", *["http://127.0.0.1:1"] * 3]])
+def test_one_way_to_examine_is_given_at_a_time(other, capsys):
+    assert main(["doctor", "127.0.0.1:7000", *other]) == 2
     assert "one of ENDPOINT, --listen and --live" in capsys.readouterr().err
 
 

@@ -4,15 +4,12 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from kvflow.models import names
 from kvflow.tools.cli import main
 from tests.helpers.loops import looped
-
-ROOT = Path(__file__).parents[5]
 
 
 def shown(capsys, *arguments):
@@ -100,14 +97,6 @@ def test_neither_torch_nor_nixl_is_loaded():
     loaded = done.stdout.splitlines()[-1].split()
     assert "kvflow.layout.describe" in loaded
     assert not {"torch", "nixl"} & set(loaded)
-
-
-def test_the_guide_prints_what_the_command_prints(capsys):
-    guide = (ROOT / "docs" / "howto" / "describe-a-model.md").read_text()
-    [printed] = re.findall(r"^```text\n(gemma.*?)^```", guide, re.MULTILINE | re.DOTALL)
-    assert "kvflow layout gemma-3-4b --layout BLHNC" in guide
-    assert main(["layout", "gemma-3-4b", "--layout", "BLHNC"]) == 0
-    assert capsys.readouterr().out.startswith(printed)
 
 
 def test_ranks_that_divide_tokens_are_shown(capsys):

@@ -47,7 +47,7 @@ def test_a_gauge_may_fall():
 
 
 def test_a_counter_needs_its_name_and_a_number():
-    for wrong in ("nan", "inf", "-1", "1e999", "x", "", "9" * 400):
+    for wrong in ("nan", "inf", "-1", "1e999", "0x10", "x", "", "9" * 400):
         assert not read_counters(f"vllm:request_success_total{{}} {wrong}").numbers
     assert not read_counters("evil vllm:request_success_total 1").numbers
 

@@ -273,25 +273,6 @@ async def test_a_server_without_metrics_of_vllm_is_refused(content, faces):
     assert not faces[0].asked
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "vllm:request_success_total{} nan",
-        "vllm:request_success_total{ 1e999",
-        'vllm:kvflow_failed_transfers_total{code="\x1b[2J"} -5',
-        'vllm:kvflow_untagged_requests_total{params="absent"} 0x10',
-        "vllm:kvflow_transfer_seconds_count " + "9" * 10_000,
-        "vllm:kvflow_defects_total{" + 'a="\\"' * 10_000,
-    ],
-    ids=lambda line: line[:50],
-)
-async def test_lines_that_are_no_counters_change_nothing(line, faces):
-    whole = faces[1].exposition
-    faces[1].exposition = lambda: whole() + line.encode() + b"\n"
-    findings = await found_behind(*faces)
-    assert codes(findings) == SERVERS + RIGHT_DIRECT + RIGHT_ROUTED
-
-
 async def test_a_server_that_was_started_again_is_found(faces, metrics):
     decode = faces[1]
     async with routed(*faces, "carries") as url:
@@ -383,11 +364,6 @@ def test_a_wrong_command_line_is_refused(arguments, capsys):
         main(["doctor", *arguments])
     assert ended.value.code == 2
     assert "error: " in capsys.readouterr().err
-
-
-def test_only_one_thing_is_examined_at_a_time(capsys):
-    assert main(["doctor", "127.0.0.1:7000", "--live", *["http://127.0.0.1:1"] * 3]) == 2
-    assert "give one of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("module", "extra"), [("aiohttp", "proxy"), ("prometheus_client", "metrics")])
