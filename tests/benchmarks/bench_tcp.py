@@ -11,8 +11,6 @@ fence on the calling thread, and carries the lease and the lists of a real pull.
 
 import argparse
 import asyncio
-import multiprocessing
-import multiprocessing.connection
 import os
 import platform
 import queue
@@ -21,7 +19,8 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
 from typing import Any
@@ -40,6 +39,7 @@ from kvflow.reads.tcp.certificates import TlsIdentity, draw_identity
 from kvflow.reads.thread import create_transport
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.worker import Worker
+from tests.benchmarks.hot_path_children import Child
 from tests.ports import free_port
 
 MIB = 1 << 20
@@ -56,8 +56,6 @@ HOST = "127.0.0.1"
 SECRET = "the secret of a benchmark"
 
 Numbers = npt.NDArray[np.int64]
-Ask = Callable[[int], Any]
-"""What has the producer's process offer so many blocks, and returns the ticket."""
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -81,25 +79,28 @@ def config_of(options: Options, name: str, **more: Any) -> kvflow.WorkerConfig:
     return msgspec.convert(words, kvflow.WorkerConfig)
 
 
-def produce(pipe: multiprocessing.connection.Connection, options: Options) -> None:
-    """Serve until told to stop, and offer so many blocks when asked."""
+class Producer:
+    """A worker whose cache is offered as a whole, and plain streams of the same memory."""
+
+    def __init__(self, worker: Worker, port: int) -> None:
+        self._worker, self._port = worker, port
+
+    async def offer(self) -> tuple[int, dict[str, Any]]:
+        """Return the port of the plain streams, and what a router carries."""
+        return self._port, self._worker.offer("all", [list(range(BLOCKS))], BLOCKS * TOKENS).to_params()
+
+
+@asynccontextmanager
+async def open_producer(options: Options) -> AsyncIterator[Producer]:
     cache = cache_of()
     cache.backing.random_(0, 256)
     listener = socket.create_server((HOST, 0))
     memory = cache.backing.numpy().data
     threading.Thread(target=serve_plainly, args=(listener, memory, options.identity), daemon=True).start()
-    uvloop.run(serve(pipe, options, cache, listener.getsockname()[1]))
-
-
-async def serve(pipe: multiprocessing.connection.Connection, options: Options, cache: KVCache, port: int) -> None:
     tuning = {"tcp_bind": f"tcp://{HOST}:{options.port}"}
     config = config_of(options, "producer", bind=f"tcp://{HOST}:0", lease_s=LEASE_S, tuning=tuning)
     async with kvflow.open_worker(config, cache) as worker:
-        pipe.send(port)
-        number = count()
-        while blocks := await asyncio.to_thread(pipe.recv):
-            ticket = worker.offer(f"r{next(number)}", [list(range(blocks))], blocks * TOKENS)
-            pipe.send(ticket.to_params())
+        yield Producer(worker, listener.getsockname()[1])
 
 
 def serve_plainly(listener: socket.socket, cache: memoryview, identity: TlsIdentity | None) -> None:
@@ -169,10 +170,9 @@ class Reader:
                 sock = options.identity.context(options.identity.certificate, server=False).wrap_socket(sock)
             self._streams.append(sock)
 
-    async def begin(self, ask: Ask) -> None:
+    async def begin(self, params: dict[str, Any]) -> None:
         """Pull once, as one of two ranks: the lease goes on, and reads can be repeated."""
-        every = kvflow.Ticket.from_params(await asyncio.to_thread(ask, BLOCKS))
-        await self._worker.pull(every, [list(range(SMALL))])
+        await self._worker.pull(kvflow.Ticket.from_params(params), [list(range(SMALL))])
         (self._pattern,) = self._tapped.posted
 
     def read(self, source: Numbers, target: Numbers) -> None:
@@ -242,24 +242,20 @@ def large(reader: Reader, mib: int, rounds: int) -> str:
     )
 
 
-async def measure(args: argparse.Namespace, options: Options, pipe: multiprocessing.connection.Connection) -> None:
+async def measure(args: argparse.Namespace, options: Options, producer: Child) -> None:
     cache, tapped = cache_of(), []
 
     def open_transport(*given: Any) -> Any:
         tapped.append(Tapped(*given))
         return tapped[0]
 
-    def ask(blocks: int) -> Any:
-        pipe.send(blocks)
-        return pipe.recv()
-
     environment = msgspec.structs.replace(PRODUCTION, open_transport=open_transport)
     # Of two ranks that read each lease, one never does.
     config = config_of(options, "reader", bind=f"tcp://{HOST}:0", rank=0, num_ranks=2)
-    port = await asyncio.to_thread(pipe.recv)
+    port, params = await asyncio.to_thread(producer.ask, "offer")
     async with kvflow.open_worker(config, cache, environment=environment) as worker:
         reader = Reader(worker, cache, tapped[0], options, port)
-        await reader.begin(ask)
+        await reader.begin(params)
         load = os.getloadavg()[0]
         print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {load:.1f}, {vars(args)}")
         print("  MiB   plane GiB/s  streams  of streams   random  of plane")
@@ -276,15 +272,8 @@ def main() -> None:
     args = parser.parse_args()
     identity = draw_identity() if args.encryption == "tls" else None
     options = Options(args.connections, args.encryption, free_port(), identity)
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=produce, args=(theirs, options), daemon=True)
-    process.start()
-    try:
-        uvloop.run(measure(args, options, ours))
-        ours.send(None)
-        process.join()
-    finally:
-        process.kill()
+    with Child(open_producer, options) as producer:
+        uvloop.run(measure(args, options, producer))
 
 
 def in_turn(number: int, works: Sequence[Callable[[], None]]) -> list[float]:
