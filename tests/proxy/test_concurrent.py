@@ -6,7 +6,6 @@ import json
 import pytest
 
 from tests.helpers.waiting import until
-from tests.unit.kvflow.tools.trace.conftest import log  # noqa: F401 - a fixture
 
 from .test_records import several
 from .test_server import ASKED, open_rig
@@ -167,7 +166,7 @@ async def test_decode_servers_out_of_reach_are_named_when_prefill_has_ended():
             assert (status, json.loads(said)["error"]["code"]) == (502, "decode_unreachable")
 
 
-async def test_a_stream_that_has_begun_outlives_the_prefill(log):  # noqa: F811
+async def test_a_stream_that_has_begun_outlives_the_prefill(log):
     """Who has begun to answer has the prompt."""
     begun, ended = asyncio.Event(), asyncio.Event()
     decode = turns(DECODED, stream(EVENTS[0], ended, EVENTS[1]))
@@ -213,7 +212,7 @@ async def test_a_server_that_has_failed_is_asked_first_until_it_answers_again():
         assert params_of(rig.decode[0])[1:] == [EARLY, None, PUSHED_TICKET, EARLY]
 
 
-async def test_the_record_tells_what_the_early_part_was(log):  # noqa: F811
+async def test_the_record_tells_what_the_early_part_was(log):
     async with open_concurrent([PUSHED], turns(DECODED, FAILS, DECODED)) as rig:
         for _ in range(3):
             await rig.send()

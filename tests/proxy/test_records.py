@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from pathlib import Path
 
 import aiohttp
@@ -13,7 +14,6 @@ from kvflow.tools.proxy.completions import ERROR_CHARACTERS_MAX, REMEDIES, EndCa
 from kvflow.tools.trace.joining import read_trace
 from kvflow.tools.trace.text import waterfall_lines
 from tests.helpers.waiting import until
-from tests.unit.kvflow.tools.trace.conftest import log  # noqa: F401 - a fixture
 
 from .test_server import ASKED, open_rig
 from .upstream import DECODED, PREFILLED, hang, hang_up, stream, text
@@ -22,7 +22,7 @@ CLI_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
 ENDS = ("request.answered", "request.failed")
 WHOLE = b'{"id":"cmpl-1","choices":[{"text":"b"}]}'
-PATIENCE_S = 60.0
+ROUNDING_S = 2e-6
 
 
 def told(path):
@@ -48,7 +48,7 @@ def shown(path):
     return request, "\n".join(waterfall_lines(request))
 
 
-async def test_the_record_of_an_answer_names_client_and_servers(log):  # noqa: F811
+async def test_the_record_of_an_answer_names_client_and_servers(log):
     async with open_rig() as rig:
         assert await rig.send() == (200, WHOLE)
         record = await only(log)
@@ -63,7 +63,7 @@ async def test_the_record_of_an_answer_names_client_and_servers(log):  # noqa: F
     assert f"prefill server {rig.prefill[0].url}, decode server {rig.decode[0].url}, {len(WHOLE)} B of" in lines
 
 
-async def test_the_record_names_the_servers_that_failed_and_why(log):  # noqa: F811
+async def test_the_record_names_the_servers_that_failed_and_why(log):
     prefill = [None, text("{}", 503), hang_up, text('{"kv_transfer_params": null}')]
     async with open_rig(prefill=prefill, decode=[None, DECODED]) as rig:
         assert (await rig.send())[0] == 200
@@ -80,6 +80,38 @@ async def test_the_record_names_the_servers_that_failed_and_why(log):  # noqa: F
     assert f"prefill server {rig.prefill[1].url} failed: HTTP 503" in lines
 
 
+async def ask(rig, name, read, **fields):
+    """Send a request; return when its first bytes had come."""
+    async with rig.post(headers={"X-Request-Id": name}, **fields) as answer:
+        await answer.content.readany()
+        seen_at = time.time()
+        read.set()
+        await answer.read()
+    return seen_at
+
+
+async def test_the_first_bytes_of_a_stream_come_before_its_end(log):
+    read = asyncio.Event()
+    async with open_rig(decode=[stream(b"data: 1\n\n", read, b"data: [DONE]\n\n")]) as rig:
+        seen_at = await ask(rig, "mine", read, stream=True)
+    (told,) = [record for record in map(json.loads, log.read_text().splitlines()) if record["request_id"] == "mine"]
+    assert 0.0 < told["prefill_s"] <= told["first_bytes_s"] <= told["elapsed_s"]
+    assert told["called_at"] + told["first_bytes_s"] <= seen_at + ROUNDING_S
+    assert seen_at <= told["called_at"] + told["elapsed_s"] + ROUNDING_S
+    (request,) = read_trace([log]).requests
+    assert request.first_token_s == told["first_bytes_s"] == pytest.approx(request.total_s)
+    assert [phase.name for phase in request.phases] == ["prefill", "decode step"]
+    assert request.title.startswith("first token ")
+
+
+async def test_a_whole_answer_tells_no_first_token(log):
+    async with open_rig(decode=[DECODED]) as rig:
+        await ask(rig, "whole", asyncio.Event())
+    (request,) = read_trace([log]).requests
+    assert request.first_token_s is None
+    assert request.title.startswith("answered ")
+
+
 async def speak_no_http(request):
     request.transport.write(b"\0\1 kvflow\r\n")
     await asyncio.Event().wait()
@@ -93,7 +125,7 @@ async def speak_no_http(request):
         (speak_no_http, "it does not speak HTTP: is this the port of its API? Bad status line: "),
     ],
 )
-async def test_one_sentence_says_what_is_wrong_with_a_server(behavior, said, log):  # noqa: F811
+async def test_one_sentence_says_what_is_wrong_with_a_server(behavior, said, log):
     async with open_rig(prefill=[behavior], prefill_timeout_s=0.5 if behavior is hang else 60.0) as rig:
         assert (await rig.send())[0] == 200
         assert json.loads(rig.decode[0].bodies[0]) == ASKED
@@ -103,7 +135,7 @@ async def test_one_sentence_says_what_is_wrong_with_a_server(behavior, said, log
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "answer"])
-async def test_a_client_that_hangs_up_ends_its_request_where_it_is(phase, log):  # noqa: F811
+async def test_a_client_that_hangs_up_ends_its_request_where_it_is(phase, log):
     given = b"data: 1\n\n"
     servers = {
         "prefill": {"prefill": [hang], "decode": [hang]},
@@ -149,7 +181,7 @@ async def test_a_client_that_hangs_up_ends_its_request_where_it_is(phase, log): 
         b'event: response.completed\ndata: {"response":{}}\n\n',
     ],
 )
-async def test_a_client_that_hangs_up_after_the_last_event_has_its_answer(last, log):  # noqa: F811
+async def test_a_client_that_hangs_up_after_the_last_event_has_its_answer(last, log):
     async with open_rig(decode=[stream(b"data: 1\n\n", last, asyncio.Event())]) as rig:
         async with rig.post(stream=True) as answer:
             while not (await answer.content.readany()).endswith(last):
@@ -159,7 +191,7 @@ async def test_a_client_that_hangs_up_after_the_last_event_has_its_answer(last, 
     assert (record["event"], record["phase"]) == ("request.answered", "answer")
 
 
-async def test_a_client_that_takes_nothing_is_recorded(log):  # noqa: F811
+async def test_a_client_that_takes_nothing_is_recorded(log):
     rig_that_streams = open_rig(decode=[stream(*[b"x" * (1 << 20)] * 32, asyncio.Event())], write_timeout_s=0.2)
     async with rig_that_streams as rig, rig.post(stream=True) as answer:
         answer.connection.transport.pause_reading()
@@ -169,7 +201,7 @@ async def test_a_client_that_takes_nothing_is_recorded(log):  # noqa: F811
     assert 0 < record["sent_bytes"] < 32 << 20
 
 
-async def test_a_stream_that_breaks_off_is_recorded_with_server_and_bytes(log):  # noqa: F811
+async def test_a_stream_that_breaks_off_is_recorded_with_server_and_bytes(log):
     read = asyncio.Event()
     async with open_rig(decode=[stream(b"data: 1\n\n", read, b"data: 2\n\n", None)]) as rig:
         async with rig.post(stream=True) as answer:
@@ -201,7 +233,7 @@ async def test_a_stream_that_breaks_off_is_recorded_with_server_and_bytes(log): 
         ("/v1/responses", b'event: response.failed\ndata: {"response":{"error":{"message":"load failed"}}}\n\n'),
     ],
 )
-async def test_a_stream_with_an_error_has_failed(path, error, log):  # noqa: F811
+async def test_a_stream_with_an_error_has_failed(path, error, log):
     async with open_rig(decode=[stream(b"data: 1\n\n", error, b"data: [DONE]\n\n")]) as rig:
         status, body = await rig.send(path, stream=True)
         record = await only(log)
@@ -221,7 +253,7 @@ async def test_a_stream_with_an_error_has_failed(path, error, log):  # noqa: F81
     ],
     ids=["hangs up", "fails", "does not listen", "says too much"],
 )
-async def test_a_decode_server_that_fails_is_recorded(decode, code, status, log):  # noqa: F811
+async def test_a_decode_server_that_fails_is_recorded(decode, code, status, log):
     async with open_rig(decode=[decode], body_bytes_max=4000) as rig:
         assert (await rig.send())[0] == status
         record = await only(log)
@@ -233,7 +265,7 @@ async def test_a_decode_server_that_fails_is_recorded(decode, code, status, log)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_a_request_that_a_server_refuses_is_answered(side, log):  # noqa: F811
+async def test_a_request_that_a_server_refuses_is_answered(side, log):
     async with open_rig(**{side: [text('{"error": {}}', 404)]}) as rig:
         assert (await rig.send())[0] == 404
         record = await only(log)
@@ -242,7 +274,7 @@ async def test_a_request_that_a_server_refuses_is_answered(side, log):  # noqa: 
     assert shown(log)[0].outcome == "answered"
 
 
-async def test_a_proxy_that_stops_says_so(log, monkeypatch):  # noqa: F811
+async def test_a_proxy_that_stops_says_so(log, monkeypatch):
     monkeypatch.setattr("kvflow.tools.proxy.server.GRACE_S", 0.05)
     async with aiohttp.ClientSession() as session, open_rig(decode=[hang]) as rig:
         asking = asyncio.create_task(session.post(f"{rig.url}/v1/completions", json=ASKED))
@@ -255,13 +287,10 @@ async def test_a_proxy_that_stops_says_so(log, monkeypatch):  # noqa: F811
         await asking
 
 
-async def test_the_command_lists_them_among_the_failures(log, tmp_path, capsys):  # noqa: F811
+async def test_the_command_lists_them_among_the_failures(log, tmp_path, capsys):
     async with open_rig(decode=[stream(b"data: 1\n\n", None), DECODED]) as rig:
         for name in ("broken", "fine"):
-            headers = {"X-Request-Id": name}
-            async with rig.session.post(
-                f"{rig.url}/v1/completions", json={**ASKED, "stream": True}, headers=headers
-            ) as answer:
+            async with rig.post(headers={"X-Request-Id": name}, stream=True) as answer:
                 await asyncio.gather(answer.read(), return_exceptions=True)
         await several(log, 2)
     page = tmp_path / "trace.html"
@@ -279,7 +308,7 @@ async def test_the_command_lists_them_among_the_failures(log, tmp_path, capsys):
     assert (span["name"], span["args"]["code"]) == ("broken", "stream_broken")
 
 
-async def test_a_server_that_is_down_is_warned_of_once_and_in_every_record(log):  # noqa: F811
+async def test_a_server_that_is_down_is_warned_of_once_and_in_every_record(log):
     async with open_rig(prefill=[None], decode=[text('{"error": {"message": "no"}}', 500)]) as rig:
         for _ in range(20):
             await rig.send()
@@ -291,7 +320,7 @@ async def test_a_server_that_is_down_is_warned_of_once_and_in_every_record(log):
     assert all(record["failed_attempts"] for record in records if record["event"] == "request.failed")
 
 
-async def test_what_is_no_http_is_refused_without_a_traceback(log, caplog):  # noqa: F811
+async def test_what_is_no_http_is_refused_without_a_traceback(log, caplog):
     async with open_rig() as rig:
         host, port = rig.url.removeprefix("http://").split(":")
         for sent in (HEAD + b"a\x1b: b\r\n\r\n", b"GET / HTTP/9\r\n\r\n"):
@@ -306,7 +335,7 @@ async def test_what_is_no_http_is_refused_without_a_traceback(log, caplog):  # n
     assert "Error handling" not in caplog.text + log.read_text()
 
 
-async def test_requests_in_parallel_have_their_own_records(log):  # noqa: F811
+async def test_requests_in_parallel_have_their_own_records(log):
     async with open_rig(prefill=[None, PREFILLED]) as rig:
         await asyncio.gather(*(rig.send() for _ in range(10)))
         records = await several(log, 10)

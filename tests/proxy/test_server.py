@@ -33,8 +33,8 @@ class Rig:
         self.prefill, self.decode = prefill, decode
         self.url, self.session = url, session
 
-    def post(self, path="/v1/completions", **fields):
-        return self.session.post(f"{self.url}{path}", data=json.dumps({**ASKED, **fields}))
+    def post(self, path="/v1/completions", headers=None, **fields):
+        return self.session.post(f"{self.url}{path}", data=json.dumps({**ASKED, **fields}), headers=headers)
 
     async def send(self, path="/v1/completions", **fields):
         """Return status and body of the answer."""
@@ -84,7 +84,7 @@ async def test_both_servers_hear_one_name_of_the_request_and_who_asks():
     async with open_rig() as rig:
         for given in ("mine-1", "", "x" * 129, "not\tprintable", "é"):
             headers = {"X-Request-Id": given, "Authorization": "Bearer key", "Cookie": "no"}
-            async with rig.session.post(f"{rig.url}/v1/completions", json=ASKED, headers=headers) as answer:
+            async with rig.post(headers=headers) as answer:
                 name = answer.headers["X-Request-Id"]
             assert (name == given) is (given == "mine-1")
             for server in (*rig.prefill, *rig.decode):
@@ -153,11 +153,7 @@ async def test_a_client_learns_when_to_ask_again(role, status):
     async def busy(request):
         return web.json_response({"error": {}}, status=status, headers={"Retry-After": "7"})
 
-    async with (
-        open_rig(**{role: [busy]}) as rig,
-        aiohttp.ClientSession() as session,
-        session.post(f"{rig.url}/v1/completions", json=ASKED) as answer,
-    ):
+    async with open_rig(**{role: [busy]}) as rig, rig.post() as answer:
         assert (answer.status, answer.headers["Retry-After"]) == (status, "7")
 
 

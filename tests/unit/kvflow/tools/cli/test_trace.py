@@ -10,7 +10,6 @@ import pytest
 import kvflow
 from kvflow.tools.cli import main
 from tests.helpers.settings import flat_config
-from tests.unit.kvflow.tools.trace.conftest import log  # noqa: F401 - a fixture
 from tests.unit.kvflow.worker.pulling import failure, opened
 
 HOSTILE = "</script><script>alert(1)</script>\x1b[2J"
@@ -27,7 +26,7 @@ async def make_log(path):
 
 
 @pytest.fixture
-def workers(log):  # noqa: F811
+def workers(log):
     return asyncio.run(make_log(log))
 
 
