@@ -119,14 +119,6 @@ def test_scales_lie_behind_the_elements_that_they_scale():
     assert cache.component("a", "k_scale").dtype == torch.float32
 
 
-def test_nvfp4_has_a_scale_for_sixteen_elements():
-    spec = kvflow.FullAttention(block_size=N, num_kv_heads=H, head_size=32, dtype="uint8", quantization="nvfp4")
-    cells = torch.arange(2 * B * N * H * 18).to(torch.uint8).reshape(2, B, N, H, 18)  # 16 bytes, 2 scales
-    cache = kvflow.adopt({"a": cells}, {"a": spec})
-    assert torch.equal(cache.component("a", "v"), cells[1, ..., :16].transpose(1, 2))
-    assert torch.equal(cache.component("a", "v_scale").view(torch.uint8), cells[1, ..., 16:].transpose(1, 2))
-
-
 @looped("form", ["BHNC", *SPLIT])
 def test_kernel_blocks_count_as_blocks(form):
     k, v = keys_and_values(B * R, H, N, D)

@@ -190,35 +190,20 @@ def test_bytes_that_are_not_aligned_to_elements_are_refused(first):
     assert f"a.k: lies at byte {first} of its storage" in refused({"a": shifted})
 
 
-# Two layers in one memory.
-
-
-def over(memory, first, *, stride=PAGE, blocks=B):
-    """A layer in the blocks of a flat memory, from an element on."""
-    return memory.as_strided((blocks, H, N, 2 * D), (stride, N * 2 * D, 2 * D, 1), first)
+# Two layers in one memory: ``test_adopt_overlap.py`` has more of what is checked.
 
 
 def laid(*layers):
+    """Two layers in the blocks of a flat memory, each from an element on and with a stride."""
     memory = torch.zeros(8 * B * PAGE)
-    return {name: over(memory, first, stride=stride) for name, (first, stride) in zip("ab", layers, strict=True)}
+    return {
+        name: memory.as_strided((B, H, N, 2 * D), (stride, N * 2 * D, 2 * D, 1), first)
+        for name, (first, stride) in zip("ab", layers, strict=True)
+    }
 
 
 OTHER = {"a": full(), "b": sliding()}
 SAME = {"a": full(), "b": full()}
-
-
-@looped("start", [0, PAGE, 7 * PAGE])
-@looped("gap", [0, PAGE, 2 * PAGE])
-def test_layers_beside_each_other_in_a_row_are_fine(start, gap):
-    row = 2 * PAGE + gap
-    for specs in (SAME, OTHER):
-        assert kvflow.adopt(laid((start, row), (start + PAGE, row)), specs).num_blocks == B
-
-
-@pytest.mark.parametrize("first", [0, PAGE // 2])
-def test_layers_of_different_groups_share_bytes_block_by_block(first):
-    """They may also share only a part of each block."""
-    assert kvflow.adopt(laid((0, 2 * PAGE), (first, 2 * PAGE)), OTHER).num_blocks == B
 
 
 @pytest.mark.parametrize("first", [PAGE - 1, 1, 2 * PAGE - 1])
@@ -238,12 +223,6 @@ def test_layers_of_different_groups_share_no_byte_across_blocks(first, said):
     assert said in refused(laid((0, PAGE), (first, PAGE)), OTHER)
 
 
-def test_a_row_that_reaches_into_the_next_one_is_seen():
-    """Layer b lies behind a's page, half in the row that follows: it meets a's next block."""
-    assert " block " in refused(laid((0, 2 * PAGE), (3 * PAGE // 2, 2 * PAGE)), OTHER)
-    assert kvflow.adopt(laid((0, 3 * PAGE), (3 * PAGE // 2, 3 * PAGE)), OTHER).num_blocks == B
-
-
 def test_blocks_of_shared_memory_are_equally_far_apart():
     said = f"b: lies among the bytes of a, but its blocks are {8 * PAGE} bytes apart: expected {4 * PAGE}"
     assert said in refused(laid((0, PAGE), (0, 2 * PAGE)), OTHER)
@@ -256,23 +235,6 @@ def test_keys_outside_of_blocks_meet_pages_of_another_group():
     message = refused({"a": memory.view(B, H, N, 2 * D), "b": split}, OTHER)
     assert "lies among the bytes of" in message
     assert kvflow.adopt({"a": split, "b": split}, OTHER).num_blocks == B
-
-
-def test_with_one_block_only_groups_matter():
-    memory = torch.zeros(2 * PAGE)
-    tensors = {"a": over(memory, 0, blocks=1), "b": over(memory, 7, stride=3, blocks=1)}
-    assert kvflow.adopt(tensors, OTHER).num_blocks == 1
-    assert "of its own group" in refused(tensors, SAME)
-
-
-def test_interleaved_heads_and_layers_share_no_byte():
-    """Head by head one layer behind the other, as BHLNC has them; one element off, and they meet."""
-    memory = torch.zeros(2 * B * PAGE + 1)
-    strides = (2 * PAGE, 2 * N * 2 * D, 2 * D, 1)
-    tensors = {name: memory.as_strided((B, H, N, 2 * D), strides, at * N * 2 * D) for at, name in enumerate("ab")}
-    assert kvflow.adopt(tensors, SAME).num_blocks == B
-    tensors["b"] = memory.as_strided((B, H, N, 2 * D), strides, N * 2 * D - 1)
-    assert "of its own group" in refused(tensors, SAME)
 
 
 # States.
