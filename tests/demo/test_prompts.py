@@ -22,8 +22,3 @@ def test_prompts_differ(repository):
 
 def test_a_text_as_long_as_the_longest_prompt_is_enough():
     assert max(cut_prompts(bytes(2000), 24)) == bytes(2000)
-
-
-def test_a_folder_without_text_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="0 bytes: leave --texts out"):
-        read_texts(tmp_path)

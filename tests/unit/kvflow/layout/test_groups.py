@@ -42,11 +42,6 @@ def test_published_models_have_the_published_groups(figure, layout):
     assert max(len(group.layers) for group in groups) == figure["tensors"]
 
 
-def test_a_cut_bucket_deals_its_layers_out_in_turn():
-    specs = {"f": full()} | {f"s{index}": sliding() for index in range(3)} | {"g": full()}
-    assert [group.layers for group in plan_groups(specs)] == [("f", "g"), ("s0", "s2"), ("s1",)]
-
-
 def test_groups_carry_what_their_layers_have_in_common():
     groups = plan_groups({"a": full(block_size=32, head_size=8), "b": sliding(block_size=16, head_size=16, window=7)})
     assert groups == (Group(("a",), "full", 32, 0), Group(("b",), "sliding", 16, 7))

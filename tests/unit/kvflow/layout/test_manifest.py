@@ -151,15 +151,6 @@ def test_a_name_given_twice_is_found_as_fast_as_one_given_once():
     assert time.process_time() - started < 1  # of CPU, for what takes milliseconds
 
 
-def test_components_are_counted_over_all_layers():
-    names = [f"{index:x}" for index in range(COMPONENTS_MAX)]
-    (group,) = manifest(names=names).groups
-    Manifest(2, ROOMY, (group,)).check()
-    (one,) = manifest(names=["one more"]).groups
-    with pytest.raises(SpecInvalid, match="more than 4096 components"):
-        Manifest(2, ROOMY, (group, one)).check()
-
-
 SPECS = model(layers=4, full_every=2)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.placement import bundles, content_bytes, item_alignment, page_bytes, side_by_side, states
+from kvflow.layout.placement import content_bytes, item_alignment, page_bytes, side_by_side
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import MLA
 from tests.helpers.loops import looped
@@ -25,50 +25,6 @@ TP2 = Shard(tp_rank=1, tp_size=2)
 )
 def test_pieces_lie_side_by_side_each_aligned(sizes, expected):
     assert side_by_side(sizes) == expected
-
-
-def named(bundle):
-    return [(part.role, part.dtype, offset) for part, offset in bundle.parts]
-
-
-@looped(
-    "spec, expected",
-    [
-        (full(head_size=8), [([("k", "float16", 0)], 16), ([("v", "float16", 0)], 16)]),
-        (full(head_size=8, head_size_v=4), [([("k", "float16", 0)], 16), ([("v", "float16", 0)], 8)]),
-        (
-            quantized("fp8_per_token_head", head_size=6),
-            [
-                ([("k", "float8_e4m3fn", 0), ("k_scale", "float32", 8)], 12),
-                ([("v", "float8_e4m3fn", 0), ("v_scale", "float32", 8)], 12),
-            ],
-        ),
-        (
-            quantized("nvfp4", head_size=32, head_size_v=64),
-            [
-                ([("k", "uint8", 0), ("k_scale", "float8_e4m3fn", 16)], 18),
-                ([("v", "uint8", 0), ("v_scale", "float8_e4m3fn", 32)], 36),
-            ],
-        ),
-        (MLA(block_size=4, head_size=8, dtype="bfloat16"), [([("latent", "bfloat16", 0)], 16)]),
-        (
-            MLA(block_size=4, head_size=7, dtype="uint8", rope_size=2, rope_dtype="bfloat16", scale_bytes=3),
-            [([("latent", "uint8", 0), ("rope", "bfloat16", 8), ("scale", "uint8", 12)], 16)],
-        ),
-    ],
-)
-def test_a_cell_holds_keys_with_their_scales_then_values_with_theirs(spec, expected):
-    assert [(named(bundle), bundle.cell_bytes) for bundle in bundles(spec)] == expected
-
-
-def test_states_lie_one_after_the_other_each_aligned():
-    """conv_x: 6 rows of three float16; conv_B: 5 such rows, whole on every rank; ssm: 4 heads of six float32."""
-    assert [(part.role, offset) for part, offset in states(mamba(), Shard())] == [
-        ("conv_x", 0),
-        ("conv_B", 36),
-        ("ssm", 68),  # 66 is no place for a float32
-    ]
-    assert [offset for _, offset in states(mamba(), TP2)] == [0, 18, 48]
 
 
 @looped(

@@ -88,10 +88,6 @@ def test_a_shard_keeps_its_heads_only():
     assert page_bytes(SPEC, shard) == 128
 
 
-def test_page_bytes_are_those_of_the_whole_model_without_a_shard():
-    assert page_bytes(SPEC) == 256
-
-
 @pytest.mark.parametrize(
     ("layout", "kv"), [("LBCHN", "content"), ("LBNHC", "both"), ("", "split"), ("auto", "content")]
 )
