@@ -2,15 +2,13 @@
 
 import ast
 import sys
-from functools import cache
-from pathlib import Path
 
 import pytest
 
 from tests.helpers.loops import looped
+from tests.helpers.sources import ROOT, tree_of
 from tests.simulation.scenario import simulate
 
-ROOT = Path(__file__).parents[2]
 FAKES = sorted((ROOT / "tests" / "fakes").glob("*.py"))
 
 DRIVEN = (
@@ -60,14 +58,9 @@ NOT_ITS_BUSINESS = {
 """What the simulator must not even import: it can only be driven from above, through a worker."""
 
 
-@cache
-def functions_of(path):
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
-
-
-@cache
-def defined_in(path):
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)}
+def defined_in(path, kind):
+    """Return the names of the functions, or of the classes, of a module."""
+    return {node.name for node in ast.walk(tree_of(path)) if isinstance(node, kind)}
 
 
 @pytest.fixture(scope="module")
@@ -92,21 +85,17 @@ def functions_run():
 @pytest.mark.parametrize("module", DRIVEN)
 def test_a_scenario_runs_the_production_code(module, functions_run):
     run = functions_run.get(str(ROOT / module), set())
-    assert run & functions_of(ROOT / module), f"nothing of {module} is run"
+    assert run & defined_in(ROOT / module, ast.FunctionDef), f"nothing of {module} is run"
 
 
 @looped("path", FAKES)
 def test_the_simulator_defines_no_class_of_the_library_again(path):
-    shipped = set().union(*(defined_in(ROOT / module) for module in DRIVEN))
+    shipped = set().union(*(defined_in(ROOT / module, ast.ClassDef) for module in DRIVEN))
     assert len(shipped) > 30
-    assert not defined_in(path) & shipped
+    assert not defined_in(path, ast.ClassDef) & shipped
 
 
 @looped("path", FAKES)
 def test_the_simulator_imports_nothing_that_decides(path):
-    imported = {
-        node.module
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module
-    }
+    imported = {node.module for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom)}
     assert not imported & NOT_ITS_BUSINESS

@@ -90,9 +90,6 @@ CHAPTERS = {
 }
 """Where a name is defined -> the chapter that it is in; the last one takes all others."""
 
-ELSEWHERE = {"errors": "[Errors](errors.md)", "events": "[Events](events.md)"}
-"""Public modules with pages of their own."""
-
 MADE_BY_KVFLOW = {"Worker", "ThreadedWorker", "KVCache", "PullHandle", "TransferPlan"}
 """Classes that a caller does not construct."""
 

@@ -1,6 +1,6 @@
 """The tables of docs/explanation/planning.md: descriptors of bundled models, counted by pairing and binding block ids.
 
-    PYTHONPATH=tests .venv/bin/python -m docs.planning_tables
+    python -m tests.docs.planning_tables
 
 writes them into the page.
 """

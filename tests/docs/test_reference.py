@@ -10,7 +10,7 @@ from kvflow.observability.logs import LEVELS, logger_of
 from kvflow.report import PHASES, TransferReport
 from tests.helpers.loops import looped
 
-from . import reference_tables
+from . import planning_tables, reference_tables
 from .pages import section
 from .reference_tables import PARITY, PARTS, REFERENCE, Proof, event_name, page
 
@@ -19,6 +19,12 @@ from .reference_tables import PARITY, PARTS, REFERENCE, Proof, event_name, page
 def test_generated_parts_are_current(name):
     """If one differs: ``make docs``, and read what changed."""
     assert (REFERENCE / name).read_text() == page(name)
+
+
+def test_the_tables_of_planning_are_those_of_the_planner():
+    """If they differ: ``python -m tests.docs.planning_tables``, and read what changed."""
+    text = planning_tables.PAGE.read_text()
+    assert text == planning_tables.with_tables(text)
 
 
 def test_settings_of_the_connector_of_vllm_are_documented():

@@ -36,11 +36,16 @@ PAGES = {
 SLOW = frozenset({"/slow", "/broken", "/late", "/large"})
 
 
+def connect(address):
+    """Open a connection to a server."""
+    host, _, port = address.rpartition(":")
+    return asyncio.open_connection(host, int(port))
+
+
 async def exchange(address, sent):
     """Return the head and the body of what a server answers to some bytes."""
-    host, _, port = address.rpartition(":")
     async with asyncio.timeout(PATIENCE_S):
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await connect(address)
         try:
             writer.write(sent)
             head, _, body = (await reader.read()).partition(b"\r\n\r\n")
@@ -170,9 +175,8 @@ async def test_every_form_of_an_address_is_listened_to(host):
 
 async def test_the_oldest_silent_connection_makes_room(address, monkeypatch):
     monkeypatch.setattr(pages, "REQUEST_S", 10 * PATIENCE_S)
-    host, _, port = address.rpartition(":")
     async with asyncio.timeout(PATIENCE_S):
-        silent = [await asyncio.open_connection(host, int(port)) for _ in range(CONNECTIONS_MAX)]
+        silent = [await connect(address) for _ in range(CONNECTIONS_MAX)]
         assert (await exchange(address, request()))[1] == "content\n"
         with suppress(ConnectionError):  # it may be reset
             assert await silent[0][0].read() == b""
@@ -182,9 +186,8 @@ async def test_the_oldest_silent_connection_makes_room(address, monkeypatch):
 
 async def test_a_connection_that_has_ended_takes_no_room(address, monkeypatch):
     monkeypatch.setattr(pages, "REQUEST_S", 10 * PATIENCE_S)
-    host, _, port = address.rpartition(":")
     async with asyncio.timeout(PATIENCE_S):
-        reader, oldest = await asyncio.open_connection(host, int(port))
+        reader, oldest = await connect(address)
         (gone,) = await connections(address, 1)
         gone.close()
         assert (await exchange(address, request()))[1] == "content\n"  # by then, the server has seen it go
@@ -262,12 +265,11 @@ async def test_more_requests_than_may_wait_are_not_answered():
     release = threading.Event()
     slow = {"/slow": lambda: Page(b"slow\n" if release.wait(PATIENCE_S) else b""), "/page": PAGES["/page"]}
     async with open_pages("127.0.0.1:0", slow, slow=frozenset({"/slow"})) as address, asyncio.timeout(PATIENCE_S):
-        host, _, port = address.rpartition(":")
         opened = []
         for number in range(CONNECTIONS_MAX + THREADS):
             if not number % THREADS:
                 assert (await exchange(address, request()))[1] == "content\n"  # the server has those before it
-            opened.append(await asyncio.open_connection(host, int(port)))
+            opened.append(await connect(address))
             opened[-1][1].write(request("/slow"))
         waiting, refused = {asyncio.create_task(reader.read()) for reader, _ in opened}, set()
         while len(refused) < THREADS:
@@ -285,8 +287,7 @@ async def test_closing_ends_connections_and_threads_and_frees_the_port(monkeypat
     monkeypatch.setattr(pages, "ANSWER_S", 10 * PATIENCE_S)
     async with asyncio.timeout(PATIENCE_S):
         async with open_pages("127.0.0.1:0", PAGES, slow=SLOW) as address:
-            host, _, port = address.rpartition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
+            reader, writer = await connect(address)
             writer.write(b"GET ")
             flood = await connections(address, 2 * THREADS, request("/large"))
             assert (await exchange(address, request()))[1] == "content\n"  # the server has the others before it

@@ -211,17 +211,12 @@ def test_the_cluster_is_known_by_its_secret(shown, monkeypatch):
     assert messages(figures) == ["the cluster secret is not set"]
 
 
-def test_a_misspelled_variable_is_named(shown, monkeypatch):
-    monkeypatch.setenv("KVFLOW_CLUSTER_SECRTE", "x")
+@pytest.mark.parametrize(("name", "reads"), [("CLUSTER_SECRTE", "does not read"), ("CALIBRATION", "no longer reads")])
+def test_a_variable_that_is_misspelled_or_was_read_once_is_named(shown, monkeypatch, name, reads):
+    monkeypatch.setenv(f"KVFLOW_{name}", "x")
     monkeypatch.setenv("KVFLOW_OF_ANOTHER_PROGRAM", "x")
     _, _, figures = shown()
-    assert messages(figures) == ["the variable KVFLOW_CLUSTER_SECRTE is set, which kvflow does not read"]
-
-
-def test_a_variable_of_former_releases_is_named(shown, monkeypatch):
-    monkeypatch.setenv("KVFLOW_CALIBRATION", "/etc/kvflow.json")
-    _, _, figures = shown()
-    assert messages(figures) == ["the variable KVFLOW_CALIBRATION is set, which kvflow no longer reads"]
+    assert messages(figures) == [f"the variable KVFLOW_{name} is set, which kvflow {reads}"]
 
 
 @looped("text", ["", "[]", "{", '{"a": ' * 100_000, "\x00", '"text"'])

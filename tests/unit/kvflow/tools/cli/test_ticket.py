@@ -25,8 +25,8 @@ def minted(request_id="request-1", *, signed_at=None, ranks=RANKS, block_ids=((3
     return mint.offer(request_id, block_ids=block_ids, num_tokens=48)[0]
 
 
-@pytest.fixture
-def secret(monkeypatch):
+@pytest.fixture(autouse=True)
+def _secret(monkeypatch):
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
 
 
@@ -44,7 +44,6 @@ def run_json(capsys, *arguments):
     return status, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.usefixtures("secret")
 def test_a_ticket_is_shown_with_its_engine_ranks_blocks_and_expiry(capsys):
     status, shown = run_json(capsys, minted().to_params()["kvflow"])
     assert (status, shown["signature"]) == (0, "valid")
@@ -62,7 +61,6 @@ def test_a_ticket_is_shown_with_its_engine_ranks_blocks_and_expiry(capsys):
     "wrap", [str, lambda text: {"kvflow": text}, lambda text: {"kv_transfer_params": {"kvflow": text}}]
 )
 @pytest.mark.parametrize("way", ["argument", "file", "stdin"])
-@pytest.mark.usefixtures("secret")
 def test_a_ticket_is_read_in_every_form_from_everywhere(capsys, tmp_path, stdin, wrap, way):
     wrapped = wrap(minted().to_params()["kvflow"])
     given = wrapped if isinstance(wrapped, str) else json.dumps(wrapped)
@@ -93,7 +91,6 @@ def test_another_secret_is_a_finding(monkeypatch, capsys):
     assert "signature  wrong" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("secret")
 def test_a_key_of_ones_own_needs_no_list_of_keys_here(monkeypatch, capsys):
     monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
     assert run_json(capsys, minted().to_params()["kvflow"])[0] == 0
@@ -105,14 +102,12 @@ def test_a_secret_that_is_too_short_is_named(monkeypatch, capsys):
     assert (status, shown["error"]["code"]) == (1, "config_invalid")
 
 
-@pytest.mark.usefixtures("secret")
 def test_a_ticket_that_has_expired_is_a_finding(capsys):
     text = minted(signed_at=time.time() - 100).to_params()["kvflow"]
     assert main(["ticket", text]) == 1
     assert " s ago by this clock, unless a reader has renewed it" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("secret")
 def test_an_old_ticket_of_what_is_kept_is_no_finding(capsys):
     mint = TicketMint("prefill-0", RANKS, cluster_secret=SECRET, wall_clock=lambda: 1000.0, block_sizes=[16])
     kept, _ = mint.keep("kept", block_ids=[[3]], num_tokens=16, digests=[[b"content"]])
@@ -120,7 +115,6 @@ def test_an_old_ticket_of_what_is_kept_is_no_finding(capsys):
     assert "expires  when its engine ends it" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("secret")
 def test_an_old_ticket_of_what_is_still_computed_is_no_finding(capsys):
     mint = TicketMint("prefill-0", RANKS, cluster_secret=SECRET, wall_clock=lambda: 1000.0)
     ticket, _ = mint.offer_progressive("open", [[]], 16)
@@ -128,14 +122,12 @@ def test_an_old_ticket_of_what_is_still_computed_is_no_finding(capsys):
     assert "its blocks may not all be computed" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("secret")
 def test_a_ticket_without_a_time_is_no_finding():
     figures = command._figures(minted().grants[0], 0.0)
     untimed = msgspec.structs.replace(figures, issued_at=None, expires_in_s=None)
     assert "does not say when it was signed" in command._expiry(untimed)
 
 
-@pytest.mark.usefixtures("secret")
 def test_control_characters_of_a_name_do_not_reach_the_terminal(capsys):
     assert main(["ticket", minted("\x1b[2J\nsignature  valid").to_params()["kvflow"]]) == 0
     printed = capsys.readouterr().out
@@ -143,7 +135,6 @@ def test_control_characters_of_a_name_do_not_reach_the_terminal(capsys):
     assert printed.count("\nsignature") == 0
 
 
-@pytest.mark.usefixtures("secret")
 def test_many_ranks_are_counted_and_not_all_shown(capsys):
     ranks = [RankAddress(rank, f"{rank:032x}", "tcp://10.0.0.1:7000") for rank in range(40)]
     assert main(["ticket", minted(ranks=ranks).to_params()["kvflow"]]) == 0
