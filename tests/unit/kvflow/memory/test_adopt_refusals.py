@@ -10,12 +10,9 @@ from kvflow.errors import ArgumentInvalid, SpecInvalid
 from kvflow.layout.groups import Group
 from tests.helpers.loops import looped
 
-B, H, N, D = 6, 3, 4, 5
+from .test_adopt import B, D, H, N, full, two_states
+
 PAGE = H * N * 2 * D
-
-
-def full(**fields):
-    return kvflow.FullAttention(**{"block_size": N, "num_kv_heads": H, "head_size": D, "dtype": "float32"} | fields)
 
 
 def sliding(**fields):
@@ -238,11 +235,6 @@ def test_keys_outside_of_blocks_meet_pages_of_another_group():
 
 
 # States.
-
-
-def two_states(**fields):
-    states = (kvflow.State("conv", (6, 3), "float16"), kvflow.State("ssm", (4, 2, 5), "float32"))
-    return kvflow.Mamba(block_size=16, states=states, **fields)
 
 
 def conv(*shape, dtype=torch.float16):

@@ -15,12 +15,7 @@ from tests.helpers.loops import looped
 from tests.ports import free_port
 from tests.unit.kvflow.worker.helpers import PATIENCE_S, SECRET, cache_of
 
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
-    for name in (KEY_VARIABLE, ACCEPTED_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("cluster_member")
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from kvflow.config import SECRET_VARIABLE, WorkerConfig
+from kvflow.config import WorkerConfig
 from kvflow.errors import SpecInvalid
 from kvflow.planning.plan import plan_transfer
 from kvflow.tools.cli import main
@@ -100,9 +100,8 @@ def test_what_cannot_be_better_says_so(capsys):
     assert "No single change makes it fewer." in capsys.readouterr().out
 
 
-async def test_two_running_workers_are_explained(capsys, monkeypatch):
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
-
+@pytest.mark.usefixtures("cluster_member")
+async def test_two_running_workers_are_explained(capsys):
     def config(engine_id):
         return WorkerConfig(engine_id=engine_id, cluster_secret=SECRET, transport="loopback")
 
@@ -119,8 +118,8 @@ async def test_two_running_workers_are_explained(capsys, monkeypatch):
         assert "give the model and both deployments" in capsys.readouterr().out
 
 
-def test_a_worker_that_does_not_answer_is_a_failure(capsys, monkeypatch):
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+@pytest.mark.usefixtures("cluster_member")
+def test_a_worker_that_does_not_answer_is_a_failure(capsys):
     assert main(["explain", "--json", "--from", "127.0.0.1:1", "--from", "127.0.0.1:1"]) == 1
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "peer_lost"
 

@@ -19,11 +19,7 @@ from kvflow.worker.runtime import open_worker
 from tests.helpers.settings import flat_config
 from tests.unit.kvflow.worker.helpers import PATIENCE_S, SECRET, cache_of
 
-
-@pytest.fixture(autouse=True)
-def secret(monkeypatch):
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+pytestmark = pytest.mark.usefixtures("cluster_member")
 
 
 def config(engine_id="prefill-0", **settings):

@@ -2,13 +2,7 @@
 
 import pytest
 
-from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE
-from tests.unit.kvflow.worker.helpers import SECRET
-
 
 @pytest.fixture(autouse=True)
-def secret(monkeypatch):
-    """A cluster secret in the environment, and no key."""
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    return SECRET
+def _member(cluster_member):
+    """Examine as a member of the cluster does."""
