@@ -93,6 +93,20 @@ def stream(*steps):
 
 
 @asynccontextmanager
+async def serving(routes: Sequence[web.RouteDef]) -> AsyncIterator[str]:
+    """Serve routes; yield the URL."""
+    app = web.Application()
+    app.add_routes(routes)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
 async def open_upstream(behavior: Behavior, routes: Sequence[web.RouteDef] = ()) -> AsyncIterator[Upstream]:
     upstream = Upstream(behavior)
 
@@ -103,16 +117,7 @@ async def open_upstream(behavior: Behavior, routes: Sequence[web.RouteDef] = ())
         upstream.checks += 1
         return web.Response()
 
-    app = web.Application()
-    app.add_routes([web.post(path, upstream.complete) for path in (*ONE_TOKEN, *ASKED_OF_ONE)])
-    app.add_routes([web.get(path, models) for path in TOLD_BY_ONE])
-    app.add_routes([web.get("/health", health)])
-    app.add_routes(routes)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        upstream.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    completions = [web.post(path, upstream.complete) for path in (*ONE_TOKEN, *ASKED_OF_ONE)]
+    told = [web.get("/health", health), *(web.get(path, models) for path in TOLD_BY_ONE)]
+    async with serving([*completions, *told, *routes]) as upstream.url:
         yield upstream
-    finally:
-        await runner.cleanup()

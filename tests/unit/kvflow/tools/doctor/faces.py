@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from kvflow.errors import TicketInvalid
 from kvflow.integrations.vllm.messages import PHASES, Tally, empty_counters
 from kvflow.routing import LoadWanted, OfferWanted, is_tagged, read_params, wants_transfer
+from tests.proxy.upstream import serving
 from tests.unit.kvflow.integrations.vllm_like import new_key, new_ticket
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
@@ -163,20 +164,6 @@ class Face:
             web.get("/health", self.health),
             web.get("/metrics", self.metrics),
         ]
-
-
-@asynccontextmanager
-async def serving(routes):
-    """Serve routes; yield the URL."""
-    app = web.Application()
-    app.add_routes(routes)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 @asynccontextmanager

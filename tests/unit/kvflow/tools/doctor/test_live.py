@@ -15,8 +15,9 @@ from kvflow.tools.doctor.hops import TOLD_ERROR
 from kvflow.tools.proxy import ProxyConfig
 from kvflow.tools.proxy.server import open_proxy
 from tests.proxy.test_server import closed_url
+from tests.proxy.upstream import serving
 
-from .faces import NBYTES, Face, Router, metrics_class, opened, serving
+from .faces import NBYTES, Face, Router, metrics_class, opened
 
 pytest.importorskip("prometheus_client")
 PATIENCE_S = 60.0
