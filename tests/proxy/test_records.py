@@ -15,11 +15,11 @@ from kvflow.tools.trace.joining import read_trace
 from kvflow.tools.trace.text import waterfall_lines
 from tests.helpers.waiting import until
 
+from .test_floods import connected
 from .test_server import ASKED, open_rig
 from .upstream import DECODED, PREFILLED, hang, hang_up, stream, text
 
 CLI_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
-HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
 ENDS = ("request.answered", "request.failed")
 WHOLE = b'{"id":"cmpl-1","choices":[{"text":"b"}]}'
 ROUNDING_S = 2e-6
@@ -322,13 +322,9 @@ async def test_a_server_that_is_down_is_warned_of_once_and_in_every_record(log):
 
 async def test_what_is_no_http_is_refused_without_a_traceback(log, caplog):
     async with open_rig() as rig:
-        host, port = rig.url.removeprefix("http://").split(":")
-        for sent in (HEAD + b"a\x1b: b\r\n\r\n", b"GET / HTTP/9\r\n\r\n"):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(sent)
-            assert b" 400 Bad Request" in await reader.read()
-            writer.close()
-            await writer.wait_closed()
+        for sent in (b"GET / HTTP/1.1\r\nHost: x\r\na\x1b: b\r\n\r\n", b"GET / HTTP/9\r\n\r\n"):
+            async with connected(rig.url, sent) as [(reader, _)]:
+                assert b" 400 Bad Request" in await reader.read()
         assert (await rig.send())[0] == 200
         await only(log)
     assert "Traceback" not in caplog.text + log.read_text()
