@@ -326,12 +326,6 @@ def test_tickets_that_do_not_belong_together_are_not_joined(tickets, words):
         join_tickets(tickets)
 
 
-def test_one_grant_can_name_every_rank():
-    ticket, grant = mint_of(address(0), address(1)).offer("r", block_ids=[[1]], num_tokens=1)
-    assert {member.grant for member in ticket.members()} == {grant}
-    assert len(list(checked(params_of(ticket)).members())) == 2
-
-
 def test_what_a_producer_does_not_say_is_not_in_its_ticket():
     said = grants_of(params_of(ticket_of()))[0]
     assert {name: said[name] for name in ("issued_ms", "contents", "traceparent")} == dict.fromkeys(

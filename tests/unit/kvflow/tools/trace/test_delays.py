@@ -5,7 +5,7 @@ Real workers run on virtual time, so that nothing else takes time, and every run
 
 import json
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
@@ -110,8 +110,12 @@ class Scene:
         pulls = self.decode.worker._consumer.pulls.by_id.values()
         return next((read.phase for pull in pulls for each in pull.ranges for read in each.reads), "")
 
-    def request(self, name, late):
-        """Send one request through both workers, as a router does, with a delay in one phase."""
+    def request(self, name, delayed):
+        """Send one request through both workers, as a router does, with a delay in one phase, or in none."""
+
+        def late(phase):
+            return DELAY_S if phase == delayed else 0.0
+
         began = self.world.now
         called_at = self.decode.process.wall()
         self.wait(PREFILL_S + late("prefill"))
@@ -229,20 +233,18 @@ def seen(log, monkeypatch, delayed):
     log.write_text("")
     scene = Scene(staged=delayed.startswith("scatter") or delayed == "staged")
     phase = "" if delayed in {"none", "staged", "first"} else delayed
-    on_time = lambda _phase: 0.0  # noqa: E731
-    late = lambda each: DELAY_S if each == phase else 0.0  # noqa: E731
     try:
         if delayed not in {"first", "handshake"}:
-            scene.request("before", on_time)
+            scene.request("before", "")
         if phase in SLOW_CALLS:
             delay = slow_call(monkeypatch, scene.world, *SLOW_CALLS[phase])
         elif phase == "queue":
             delay = late_thread(monkeypatch, scene.world, scene.decode.worker._consumer._transport)
         else:
-            delay = contextmanager(lambda: iter([None]))()
+            delay = nullcontext()
         counted = scene.decode.seconds()
         with delay:
-            scene.request("measured", late)
+            scene.request("measured", phase)
         metric = {name: sum_s - counted.get(name, 0.0) for name, sum_s in scene.decode.seconds().items()}
     finally:
         scene.close()
