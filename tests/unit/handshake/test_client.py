@@ -316,29 +316,6 @@ async def test_a_program_that_fails_ends_its_own_connection(caplog):
     assert "a defect of the program" in caplog.text
 
 
-async def test_a_hundred_clients_are_served_at_once():
-    served = Recorder()
-    everyone = asyncio.Barrier(101)
-
-    async def visit(endpoint, number):
-        identity = msgspec.structs.replace(CONSUMER, incarnation=f"{number:032x}")
-        async with connected(endpoint, identity=identity) as client:
-            await everyone.wait()
-            client.send(EXAMPLES["release"])
-            await everyone.wait()
-
-    async with serving(on_event=served) as server, asyncio.TaskGroup() as group:
-        for number in range(100):
-            group.create_task(visit(server.endpoint, number))
-        await patiently(everyone.wait())
-        await served.wait_of(PeerReady, 100)  # a client is ready a moment before the server knows
-        assert len({peer.identity.incarnation for peer in server.peers}) == 100
-        await served.wait_of(ReleaseReceived, 100)
-        await patiently(everyone.wait())
-        await served.wait_of(ConnectionClosed, 100)
-        assert server.peers == ()
-
-
 async def test_waiting_for_the_end_may_be_cancelled():
     async with serving() as server, connected(server.endpoint) as client:
         for _ in range(2):

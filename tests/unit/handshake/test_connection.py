@@ -73,12 +73,6 @@ def test_a_server_gives_its_client_a_pass_and_takes_none():
     assert [event.pass_ for event in server.take_events()] == [b""]
 
 
-def test_a_server_of_before_gives_no_pass():
-    client = connection_in(Role.CLIENT, Progress.PUBLISHED)
-    client.receive(frames_of(EXAMPLES["publish"]), NOW)
-    assert [event.pass_ for event in client.take_events()] == [b""]
-
-
 def test_no_repr_shows_a_pass():
     secret = b"of nobody else"
     ready = PeerReady(identity=PRODUCER, publication=PRODUCED, version=1, pass_=secret)
@@ -193,20 +187,6 @@ def test_what_the_peer_said_before_it_heard_our_goodbye_is_let_pass():
     pair.settle()
     assert pair.server_events[1:] == [ConnectionClosed(reason="leaving")]
     assert pair.client_events[1:] == [ConnectionClosed(reason="leaving")]
-
-
-@pytest.mark.parametrize("role", Role)
-@pytest.mark.parametrize("leave", ["close", "refuse"])
-def test_the_other_side_has_its_time_for_the_last_word_from_ours_on(role, leave):
-    """However old the connection is."""
-    connection = connection_in(role, Progress.READY)
-    now = 100.0 + 3600.0
-    if leave == "close":
-        connection.close("done", now)
-    else:
-        connection.refuse("busy", "later", now)
-    assert connection.state is Progress.CLOSING
-    assert connection.next_deadline() == now + LIMITS.closing_s
 
 
 def test_a_refusal_is_told_with_its_remedy():

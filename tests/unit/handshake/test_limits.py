@@ -4,13 +4,9 @@ import msgspec
 import pytest
 
 from handshake.codec import encode
-from handshake.limits import DEFAULT_LIMITS, LEASES_MAX, PUBLICATION_BYTES_MAX, Limits
+from handshake.limits import DEFAULT_LIMITS, LEASES_MAX, Limits
 from handshake.messages import Bye, Hello, Identity, LeaseRef, Refuse, Release, Renew
 from tests.helpers.loops import looped
-
-
-def test_the_largest_publication_fits_a_frame():
-    assert DEFAULT_LIMITS.frame_bytes_max >= PUBLICATION_BYTES_MAX + 1024
 
 
 def test_all_that_a_client_says_fits_its_frame():

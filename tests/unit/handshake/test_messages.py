@@ -1,11 +1,10 @@
-import re
 from typing import get_args
 
 import msgspec
 import pytest
 
 from handshake.limits import PUBLICATION_BYTES_MAX
-from handshake.messages import AnyMessage, Hello, Identity, Message, Publication, Refuse, Release
+from handshake.messages import AnyMessage, Hello, Identity, Message, Publication, Refuse
 from tests.helpers.loops import looped
 
 from .helpers import CONSUMER, EXAMPLES
@@ -86,13 +85,6 @@ def test_unknown_fields_are_skipped_and_missing_ones_need_a_default():
 def test_a_refusal_has_a_stable_code(code):
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"type": "refuse", "code": code, "reason": ""}, Refuse)
-
-
-@pytest.mark.parametrize("count", [0, 1025])
-def test_a_release_names_some_leases_but_not_too_many(count):
-    leases = [{"slot": 0, "epoch": 0}] * count
-    with pytest.raises(msgspec.ValidationError, match=re.escape("$.leases")):
-        msgspec.convert({"type": "release", "leases": leases}, Release)
 
 
 def test_a_publication_knows_whether_it_is_intact():

@@ -4,7 +4,7 @@ import pytest
 
 from handshake.codec import decode
 from handshake.connection import Giving
-from handshake.errors import Closed, LocalProtocolError
+from handshake.errors import LocalProtocolError
 from handshake.limits import Limits
 from handshake.messages import (
     ANSWER_BYTES_MAX,
@@ -54,21 +54,6 @@ def test_answers_come_when_the_server_has_them():
     pair.client.send(ask(7))  # which is no longer open
     pair.settle()
     assert pair.server_events[-1] == Asked(nonce=7, question=b"?")
-
-
-def test_nothing_is_asked_before_the_connection_is_ready_or_after_its_end():
-    pair = Pair()
-    with pytest.raises(LocalProtocolError):
-        pair.client.send(ask(1))
-    pair.make_ready()
-    pair.client.send(ask(1))
-    pair.settle()
-    pair.server.close("done", pair.now)
-    with pytest.raises(Closed):
-        pair.server.send(answer(1))
-    pair.settle()
-    with pytest.raises(Closed):
-        pair.client.send(ask(2))
 
 
 @pytest.mark.parametrize("wrong", [ask(7), ask(8, bytes(QUESTION_BYTES_MAX + 1)), answer(7), ask(-1)])
@@ -184,15 +169,3 @@ async def test_the_longest_question_and_answer_travel_between_real_sockets():
         (key,) = [seen[0] for seen in asked.seen if isinstance(seen[1], Asked)]
         server.send(key, answer(1, bytes(ANSWER_BYTES_MAX)))
         assert await heard.wait_of(Answered) == [Answered(nonce=1, answer=bytes(ANSWER_BYTES_MAX))]
-
-
-async def test_a_question_ends_with_its_connection():
-    asked = Recorder()
-    async with serving(on_event=asked) as server:
-        async with connected(server.endpoint) as client:
-            client.send(ask(1))
-            await asked.wait_of(Asked)
-        key = asked.seen[-1][0]
-        await asked.wait_for(lambda recorder: len(server.peers) == 0)
-        with pytest.raises(Closed):
-            server.send(key, answer(1))

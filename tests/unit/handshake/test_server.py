@@ -25,7 +25,6 @@ from handshake.messages import (
 from handshake.security import AllowedKeys
 from handshake.server import HELLO_BYTES_MAX, WAITING_MAX, HandshakeServer, open_server
 from handshake.sockets import Channel, Delivery
-from tests.helpers.waiting import until
 
 from .helpers import (
     ANSWERS,
@@ -170,29 +169,6 @@ async def test_a_handshake_has_time_to_end_before_a_newcomer_replaces_it():
     await hall.server.leave()
 
 
-async def test_a_newcomer_gets_in_while_others_never_end_their_handshakes():
-    hall = Hall(Limits(handshake_grace_s=NO_GRACE_S, closing_s=0.01))
-    for number in range(10 * LIMITS.pending_handshakes_max):
-        hall.hear(b"flood%d" % number, HELLO)
-        if not number % 10:
-            hall.make_ready(b"honest%d" % number)
-    assert len(hall.server.peers) == LIMITS.pending_handshakes_max
-    assert set(hall.codes()) <= {"busy"}
-    await hall.server.leave()
-
-
-async def test_peers_are_bounded():
-    hall = Hall(Limits(peers_max=2, closing_s=0.01))
-    for routing_id in (b"one", b"two", b"three"):
-        hall.make_ready(routing_id)
-    assert [message.code for message in hall.board.sent[b"three"]] == ["too_many_peers"]
-    assert len(hall.server.peers) == 2
-    hall.hear(b"one", frames_of(Bye()))
-    hall.make_ready(b"four")
-    assert len(hall.server.peers) == 2
-    await hall.server.leave()
-
-
 GREEDY, MODEST = "a" * 64, "b" * 64
 
 
@@ -276,22 +252,6 @@ async def test_members_that_wait_hear_that_the_server_leaves():
         assert [message.code for message in hall.board.sent[b"three"]] == ["closing"]
 
 
-async def test_a_client_waits_until_another_has_left():
-    patient = Limits(peers_max=1, handshake_s=4 * PATIENCE_S)
-    async with serving(limits=patient) as server, raw_dealer(server.endpoint) as first:
-        await first.send_multipart(HELLO)
-        assert isinstance(decode(await patiently(first.recv_multipart()), LIMITS.frame_bytes_max), Welcome)
-
-        async def come():
-            async with connected(server.endpoint, limits=patient) as client:
-                return client.identity
-
-        coming = asyncio.ensure_future(come())
-        await until(lambda: server._waiting)
-        await first.send_multipart(frames_of(Bye()))
-        assert await patiently(coming) == PRODUCER
-
-
 async def test_the_program_may_refuse_a_publication(hall):
     hall.make_ready(b"odd")
     (peer,) = hall.server.peers
@@ -339,22 +299,6 @@ async def test_nobody_is_waited_for_when_nobody_is_there():
     await patiently(hall.server.leave())
 
 
-async def test_an_authenticated_peer_that_sends_rubbish_harms_nobody():
-    recorder = Recorder()
-    async with serving(on_event=recorder) as server, raw_dealer(server.endpoint) as rude:
-        async with connected(server.endpoint) as witness:
-            await rude.send(b"rubbish")
-            refusal = decode(await patiently(rude.recv_multipart()), LIMITS.frame_bytes_max)
-            assert (type(refusal), refusal.code) == (Refuse, "protocol_violation")
-            for _ in range(200):
-                await rude.send_multipart([b"more", b"rubbish"])
-            async with connected(server.endpoint) as newcomer:
-                assert newcomer.identity == PRODUCER
-            witness.send(EXAMPLES["release"])
-            await recorder.wait_of(ReleaseReceived)
-        assert len(recorder.of(ConnectionFailed)) == 1
-
-
 async def test_a_peer_that_goes_on_talking_after_a_refusal_is_cut_off():
     async with serving() as server, raw_dealer(server.endpoint) as rude, connected(server.endpoint) as witness:
         monitor = rude.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -389,18 +333,6 @@ async def test_a_member_that_never_says_hello_costs_nothing():
             assert len(server._drivers) == 1
         await mute.send_multipart(HELLO)
         assert isinstance(decode(await patiently(mute.recv_multipart()), LIMITS.frame_bytes_max), Welcome)
-
-
-async def test_a_member_that_never_ends_its_handshake_is_refused():
-    recorder = Recorder()
-    async with (
-        serving(on_event=recorder, limits=Limits(handshake_s=0.2)) as server,
-        raw_dealer(server.endpoint) as slow,
-    ):
-        await slow.send_multipart(HELLO)
-        heard = [decode(await patiently(slow.recv_multipart()), LIMITS.frame_bytes_max) for _ in range(3)]
-        assert [type(message) for message in heard] == [Welcome, Publish, Refuse]
-        assert heard[-1].code == "handshake_timeout"
 
 
 async def test_a_peer_that_vanished_is_noticed_by_the_next_ping():
