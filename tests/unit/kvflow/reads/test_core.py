@@ -524,17 +524,6 @@ def ends_of(answers):
     return {answer.read_id: answer.code or answer.verdict for answer in answers}
 
 
-def test_reads_inline_are_answered_at_once_or_left_to_steps(quick):
-    good, early, wrong = a_read(1), a_read(2, epoch=5, check_first=True), a_read(3, unit=99)
-    assert ends_of(quick.core.post_inline([good, early, wrong], 1.0)) == {1: "held", 2: "early", 3: "bounds"}
-    assert quick.seen() == []
-    quick.backend.at_once = False
-    assert quick.core.post_inline([a_read(4), a_read(5)], 1.0) == []
-    assert quick.core.in_flight
-    quick.serve()
-    assert quick.seen() == ["4 held", "5 held"]
-
-
 def test_a_read_alone_is_posted_and_fenced_part_by_part(quick):
     two_parts = a_read(1)
     two_parts.parts = two_parts.parts * 2

@@ -9,7 +9,6 @@ from kvflow.planning.bind import Bound
 from kvflow.reads.backend import Cause
 from kvflow.reads.contract import SPAN_MAX
 from kvflow.reads.lanes import (
-    AGING_S,
     CHECKS_IN_FLIGHT_MAX,
     CHUNKS_IN_FLIGHT_MAX,
     Check,
@@ -19,16 +18,6 @@ from kvflow.reads.lanes import (
 from .lane_reads import EPOCH, ONE_EACH, STAGED, Bench, a_read, chunks, ids, prepared
 
 LOST = Cause("peer_lost", "gone")
-
-
-@pytest.mark.parametrize(("observed", "verdict"), [(6, "early"), (8, "stale")])
-def test_no_chunk_is_posted_unless_the_first_check_finds_the_lease_held(observed, verdict):
-    bench = Bench()
-    bench.admit(1, chunks=2, check_first=True)
-    bench.land(bench.take(), observed)
-    (answer,) = bench.answers
-    assert (answer.verdict, answer.observed, answer.phase, answer.chunks) == (verdict, observed, "queue", 0)
-    assert bench.take() is None
 
 
 def test_what_was_not_served_is_early_though_the_lease_is_held_by_now():
@@ -42,16 +31,6 @@ def test_what_was_not_served_is_early_though_the_lease_is_held_by_now():
         (1, "early", True),
         (2, "held", False),
     ]
-
-
-def test_a_read_that_the_exporter_refuses_fails_alone():
-    bench, prepared_list = Bench(), prepared(4, shared=4)
-    for read_id in (1, 2):
-        bench.admit(read_id, prepared_list)
-    bench.lanes.arrived(bench.take(), refused={2: Cause("bounds", "not leased")})
-    assert bench.told() == [(2, "bounds")]
-    bench.drain()
-    assert bench.told() == [(1, "held")]
 
 
 def test_small_reads_share_a_chunk_and_a_large_one_has_its_own():
@@ -127,20 +106,6 @@ def test_the_urgent_goes_first_and_equal_peers_take_turns():
     assert chunks(bench.drain()) == [3, 1, 2, 1, 2, 1, 2, 4]
 
 
-def test_what_waits_becomes_urgent_and_what_is_served_does_not():
-    bench = Bench("a", "b")
-    bench.admit(1, peer="a", chunks=100, priority=-1)
-    bench.admit(2, peer="b", chunks=100, priority=0)
-    served = []
-    for _ in range(20):
-        bench.now += AGING_S / 4
-        work = bench.lanes.take_chunk()
-        served += ids(work)
-        bench.land(work)
-    # What is served every quarter of a second makes room for what has waited one step of priority longer.
-    assert 3 <= served.count(2) <= 5, served
-
-
 def test_a_read_that_is_cancelled_while_it_is_checked_ends_at_once():
     bench = Bench()
     bench.admit(1, check_first=True)
@@ -200,20 +165,6 @@ def test_a_peer_that_holds_every_buffer_delays_staged_reads_and_no_others():
     assert (1, "peer_lost") in bench.told()
     assert bench.lanes.staging() == (0, 0)
     bench.lanes.check()
-
-
-def test_a_staged_read_that_is_all_posted_can_still_be_cancelled():
-    """Its bytes have not been scattered: there is something left to drop."""
-    bench = Bench(buffers=1)
-    bench.admit(1, STAGED)
-    chunk = bench.take()
-    assert chunk.wanted
-    bench.lanes.cancel([1])
-    assert not chunk.wanted
-    assert bench.lanes.staging() == (1, 1)
-    bench.land(chunk)
-    assert bench.told() == [(1, "cancelled")]
-    assert bench.lanes.staging() == (0, 0)
 
 
 def test_an_id_is_used_once():

@@ -86,16 +86,6 @@ def scheduler():
     scheduler.check()
 
 
-def test_a_stale_lease_of_the_only_rank_fails_at_once_and_is_quiescent(scheduler):
-    (one,) = submit(scheduler)
-    arrive(one)
-    failed, quiesced = answer(scheduler, one, "stale", observed=EPOCH + 1)
-    assert (failed.code, failed.phase, failed.peer, failed.quarantined) == ("stale_lease", "fence", "p", False)
-    assert failed.detail == "the lease ended before the read was complete"
-    assert isinstance(quiesced, TransferQuiesced)
-    assert not scheduler.busy
-
-
 def test_ranks_are_read_again_in_the_order_in_which_they_are_named(scheduler):
     waiting = []
     for slot in (700, 5, 3):
@@ -115,18 +105,6 @@ def test_a_lease_that_is_found_held_has_its_budgets_anew(scheduler):
     assert scheduler.tick(late + BUDGETS.wire_s - 0.1) == []
     arrive(again, late + BUDGETS.wire_s)
     assert scheduler.tick(late + BUDGETS.wire_s + BUDGETS.fence_s - 0.1) == []
-
-
-@pytest.mark.parametrize("first", ["p", "q"])
-def test_a_rank_is_not_read_again_when_another_is_too_late(scheduler, first):
-    """Both are due at the same tick."""
-    reads = {one.peer: one for one in submit(scheduler, read("p", check_first=True), read("q", check_first=True))}
-    second = "q" if first == "p" else "p"
-    answer(scheduler, reads[first], "early", 0.0)
-    answer(scheduler, reads[second], "early", BUDGETS.fence_s)
-    effects = scheduler.tick(BUDGETS.fence_s + 0.1)
-    assert kinds(effects) == [PullFailed, TransferQuiesced]
-    assert effects[0].peer == first
 
 
 def test_blocks_that_were_not_served_are_read_again_at_once_and_only_once(scheduler):
@@ -168,26 +146,6 @@ def test_a_cancelled_pull_says_where_it_was_and_waits_for_its_reads(scheduler, p
     assert cancelled.read_ids == (one.read_id,)
     assert scheduler.cancel(1, code="transfer_cancelled", detail="", now=2.0) == []
     assert kinds(answer(scheduler, one, "failed", code="cancelled")) == [TransferQuiesced]
-
-
-def test_a_lost_peer_ends_the_pulls_that_need_it_and_no_others(scheduler):
-    (alone,) = submit(scheduler, read("p"), pull_id=1)
-    half, other_half = submit(scheduler, read("p"), read("q"), pull_id=2)
-    submit(scheduler, read("q"), pull_id=3)
-    (early,) = submit(scheduler, read("p", check_first=True), pull_id=4)
-    answer(scheduler, early, "early")
-    done, _ = submit(scheduler, read("p"), read("q"), pull_id=5)
-    answer(scheduler, done)  # what it needs of that peer is there
-    start(alone)
-    effects = scheduler.on_peer_failed("p", code="peer_lost", detail="gone", now=1.0)
-    failures = {effect.pull_id: effect for effect in effects if isinstance(effect, PullFailed)}
-    told = {pull_id: (each.phase, each.quarantined, each.peer) for pull_id, each in failures.items()}
-    assert told == {1: ("wire", True, "p"), 2: ("queue", True, "p"), 4: ("fence", False, "p")}
-    cancelled = {read_id for effect in effects if isinstance(effect, CancelReads) for read_id in effect.read_ids}
-    assert cancelled == {alone.read_id, half.read_id, other_half.read_id}
-    assert [effect.pull_id for effect in effects if isinstance(effect, TransferQuiesced)] == [4]
-    assert scheduler.on_peer_failed("p", code="peer_lost", detail="gone", now=1.0) == []
-    assert scheduler.open_pulls() == (1, 2, 3, 5)
 
 
 @pytest.mark.parametrize("taken", [True, False], ids=["taken", "its thread is in a call that does not return"])

@@ -11,7 +11,6 @@ from kvflow.leases.tickets import LeaseName
 from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.staging import AXES_MAX, Scatter
 from kvflow.reads.backend import BackendError
-from kvflow.reads.bounds import check_rows, check_scatter
 from kvflow.reads.contract import CancelReads, Part, PeerAddress, PreparedList, RankRead, ReadEnded
 from kvflow.reads.core import PostReads, ReadCore, RemovePeer, ResetReader
 from kvflow.reads.staging import Scatterer, StagingMemory, evenly_spaced
@@ -54,19 +53,6 @@ def staged_list(target, list_id=0, peer="p"):
     source = np.array([[1 << 20, PIECE, 0, PIECE, UNITS], [1 << 21, PIECE, 0, PIECE, UNITS]])
     buffer = np.array([[0, PIECE, 0, PIECE, SLOTS], [SLOTS * PIECE, PIECE, 0, PIECE, SLOTS]])
     return PreparedList(list_id, peer, source, buffer, scatter=scatter, binding=Units(SLOTS, 2 * PIECE))
-
-
-@pytest.mark.parametrize("units", [[3], [0, 1, 2, 3], [9, 4, 31, 0], [7, 6, 5, 4, 3, 2, 1, 0]])
-def test_slots_are_copied_to_their_units(target, units):
-    prepared_list = staged_list(target)
-    rows = check_rows(prepared_list.source_rows), check_rows(prepared_list.target_rows)
-    region = Region(target.ctypes.data, target.nbytes)
-    checked = check_scatter(prepared_list, *rows, buffer_bytes=BUFFER, regions=[region])
-    content = np.random.default_rng(0).integers(1, 256, BUFFER, np.uint8)
-    Scatterer(checked).start(content, np.array(units, np.int32))
-    expected = np.zeros((UNITS, 2, PIECE), np.uint8)
-    expected[units] = content[: 2 * SLOTS * PIECE].reshape(2, SLOTS, PIECE).transpose(1, 0, 2)[: len(units)]
-    assert np.array_equal(target, expected.ravel())
 
 
 def test_more_staging_memory_than_there_is_names_its_setting():

@@ -6,31 +6,21 @@ import select
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvflow.layout.component import Region
-from kvflow.leases.tickets import LeaseName
-from kvflow.planning.pairs import UnitPairs
 from kvflow.reads import thread as threaded
-from kvflow.reads.backend import Backend, PostedWork
+from kvflow.reads.backend import Backend
 from kvflow.reads.contract import (
     SERVES_NOTHING,
     TURN_S_MAX,
     CancelReads,
-    Carrier,
-    Part,
-    PeerAddress,
-    PreparedList,
-    RankRead,
     Serving,
 )
 from kvflow.reads.core import PostReads, RemovePeer
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.thread import ThreadedTransport
 from tests.preemption import every_preemption
-
-from .lane_reads import Units
 
 PATIENCE_S = 60
 
@@ -333,73 +323,6 @@ def test_each_command_wakes_an_owner_that_sleeps(descriptor):
         transport.remove_peer(str(number))
         assert has_rung(transport._bell), "the core sleeps on"
         assert taken_after_a_pause(transport, 0.0) == [RemovePeer(str(number))]
-
-
-class Late(PostedWork):
-    """In flight until it is asked about."""
-
-    def __init__(self, outcome):
-        self.outcome = outcome
-
-
-class LateBackend(Backend):
-    """Its posts look like those that end at once, and have not ended when they return."""
-
-    metadata = b"how to read me"
-    data_endpoint = ""
-
-    def __init__(self):
-        self.posted_by = []
-
-    def add(self, address):
-        return Carrier("late", "kind")
-
-    def ends_at_once(self, peer):
-        return True
-
-    def prepare(self, prepared):
-        pass
-
-    def post(self, chunk):
-        self.posted_by.append(threading.current_thread())
-        return Late(0)
-
-    def post_check(self, peer, first, last, reads, *, fence):
-        return Late([0] * (last + 1 - first))
-
-    def poll(self, posted):
-        return posted.outcome
-
-    def remove(self, peer, *, gone):
-        pass
-
-    def leave(self, peer):
-        pass
-
-    def close(self):
-        pass
-
-
-@pytest.mark.parametrize("inline_s_max", [0.0, PATIENCE_S], ids=["never inline", "inline"])
-def test_a_read_still_open_when_its_post_returns_goes_to_the_thread(inline_s_max):
-    events, backend = queue.Queue(), LateBackend()
-    transport = ThreadedTransport(
-        "late", {"late": lambda *_given: backend}, events.put, StagingMemory(0), inline_s_max=inline_s_max
-    )
-    transport.start([Region(4096, 4096)], Region(8192, 64))
-    rows = np.array([[4096, 1, 0, 1, 8]])
-    transport.add_peer(PeerAddress("p", {"late": b""}, Region(8192, 64)))
-    transport.prepare(PreparedList(1, "p", rows, rows, binding=Units(8)))
-    assert events.get(timeout=PATIENCE_S).peer == "p"
-    for read_id in range(50):  # the read thread pauses for ever in between
-        pairs = UnitPairs((3,), (4,))
-        assert transport.post([RankRead(read_id, "p", LeaseName(3, 0), (Part(1, pairs),))]) == []
-        answer = events.get(timeout=PATIENCE_S)
-        assert (answer.read_id, answer.verdict) == (read_id, "held")
-    here = [thread is threading.current_thread() for thread in backend.posted_by]
-    assert not here[0], "the first read of a connection"
-    assert any(here) == bool(inline_s_max)
-    transport.close()
 
 
 class InlineCore:

@@ -353,18 +353,6 @@ def test_a_chunk_beyond_the_bounds_of_a_request_is_divided(monkeypatch, consumer
     assert np.array_equal(consumer.target, producer.cache[0][source])
 
 
-def test_a_lease_that_is_not_held_gives_no_byte_and_is_told(consumer, producer):
-    epochs = [producer.lease(slot, [slot], []) for slot in range(2)]
-    producer.end(0)
-    peer = consumer.join(producer)
-    portion = consumer.read(peer, [0, 1], [0, 1], [(slot, epoch, 1) for slot, epoch in enumerate(epochs)])
-    posted = consumer.post(portion)
-    consumer.wait(posted)
-    assert posted.unheld == {(0, epochs[0])}
-    assert not consumer.target[0].any()
-    assert [consumer.fence(peer, slot, portion) for slot in (0, 1)] == [epochs[0] + 1, epochs[1]]
-
-
 @pytest.mark.parametrize(
     ("seen", "verdict"),
     [

@@ -133,12 +133,6 @@ def test_what_is_not_leased_or_not_there_is_refused(producer, runs, options, why
     assert reader.epoch(3) == epoch
 
 
-@pytest.mark.parametrize("step", [-1, 1, -(1 << 39), 1 << 62])
-def test_under_an_epoch_that_is_not_held_nothing_is_sent(producer, step):
-    epoch = producer.lease(3, [0], [])
-    assert producer.reader().read(3, epoch + step, block(0)) == (wire.ENDED, b"", epoch)
-
-
 def test_nothing_is_sent_under_a_free_slot_even_with_its_epoch(producer):
     assert producer.reader().read(3, EPOCH, block(0)) == (wire.ENDED, b"", EPOCH - 1)
 
