@@ -8,16 +8,13 @@ import msgspec
 import pytest
 
 from handshake import Answer, open_client
-from handshake.connection import Conversation
 from handshake.limits import QUESTIONS_MAX, Limits
-from handshake.messages import ANSWER_BYTES_MAX, QUESTION_BYTES_MAX, Answered, Ask, ConnectionFailed, VersionRange
+from handshake.messages import ANSWER_BYTES_MAX, QUESTION_BYTES_MAX, Answered, Ask, ConnectionFailed
 from handshake.rates import Allowance, Bucket
-from handshake.states import Role
 from kvflow.errors import (
     ArgumentInvalid,
     CapacityExceeded,
     DeadlineExceeded,
-    PeerRefused,
     ProtocolViolation,
 )
 from kvflow.leases.tickets import RankAddress
@@ -175,22 +172,6 @@ async def test_who_waits_for_the_pace_waits_no_longer_than_said(mute):
         with pytest.raises(DeadlineExceeded):
             await asker.held(DIGESTS, 0.01)
         assert mute.empty()
-
-
-async def test_a_worker_of_wire_version_1_is_refused_with_a_remedy(monkeypatch):
-    begin = Conversation.__init__
-
-    def begin_of_before(self, *args, **named):
-        begin(self, *args, **named | ({"versions": VersionRange(1, 1)} if args[0] is Role.SERVER else {}))
-
-    monkeypatch.setattr(Conversation, "__init__", begin_of_before)
-    async with producing() as producer:
-        with pytest.raises(PeerRefused) as caught:
-            async with asking(producer):
-                pass
-    assert (caught.value.code, caught.value.refusal) == ("peer_refused", "version_unsupported")
-    assert "no common version: this side speaks 1..1, the peer 2..2" in caught.value.message
-    assert caught.value.remedy == "Run releases whose wire versions overlap."
 
 
 async def test_a_question_that_is_too_long_is_refused_here(answers):

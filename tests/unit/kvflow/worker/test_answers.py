@@ -225,16 +225,6 @@ def test_who_has_no_ticket_does_not_keep_a_lease():
         assert said == [answered(ended="unknown")]
 
 
-async def test_a_reader_shows_the_mac_of_its_ticket():
-    async with opened() as world:
-        offer = world.producer.offer_progressive("r", [[3]], 8)
-        await world.connect()
-        link = next(iter(world.consumer._consumer.peers._connections.values())).link
-        leases, how = [named(offer.ticket), named(offer.ticket, bytes(MAC_BYTES))], {"known": [0], "above": 0}
-        answers = await link.settled(leases, wait_s=0.0, within_s=PATIENCE_S, **how)
-        assert [each.ended for each in answers] == ["", "unknown"]
-
-
 # --- turns of the loop ---
 
 

@@ -415,27 +415,6 @@ async def test_a_peer_that_hangs_is_found_by_its_deadline_and_let_go():
         assert world.consumer.snapshot().dropped == {"deadline_exceeded": 1}
 
 
-async def test_a_stuck_data_plane_ends_pulls_by_the_queue_budget():
-    async with opened(queue_s=0.2, inline_s_max=0) as world:
-        await world.connect()
-        world.faults.stuck.clear()
-        stuck = world.start(world.ticket("stuck"), (5, 6))
-        await world.faults.strike()
-        handle = world.start()
-        error = await failure(handle)
-        assert isinstance(error, DeadlineExceeded)
-        assert (error.phase, error.quarantined) == ("queue", True)
-        world.faults.heal()
-        await failure_or_report(stuck)
-        async with asyncio.timeout(PATIENCE_S):
-            await handle.quiesced()
-
-
-async def failure_or_report(handle):
-    async with asyncio.timeout(PATIENCE_S):
-        await asyncio.gather(handle, return_exceptions=True)
-
-
 @pytest.mark.parametrize("inline_s_max", [0.0, 60.0])
 @pytest.mark.parametrize("connected", [True, False])
 async def test_a_ticket_that_is_admitted_late_is_read_once(connected, inline_s_max):

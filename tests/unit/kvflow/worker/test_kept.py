@@ -57,26 +57,6 @@ async def producer(reports):
         producer.check()
 
 
-async def test_what_is_kept_is_read_by_many_and_ends_when_the_engine_says_so():
-    async with opened() as world:
-        ticket = keep(world.producer, "kept", 3, 4)
-        assert ticket.grants[0].kind == "kept"
-        assert [content.digests for content in ticket.grants[0].contents] == [(chain(3, 4)[-1],)]
-        for _ in range(2):
-            await world.pull(ticket)
-            assert world.holds((1, 2), (3, 4))
-        await world.pull(ticket, (1, -1))  # a shorter prefix
-        await world.consumer.release(ticket)
-        world.producer.check()
-        assert held(world.producer) == {"kept": True}
-        assert world.producer.revoke("kept")
-        assert not world.producer.revoke("kept")
-        with pytest.raises(StaleLease) as caught:
-            await world.pull(ticket)
-        assert caught.value.ended_by == "revoked"
-        world.producer.check()
-
-
 async def test_the_oldest_that_is_kept_leaves_its_slot_to_an_offer(producer, reports):
     oldest = keep(producer, "oldest", 1)
     producer.offer("offer", [[2]], 4)
@@ -255,19 +235,6 @@ async def test_the_ticket_is_of_all_ranks_whichever_was_asked():
             assert (ticket, count) == (kept, 2)
             await world.pull(ticket)
             assert world.holds((1, 2), (3, 4))
-
-
-async def test_one_connection_is_kept_and_dialed_again_when_it_has_ended():
-    async with opened(network=(network := FaultyNetwork())) as world:
-        endpoint = world.producer.endpoint
-        keep(world.producer, "kept", 3)
-        answers = await asyncio.gather(*(find(world, chain(3)) for _ in range(5)))
-        assert [count for _, count in answers] == [1] * 5
-        assert network.dialed == [endpoint]
-        network.cut(endpoint)
-        await until(lambda: not world.consumer._consumer.prefixes._dialed)
-        assert (await find(world, chain(3)))[1] == 1
-        assert network.dialed == [endpoint] * 2
 
 
 async def test_the_connection_that_was_used_longest_ago_is_closed():

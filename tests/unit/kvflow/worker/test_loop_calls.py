@@ -1,7 +1,6 @@
 """Calls from other threads: every future ends, whatever is cancelled and whenever the loop does."""
 
 import asyncio
-import threading
 from concurrent.futures import CancelledError
 
 import pytest
@@ -31,15 +30,6 @@ async def test_results_and_errors_come_through():
             assert await asyncio.wrap_future(calls.submit(answer(7))) == 7
             with pytest.raises(RequestUnknown):
                 await asyncio.wrap_future(calls.submit(fail()))
-
-
-async def test_a_future_can_be_waited_for_on_another_thread():
-    async with opened() as calls:
-        found = []
-        thread = threading.Thread(target=lambda: found.append(calls.submit(answer(7)).result(PATIENCE_S)))
-        thread.start()
-        await asyncio.to_thread(thread.join, PATIENCE_S)
-        assert found == [7]
 
 
 @pytest.mark.parametrize("turns", range(4))

@@ -13,7 +13,7 @@ from kvflow.leases.tickets import LeaseName
 from kvflow.reads.contract import Serving
 from kvflow.reads.serving import LeasedBlocks
 from kvflow.rendezvous.issuer import TicketMint
-from kvflow.rendezvous.questions import AnswerHeld, AskSettled
+from kvflow.rendezvous.questions import AskSettled
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.threaded import run_worker
 
@@ -272,31 +272,6 @@ async def test_a_question_waits_for_a_lease_that_is_not_admitted_yet(producer):
     unknown = LeaseName(99, grant.epoch, bytes(32))
     asked = Asked(producer, AskSettled((unknown,), known=(), wait_ms=9))
     assert (await settled_of(asked)).ended == "unknown"
-
-
-async def test_an_open_offer_is_found_once_by_the_digest_of_its_last_block(producer):
-    offer = producer.offer_progressive("r", [[]], 9, digests=[chain(1, 2, 3)])
-    assert await held(producer, chain(1, 2, 3), wait_ms=0).answer() == AnswerHeld()  # only what is kept
-    for other in (chain(1, 2), chain(1, 2, 4), chain(1, 2, 3)[:1]):
-        assert await held(producer, other, wait_ms=1).answer() == AnswerHeld()
-    assert await held(producer, chain(1, 2, 3, 4, 5), at_least=4, wait_ms=1).answer() == AnswerHeld()
-    found = await held(producer, chain(1, 2, 3, 4, 5), at_least=3).answer()
-    assert found == AnswerHeld(ticket=offer.ticket.to_params()["kvflow"], count=3)
-    assert await held(producer, chain(1, 2, 3), wait_ms=1).answer() == AnswerHeld()
-    snapshot = producer.snapshot()
-    assert (snapshot.found, snapshot.not_held) == (1, 6)
-
-
-async def test_equal_prompts_at_once_are_given_one_offer_each(producer):
-    waiting = [held(producer, chain(1, 2), at_least=2) for _ in range(3)]
-    tickets = [producer.offer(str(number), [[1, 2]], 8, digests=[chain(1, 2)]) for number in range(2)]
-    found = [await each.answer() for each in waiting[:2]]
-    assert [each.ticket for each in found] == [ticket.to_params()["kvflow"] for ticket in tickets]
-    assert waiting[2].answers == []
-    kept = producer.keep("kept", [[1, 2]], 8, [chain(1, 2)])
-    assert (await waiting[2].answer()).ticket == kept.to_params()["kvflow"]
-    for _ in range(2):
-        assert (await held(producer, chain(1, 2)).answer()).ticket == kept.to_params()["kvflow"]
 
 
 async def test_an_offer_is_found_once_though_its_digests_come_again(producer):

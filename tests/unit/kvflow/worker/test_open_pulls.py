@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvflow import errors
-from kvflow.events import PullFailed, TransferCompleted, TransferQuiesced
+from kvflow.events import PullFailed, TransferCompleted
 from kvflow.layout.groups import Group
 from kvflow.rendezvous.dialer import Link
 from kvflow.report import TransferReport
@@ -163,35 +163,6 @@ async def test_of_several_peers_that_cannot_be_met_the_first_is_named(monkeypatc
     async with opened(ranks=2) as world:
         _, record = await failing(world, errors.PeerRefused)
         assert record.peer == f"prefill-0/1/{world.producers[1].incarnation}"
-
-
-async def two_chunks_in_flight(world):
-    """Start two pulls that hang, so that their peer has as many chunks in flight as one may have."""
-    handles = []
-    for at in (1, 2):
-        handles.append(world.start(world.ticket(f"r{at}", (at,)), (at,)))
-        await world.faults.strike()  # one after the other: together they would share a chunk
-    return handles
-
-
-async def test_cancelled_before_a_byte_was_read(world):
-    await world.connect()
-    world.faults.hung.add(0)
-    waiting = await two_chunks_in_flight(world)
-    handle = world.start(blocks=(5, 6))
-    handle.cancel()
-    assert isinstance(await failure(handle), errors.TransferCancelled)
-    async with asyncio.timeout(PATIENCE_S):
-        await handle.quiesced()  # nothing of it was posted
-    record = await world.record()
-    assert (record.request_id, record.phase) == ("request-1", "queue")
-    assert (record.nbytes, record.nbytes_wanted, record.transport) == (0, 2 * 512, "loopback")
-    assert record.timings_s.keys() == {"handshake", "queue", "total"}
-    ends = [event for event in world.of(PullFailed, TransferQuiesced) if event.request_id == "request-1"]
-    assert [type(event) for event in ends] == [PullFailed, TransferQuiesced], "why, then that its blocks are free"
-    world.faults.heal()
-    async with asyncio.timeout(PATIENCE_S):
-        await asyncio.gather(*waiting)
 
 
 @pytest.mark.parametrize(

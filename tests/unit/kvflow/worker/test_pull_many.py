@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from kvflow import events
 from kvflow.errors import (
     ArgumentInvalid,
     BlockIdsInvalid,
@@ -145,20 +144,6 @@ async def test_pulls_whose_leases_have_ended_fail_alone(inline_s_max):
         assert codes == {f"r{at}": "stale_lease" if at in {2, 5} else "" for at in range(1, 7)}
         for handle in handles:
             await handle.quiesced()
-
-
-async def test_pulls_whose_leases_are_not_held_yet_are_delivered_later(world):
-    world.minted.add(0)
-    await world.connect()
-    ticket, admit = world.early("early", (9,))
-    *handles, early = world.consumer.pull_many([*items_of(world), (ticket, [[9]])])
-    await outcomes(handles)
-    await world.heard(events.TransferRetried)
-    assert not early.done()
-    admit()
-    (report,) = await outcomes([early])
-    assert (report.request_id, report.early_bytes) == ("early", 0)
-    assert world.holds((9,), (9,))
 
 
 async def test_a_batch_that_is_too_large_is_cut_before_anything_is_posted():

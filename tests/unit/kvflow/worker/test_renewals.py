@@ -90,19 +90,6 @@ def test_long_pulls_that_begin_together_renew_their_leases_each():
         assert set(outcomes(world).values()) == {"released"}
 
 
-@pytest.mark.parametrize("age_s", [0.0, PART_S, 1.5 * PART_S])
-def test_a_ticket_that_is_held_is_renewed_at_once(world, age_s):
-    ticket = world.offer()
-    world.pass_time(age_s)
-    began = world.now
-    hold(world, ticket)
-    world.pass_time(2 * LEASE_S)
-    renewed = world.heard("Renew", since=began)
-    assert renewed[0] - began == pytest.approx(0.0, abs=SLACK_S)
-    assert parts(renewed) == pytest.approx([PART_S] * (len(renewed) - 1), abs=SLACK_S)
-    assert world.leases() == 1
-
-
 def test_a_request_that_starts_no_pull_holds_a_ticket_for_compute_s():
     """Otherwise an engine whose scheduler hangs would renew it for ever."""
     with virtual(lease_s=LEASE_S, compute_s=4 * LEASE_S) as world:
@@ -247,19 +234,6 @@ def test_a_held_ticket_of_a_producer_that_is_closed_is_forgotten(world, monkeypa
     hold(world, second)  # there is room again
     world.pass_time(LEASE_S)
     assert world.consumer.worker._consumer._renewals.held == {}
-
-
-def test_a_lease_of_a_producer_that_is_closed_is_not_due_again():
-    with virtual(ranks=2, lease_s=LEASE_S) as world:
-        world.pull(world.offer())
-        hold(world, world.offer())
-        world.producers[1].leave()
-        world.pass_time(2 * LEASE_S)
-        renewer = world.consumer.worker._consumer._renewals
-        due = [key for leases in renewer._due.values() for key in leases]
-        assert due == [*renewer.held]
-        assert len(due) == 1
-        assert world.leases() == 1
 
 
 def test_an_open_pull_of_a_producer_that_closes_ends_as_any_other():
