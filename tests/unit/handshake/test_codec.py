@@ -17,10 +17,10 @@ from .helpers import ANSWERS, EXAMPLES, LIMITS, PRODUCED, frames_of
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "handshake_v2.json").read_text())
 
 
-def violation_of(frames, nbytes_max=LIMITS.frame_bytes_max):
+def violation_of(frames):
     """Return the kind of violation, or None for a message. Any other exception fails the test."""
     try:
-        decode(frames, nbytes_max)
+        decode(frames, LIMITS.frame_bytes_max)
     except RemoteProtocolError as error:
         return error.violation
     return None

@@ -375,8 +375,8 @@ class World:
 
 
 def issued_before(ticket, seconds):
-    """Return a ticket as if it had been signed some seconds before; None: it does not say when."""
-    issued_ms = None if seconds is None else ticket.grants[0].issued_ms - int(1000 * seconds)
+    """Return a ticket as if it had been signed some seconds before."""
+    issued_ms = ticket.grants[0].issued_ms - int(1000 * seconds)
     grant = msgspec.structs.replace(ticket.grants[0], issued_ms=issued_ms)
     key = TicketKey.of(config())
     return Ticket(grants=(grant,), signed=(grant.signed(key.sign, key.fingerprint),))

@@ -31,8 +31,8 @@ def ticket_of(block_ids, num_tokens):
     return mint.offer("request-1", block_ids=block_ids, num_tokens=num_tokens)[0]
 
 
-def demanded(block_ids, num_tokens, *targets, source_groups=TWO_GROUPS, target_groups=TWO_GROUPS):
-    source = cache_of(groups=source_groups).manifest()
+def demanded(block_ids, num_tokens, *targets, target_groups=TWO_GROUPS):
+    source = cache_of(groups=TWO_GROUPS).manifest()
     target = cache_of(groups=target_groups).manifest()
     member = next(ticket_of(block_ids, num_tokens).members())
     lists = [np.array(ids, np.int64) for ids in targets]

@@ -39,10 +39,10 @@ class Life:
         events: what it reported.
     """
 
-    def __init__(self, fabric, config, cache, *, skew_s=0.0):
+    def __init__(self, fabric, config, cache):
         self.config, self.cache = config, cache
         name, host = f"{config.engine_id}/{config.rank}", config.bind.removeprefix("tcp://").partition(":")[0]
-        self.process = Process(fabric.world, name, host, began_s=1.0, skew_s=skew_s)
+        self.process = Process(fabric.world, name, host, began_s=1.0, skew_s=0.0)
         self.worker, self.events = None, []
         self._left, self._world = self.process.create_future(), fabric.world
         environment = Environment(
@@ -78,15 +78,15 @@ class VirtualWorld:
         wires, fabric: what is between them.
     """
 
-    def __init__(self, ranks, shape, theirs, ours, *, skew_s, reader):
+    def __init__(self, ranks, shape, theirs, ours, *, reader):
         self._world = World(1, recording=True)
         self.wires = Wires(self._world, NetworkFaults())
         self.fabric = Fabric(self._world, self.wires, FabricFaults(at_once=1.0, inline=1.0))
         self.producers = [self.open("prefill-0", shape, rank, ranks, **theirs) for rank in range(ranks)]
-        self.consumer = self.open("decode-0", shape, *reader, skew_s=skew_s, **ours)
+        self.consumer = self.open("decode-0", shape, *reader, **ours)
         self._count = 0
 
-    def open(self, engine_id, shape=SHAPE, rank=0, ranks=1, *, skew_s=0.0, **settings):
+    def open(self, engine_id, shape=SHAPE, rank=0, ranks=1, **settings):
         """Open a worker on a host of its own."""
         config = flat_config(
             engine_id=engine_id,
@@ -99,7 +99,7 @@ class VirtualWorld:
         cache = SimulatedCache(
             msgspec.structs.replace(shape, num_ranks=ranks), rank, (len(self.fabric.agents) + 1) << 32
         )
-        return Life(self.fabric, config, cache, skew_s=skew_s)
+        return Life(self.fabric, config, cache)
 
     def reborn(self, life):
         """Start the worker of a process that has ended anew, at its address."""
@@ -164,18 +164,17 @@ class VirtualWorld:
 
 
 @contextmanager
-def virtual(*, ranks=1, reader=(0, 1), shape=SHAPE, skew_s=0.0, lease_s=6.0, theirs=(), **ours):
+def virtual(*, ranks=1, reader=(0, 1), shape=SHAPE, lease_s=6.0, theirs=(), **ours):
     """Open a world on virtual time.
 
     Args:
         ranks: of the producer, each with an equal share of the heads.
         reader: rank of the consumer, and how many of its engine there are.
         shape: of every cache.
-        skew_s: seconds that the consumer's wall clock is ahead.
         lease_s, theirs: settings of the producer's workers.
         ours: settings of the consumer.
     """
-    world = VirtualWorld(ranks, shape, {"lease_s": lease_s, **dict(theirs)}, ours, skew_s=skew_s, reader=reader)
+    world = VirtualWorld(ranks, shape, {"lease_s": lease_s, **dict(theirs)}, ours, reader=reader)
     try:
         yield world
         assert world._world.violation is None

@@ -58,8 +58,7 @@ class Leases:
     ``stretches``: of each block, in which it is told to readers.
     """
 
-    def __init__(self, blocks=64, block_bytes=512, seed=0, *, keys_differ=False, stretches=1):
-        self.keys_differ = keys_differ
+    def __init__(self, blocks=64, block_bytes=512, seed=0, *, stretches=1):
         self.block_bytes, self.num_blocks, self._stretches = block_bytes, blocks, stretches
         draw = np.random.default_rng(seed)
         self.cache = draw.integers(1, 256, (2, blocks, block_bytes), dtype=np.uint8)
@@ -97,10 +96,9 @@ class Leases:
             tuple(Track(each.ctypes.data + at, nbytes, part, blocks) for at in range(0, nbytes, part))
             for each in self.cache
         )
-        admits, differ = (lambda key: key not in self.barred), self.keys_differ
         self.vouched = []
         vouches = None if self.macs is None else self.vouches
-        return Serving(tracks, self.blocks_of, admits, KEY, vouches, keys_differ=differ)
+        return Serving(tracks, self.blocks_of, lambda key: key not in self.barred, KEY, vouches)
 
     def rows(self, group=0):
         return np.array([[self.cache[group].ctypes.data, self.block_bytes, 0, self.block_bytes, self.num_blocks]])
@@ -207,9 +205,9 @@ class Consumer:
         self.identity = self.backend._identity
         self._reads = count(1)
 
-    def add(self, endpoint, leases=None, *, number=0, certificate=b"", blob=None):
+    def add(self, endpoint, leases=None, *, certificate=b"", blob=None):
         """Add the producer of these leases at an endpoint, or of this layout, and return who it is."""
-        peer = PeerId("producer", number, "0" * 32, "tcp://127.0.0.1:1", "")
+        peer = PeerId("producer", 0, "0" * 32, "tcp://127.0.0.1:1", "")
         blob = wire.encode_layout(leases.serving.tracks) if blob is None else blob
         who = credentials(ours=certificate_of(self.identity), theirs=certificate)
         planes = {"tcp": encode_envelope(Envelope("tcp", "producer", blob))}
