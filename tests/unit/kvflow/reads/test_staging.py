@@ -11,13 +11,13 @@ from kvflow.leases.tickets import LeaseName
 from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.staging import AXES_MAX, Scatter
 from kvflow.reads.backend import BackendError
-from kvflow.reads.contract import CancelReads, Part, PeerAddress, PreparedList, RankRead, ReadEnded
+from kvflow.reads.contract import CancelReads, Part, PeerAddress, PreparedList, RankRead
 from kvflow.reads.core import PostReads, ReadCore, RemovePeer, ResetReader
 from kvflow.reads.staging import Scatterer, StagingMemory, evenly_spaced
 from tests.helpers.loops import looped
-from tests.unit.kvflow.reads.test_core import EPOCHS, ScriptedBackend
 
 from .lane_reads import Units
+from .test_core import EPOCHS, Bench, ScriptedBackend
 
 PIECE, SLOTS, UNITS = 16, 8, 32
 BUFFER = 4096
@@ -60,7 +60,7 @@ def test_more_staging_memory_than_there_is_names_its_setting():
         StagingMemory(1 << 60)
 
 
-class Bench:
+class StagedBench(Bench):
     """An owner with staging buffers over a backend that does what the test says."""
 
     def __init__(self, target):
@@ -91,9 +91,7 @@ class Bench:
         return peers
 
     def land(self, outcome=0):
-        posted = self.backend.all_posted.popleft()
-        posted.outcome = outcome if isinstance(outcome, Exception) else posted.answer(outcome)
-        self.core.step()
+        super().land(outcome)
         self.check()
 
     def fence(self):
@@ -110,18 +108,10 @@ class Bench:
         self.core._lanes.check()
         assert self.memory.use.in_use == self.core._lanes.staging()[0]
 
-    def seen(self):
-        words = [
-            f"{event.read_id} {event.code or event.verdict}" if isinstance(event, ReadEnded) else type(event).__name__
-            for event in self.events
-        ]
-        self.events.clear()
-        return words
-
 
 @pytest.fixture
 def bench(target):
-    return Bench(target)
+    return StagedBench(target)
 
 
 def test_a_chunk_has_a_buffer_from_its_post_until_it_is_scattered(bench, target):
@@ -155,7 +145,7 @@ def test_nothing_is_scattered_once_a_read_is_cancelled_or_has_failed(bench, targ
     bench.step()
     bench.land(BackendError("peer_lost", "reset"))
     bench.land()
-    assert bench.seen() == ["PeerFailed", "2 peer_lost"]
+    assert bench.seen() == ["PeerFailed peer_lost", "2 peer_lost"]
     assert not target.any()
     assert bench.memory.use.in_use == 0
 
@@ -204,7 +194,7 @@ def test_a_defect_while_scattering_ends_the_read_and_frees_its_buffer(bench, mon
         bench.post(1, range(SLOTS))
         bench.step()
         bench.land()
-    assert bench.seen() == ["1 transport_error", "PeerFailed"]
+    assert bench.seen() == ["1 transport_error", "PeerFailed transport_error"]
     assert bench.memory.use.in_use == 0
     assert not bench.core.in_flight
 

@@ -14,13 +14,12 @@ from kvflow.rendezvous.dialer import open_link
 from kvflow.rendezvous.endpoint import Advertisement, build_local_endpoint, security_of
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
-from tests.helpers.settings import flat_config
 from tests.unit.kvflow.layout import helpers as layout_helpers
-from tests.unit.kvflow.worker.helpers import PATIENCE_S, cache_of
+from tests.unit.kvflow.worker.helpers import PATIENCE_S, SECRET, cache_of
+from tests.unit.kvflow.worker.pulling import config
 
-__all__ = ["PATIENCE_S", "cache_of"]
+__all__ = ["PATIENCE_S", "SECRET", "cache_of", "config"]
 
-SECRET = "a secret of the tests, long enough"
 SECURITY = ClusterSecurity.from_secret(SECRET)
 INCARNATION = "a" * 32
 EPOCHS = Region(8192, 64)
@@ -37,11 +36,6 @@ def manifest():
 def advertisement(**changes):
     fields = {"manifest": manifest(), "epochs": EPOCHS, "planes": {"loopback": b"how to read me"}}
     return Advertisement(**fields | changes)
-
-
-def config(**settings):
-    usual = {"cluster_secret": SECRET, "transport": "loopback", "connect_s": PATIENCE_S, "handshake_s": PATIENCE_S}
-    return flat_config(**{"engine_id": "prefill-0"} | usual | settings)
 
 
 def side(incarnation=INCARNATION, *, pass_key=None, **settings):
