@@ -2,13 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 PATIENCE_S = 60.0
 PAUSE_S = 0.001
 
 T = TypeVar("T")
+
+
+async def patiently(awaitable: Awaitable[T]) -> T:
+    """Await what tells that it has happened, and must happen."""
+    async with asyncio.timeout(PATIENCE_S):
+        return await awaitable
 
 
 async def until(condition: Callable[[], T], patience_s: float = PATIENCE_S) -> T:

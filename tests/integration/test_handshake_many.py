@@ -15,8 +15,8 @@ import handshake.sockets
 from handshake.errors import Closed, SocketsExhausted
 from handshake.limits import Limits
 from handshake.sockets import DESCRIPTORS_OF_A_LINK, open_dialer
-from tests.helpers.waiting import until
-from tests.unit.handshake.helpers import LIMITS, SECURITY, connected, patiently, serving
+from tests.helpers.waiting import patiently, until
+from tests.unit.handshake.helpers import LIMITS, SECURITY, connected, serving
 
 LINKS = 1024
 FILES = 6 * LINKS

@@ -11,7 +11,7 @@ from handshake.codec import encode
 from handshake.limits import Limits
 from handshake.messages import WIRE_VERSION, Answered, Ask, Publish, Welcome
 from handshake.sockets import Delivery, open_listener, running
-from tests.helpers.waiting import until
+from tests.helpers.waiting import patiently, until
 from tests.unit.handshake.helpers import (
     CONSUMED,
     EXAMPLES,
@@ -22,7 +22,6 @@ from tests.unit.handshake.helpers import (
     Recorder,
     connected,
     frames_of,
-    patiently,
     raw_dealer,
 )
 from tests.world.node import hosted

@@ -4,8 +4,9 @@ import msgspec
 import pytest
 
 from handshake.errors import Closed
+from tests.helpers.waiting import patiently
 from tests.ports import free_port
-from tests.unit.handshake.helpers import EXAMPLES, PATIENT, SECRET, Recorder, connected, patiently
+from tests.unit.handshake.helpers import EXAMPLES, PATIENT, SECRET, Recorder, connected
 from tests.world.node import hosted
 
 from .handshaking import serving_apart

@@ -276,9 +276,3 @@ async def raw_dealer(
         yield socket
     finally:
         context.destroy(linger=0)
-
-
-async def patiently(awaitable: Any) -> Any:
-    """Await what must happen."""
-    async with asyncio.timeout(PATIENCE_S):
-        return await awaitable

@@ -10,8 +10,7 @@ import zmq
 
 from handshake.intake import MESSAGES_PER_TURN, Arrivals
 from handshake.sockets import running
-
-from .helpers import patiently
+from tests.helpers.waiting import patiently
 
 PATIENCE_S = 30.0
 DELAY_S = 0.01  # ZeroMQ looks for news within a send only if it has not looked for a moment

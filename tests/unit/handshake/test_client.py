@@ -37,6 +37,7 @@ from handshake.messages import (
     Welcome,
 )
 from handshake.sockets import DialedChannel, first_open, open_listener, resolve, running
+from tests.helpers.waiting import patiently
 from tests.ports import free_port
 
 from .helpers import (
@@ -52,7 +53,6 @@ from .helpers import (
     Recorder,
     connected,
     frames_of,
-    patiently,
     serving,
 )
 

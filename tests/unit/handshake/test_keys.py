@@ -12,7 +12,7 @@ from handshake.messages import ConnectionClosed, ConnectionFailed, LeaseRef, Pee
 from handshake.security import AllowedKeys, ClusterSecurity, CurveKeys, draw_secret, sign
 from handshake.sockets import ZeroMqNetwork
 from tests.helpers.loops import looped
-from tests.helpers.waiting import until
+from tests.helpers.waiting import patiently, until
 
 from .helpers import (
     EXAMPLES,
@@ -23,7 +23,6 @@ from .helpers import (
     Recorder,
     connected,
     frames_of,
-    patiently,
     raw_dealer,
     serving,
 )

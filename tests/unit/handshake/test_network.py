@@ -9,8 +9,9 @@ from handshake.client import open_client
 from handshake.errors import TimedOut
 from handshake.limits import Limits
 from handshake.sockets import Delivery, LinkEvent, ZeroMqNetwork
+from tests.helpers.waiting import patiently
 
-from .helpers import CONSUMER, PRODUCED, patiently
+from .helpers import CONSUMER, PRODUCED
 
 
 class LateNetwork(ZeroMqNetwork):

@@ -8,8 +8,9 @@ from handshake.errors import Closed, LocalProtocolError
 from handshake.limits import Limits
 from handshake.messages import REPORT_BYTES_MAX, ConnectionFailed, PingAnswered
 from handshake.server import _made
+from tests.helpers.waiting import patiently
 
-from .helpers import Pair, connected, patiently, serving
+from .helpers import Pair, connected, serving
 
 
 def answered(pair):

@@ -26,8 +26,9 @@ from handshake.security import (
 )
 from handshake.sockets import running
 from tests.helpers.loops import looped
+from tests.helpers.waiting import patiently
 
-from .helpers import OTHER_SECURITY, SECURITY, patiently
+from .helpers import OTHER_SECURITY, SECURITY
 
 # RFC 5869, appendix A, the cases with SHA-256: secret, salt, info, output.
 RFC_5869 = [

@@ -25,6 +25,7 @@ from handshake.messages import (
 from handshake.security import AllowedKeys
 from handshake.server import HELLO_BYTES_MAX, WAITING_MAX, HandshakeServer, open_server
 from handshake.sockets import Channel, Delivery
+from tests.helpers.waiting import patiently
 
 from .helpers import (
     ANSWERS,
@@ -41,7 +42,6 @@ from .helpers import (
     connected,
     frames_of,
     ignore,
-    patiently,
     raw_dealer,
     serving,
 )

@@ -13,8 +13,9 @@ from handshake.errors import AddressInvalid, SocketsExhausted
 from handshake.intake import MESSAGES_PER_TURN
 from handshake.limits import Limits
 from handshake.sockets import Delivery, LinkEvent, open_dialer, open_listener, running
+from tests.helpers.waiting import patiently, until
 
-from .helpers import LIMITS, OTHER_SECURITY, PATIENCE_S, SECURITY, patiently
+from .helpers import LIMITS, OTHER_SECURITY, SECURITY
 
 ANY_PORT = "tcp://127.0.0.1:0"
 
@@ -54,9 +55,7 @@ async def test_messages_travel_both_ways(security):
             assert listener.send([routing_id, b"answer"]) is Delivery.QUEUED
             assert await answered.next() == [b"answer"]
         # The dialer is gone; the listener finds out when it has something to say.
-        async with asyncio.timeout(30):
-            while listener.send([routing_id, b"anyone?"]) is not Delivery.GONE:  # noqa: ASYNC110 - no event tells
-                await asyncio.sleep(0)
+        await until(lambda: listener.send([routing_id, b"anyone?"]) is Delivery.GONE)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(SECURITY, OTHER_SECURITY), (SECURITY, None), (None, SECURITY)], ids=str)
@@ -118,11 +117,8 @@ async def test_a_dialer_never_dials_again():
                 open_dialer(listener.endpoint, None, LIMITS) as other,
                 running(other.watch(other_links)),
             ):
-                async with asyncio.timeout(
-                    PATIENCE_S
-                ):  # the monitor may tell of the loss before the socket has taken note of it
-                    while dialer.send([b"ours"]) is not Delivery.FULL:  # noqa: ASYNC110 - no event tells
-                        await asyncio.sleep(0)
+                # The monitor may tell of the loss before the socket has taken note of it.
+                await until(lambda: dialer.send([b"ours"]) is Delivery.FULL)
                 other.dial()
                 await other_links.until(LinkEvent.SECURED)
                 assert other.send([b"the other's"]) is Delivery.QUEUED

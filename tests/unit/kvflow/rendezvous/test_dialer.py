@@ -16,7 +16,7 @@ from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.producer import LeaseManager
 from kvflow.worker.runtime import open_worker
 from tests.helpers.loops import looped
-from tests.helpers.waiting import until
+from tests.helpers.waiting import patiently, until
 from tests.unit.kvflow.worker.helpers import lease_of
 from tests.unit.kvflow.worker.pulling import FaultyNetwork
 
@@ -127,8 +127,7 @@ async def test_an_end_is_told_once_with_its_reason():
         link = linked(producer, on_ended=lambda *end: ends.put_nowait(end))
         opened = await link.__aenter__()
     try:
-        async with asyncio.timeout(PATIENCE_S):
-            code, _ = await ends.get()
+        code, _ = await patiently(ends.get())
         assert code == "peer_closed"
         opened.release([(1, 1)], read=True)  # nobody hears it, and nothing happens
         opened.renew([(1, 1)])
@@ -162,8 +161,7 @@ async def test_many_leases_travel_in_messages_of_bounded_size():
         leases = [lease_of(producer.offer(str(number), [[1]], 4)) for number in range(count)]
         link.renew(leases)
         link.release(leases, read=False)
-        async with asyncio.timeout(PATIENCE_S):
-            assert await producer.wait_offer(str(count - 1)) == "released"
+        assert await patiently(producer.wait_offer(str(count - 1))) == "released"
         assert producer.snapshot().leases == 0
 
 

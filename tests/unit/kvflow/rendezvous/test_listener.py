@@ -11,7 +11,7 @@ from handshake.sockets import ZEROMQ
 from kvflow.errors import ConfigInvalid
 from kvflow.events import ConsumerRejected
 from kvflow.worker.runtime import open_worker
-from tests.helpers.waiting import until
+from tests.helpers.waiting import patiently, until
 from tests.unit.kvflow.worker.helpers import lease_of
 from tests.unit.kvflow.worker.pulling import FaultyNetwork
 
@@ -19,8 +19,7 @@ from .helpers import OURS, PATIENCE_S, READER_INCARNATION, SECURITY, cache_of, c
 
 
 async def ended(producer, name):
-    async with asyncio.timeout(PATIENCE_S):
-        return await producer.wait_offer(name)
+    return await patiently(producer.wait_offer(name))
 
 
 async def test_a_lease_ends_when_every_rank_of_a_reader_has_released_it():

@@ -5,8 +5,9 @@ import asyncio
 from kvflow.leases.table import Reader
 from kvflow.leases.tickets import MAC_BYTES, LeaseName
 from kvflow.rendezvous.questions import AnswerSettled, AskHeld, AskSettled, Settled
+from tests.helpers.waiting import patiently
 
-from .helpers import PATIENCE_S, lease_of
+from .helpers import lease_of
 
 LONG_MS = 86_400_000
 ASKER = Reader("decode-0", 0, 1, "its key")
@@ -33,8 +34,7 @@ class Asked:
         return self._takes
 
     async def answer(self):
-        async with asyncio.timeout(PATIENCE_S):
-            await self._come.wait()
+        await patiently(self._come.wait())
         (answer,) = self.answers
         return answer
 

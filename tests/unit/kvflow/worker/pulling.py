@@ -23,7 +23,7 @@ from kvflow.rendezvous.issuer import TicketKey, TicketMint
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
 from tests.helpers.settings import flat_config
-from tests.helpers.waiting import until
+from tests.helpers.waiting import patiently, until
 
 from .helpers import PATIENCE_S, SECRET, cache_of
 
@@ -325,8 +325,7 @@ class World:
         return self.consumer.start_pull(ticket or self.ticket(), [list(blocks)], **how)
 
     async def pull(self, ticket=None, blocks=(1, 2), **how):
-        async with asyncio.timeout(PATIENCE_S):
-            return await self.start(ticket, blocks, **how)
+        return await patiently(self.start(ticket, blocks, **how))
 
     async def connect(self):
         """Read something, so that the next pull finds its peers connected. This may take long, whatever the budgets."""
@@ -391,8 +390,7 @@ def not_admitted(producer, request_id="r"):
 
 async def failure(awaitable):
     """Wait for something that fails; return its error."""
-    async with asyncio.timeout(PATIENCE_S):
-        (error,) = await asyncio.gather(awaitable, return_exceptions=True)
+    (error,) = await patiently(asyncio.gather(awaitable, return_exceptions=True))
     assert isinstance(error, BaseException), f"it ended with {error}"
     return error
 

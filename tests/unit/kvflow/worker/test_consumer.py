@@ -27,6 +27,7 @@ from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker import open_pulls
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.runtime import open_worker
+from tests.helpers.waiting import patiently
 
 from .helpers import PATIENCE_S, SECRET, cache_of
 from .pulling import awaiting, config, failure, opened
@@ -90,8 +91,7 @@ async def test_a_pull_of_connected_peers_is_handed_over_in_the_call(world):
     assert (read.priority, read.check_first) == (3, False)
     assert (str(read.peer), len(read.parts)) == (f"prefill-0/0/{world.producer.incarnation}", 1)
     assert handle.done() == (world.of(events.TransferStarted) == [])
-    async with asyncio.timeout(PATIENCE_S):
-        await handle
+    await patiently(handle)
 
 
 async def test_a_small_pull_of_connected_peers_is_over_before_the_call_returns():
@@ -133,8 +133,7 @@ async def test_the_first_pull_of_an_iteration_starts_at_once_the_rest_together(t
     before = len(threaded.faults.batches)
     handles = [threaded.start(threaded.ticket(f"r{at}", (at,)), (at,)) for at in range(1, 9)]
     assert [len(reads) for reads in threaded.faults.batches[before:]] == [1]
-    async with asyncio.timeout(PATIENCE_S):
-        await asyncio.gather(*handles)
+    await patiently(asyncio.gather(*handles))
     assert [len(reads) for reads in threaded.faults.batches[before:]] == [1, 7]
     assert threaded.holds(range(1, 9), range(1, 9))
 
@@ -148,8 +147,7 @@ async def test_a_pull_that_is_cancelled_in_its_own_turn_is_not_posted(threaded):
     error = await failure(handles[1])
     assert isinstance(error, TransferCancelled)
     assert not error.quarantined
-    async with asyncio.timeout(PATIENCE_S):
-        await asyncio.gather(handles[0], handles[2], again, handles[1].quiesced())
+    await patiently(asyncio.gather(handles[0], handles[2], again, handles[1].quiesced()))
     assert [len(reads) for reads in threaded.faults.batches[before:]] == [1, 2]
     record = (await threaded.records(4))["r2"]
     assert (record.phase, record.nbytes, record.nbytes_wanted) == ("queue", 0, 2 * BLOCK_BYTES)
@@ -173,8 +171,7 @@ async def test_each_rank_is_read_under_its_own_lease_as_soon_as_it_is_held():
         handle = world.start(ticket)
         await world.heard(TransferRetried)
         admit()
-        async with asyncio.timeout(PATIENCE_S):
-            await handle
+        await patiently(handle)
         assert world.holds((1, 2), (3, 4))
         assert [(each.lease, each.check_first) for each in world.faults.batches[before]] == [
             (LeaseName(grant.slot, grant.epoch, signed[:MAC_BYTES]), not grant.admitted)
@@ -310,8 +307,7 @@ async def test_a_stale_pull_is_quiescent_and_releases_nothing(world, monkeypatch
     assert isinstance(error, StaleLease)
     assert not error.quarantined
     assert (error.request_id, error.ended_by) == ("request-1", REVOKED)
-    async with asyncio.timeout(PATIENCE_S):
-        await handle.quiesced()
+    await patiently(handle.quiesced())
     record = await world.record()
     assert (record.code, record.phase, record.quarantined) == ("stale_lease", "fence", False)
     assert (record.nbytes, record.nbytes_wanted) == (4 * BLOCK_BYTES, 4 * BLOCK_BYTES)
@@ -338,8 +334,7 @@ async def test_a_failure_keeps_its_blocks_until_the_data_plane_is_done():
         assert isinstance(await failure(world.start(world.ticket("again"), (1, 2))), BlockIdsInvalid)
         assert not quiet.done()
         world.faults.heal()
-        async with asyncio.timeout(PATIENCE_S):
-            await quiet
+        await patiently(quiet)
         await world.pull(world.ticket("once more"))
 
 
@@ -357,8 +352,7 @@ async def test_a_cancelled_pull_says_so_to_everyone_who_awaits_it(world):
     assert repr(handle) == f"<PullHandle {handle.id}: transfer_cancelled, quarantined>"
     assert not tasks[0].done()
     world.faults.heal()
-    async with asyncio.timeout(PATIENCE_S):
-        await tasks[0]
+    await patiently(tasks[0])
     assert repr(handle) == f"<PullHandle {handle.id}: transfer_cancelled>"
     await world.records(1)
 
@@ -410,8 +404,7 @@ async def test_a_peer_that_hangs_is_found_by_its_deadline_and_let_go():
         (dropped,) = await world.heard(PeerDropped)
         assert (dropped.code, dropped.peer) == ("deadline_exceeded", error.peer)
         world.faults.heal()
-        async with asyncio.timeout(PATIENCE_S):
-            await handle.quiesced()
+        await patiently(handle.quiesced())
         assert world.consumer.snapshot().dropped == {"deadline_exceeded": 1}
 
 
@@ -433,8 +426,7 @@ async def test_a_ticket_that_is_admitted_late_is_read_once(connected, inline_s_m
         await world.checked(1)
         assert world.faults.chunks == [], "a byte was read in vain"
         admit()
-        async with asyncio.timeout(PATIENCE_S):
-            report = await handle
+        report = await patiently(handle)
         assert world.holds((1, 2), (3, 4))
         assert report.early == 1
         assert world.of(events.TransferRetried) == [retried], "told once"
@@ -466,8 +458,7 @@ async def test_every_rank_that_can_be_reached_is_given_its_ticket_back(monkeypat
         monkeypatch.setattr(PeerPool, "connect_link", connect_one)
         with pytest.raises(PeerLost, match="as the test says"):
             await world.consumer.release(world.ticket())
-        async with asyncio.timeout(PATIENCE_S):
-            assert await world.producers[1].wait_offer("request-1") == RELEASED
+        assert await patiently(world.producers[1].wait_offer("request-1")) == RELEASED
 
 
 async def test_closing_cancels_what_is_open_and_takes_no_more(world):

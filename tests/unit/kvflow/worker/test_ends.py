@@ -1,12 +1,11 @@
 """Who waits for something of a lease hears of its end at once, also if it ends between the look and the wait."""
 
-import asyncio
-
 import pytest
 
 from kvflow.errors import StaleLease
 from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker.runtime import open_worker
+from tests.helpers.waiting import patiently
 
 from .asking import answered, settled
 from .helpers import PATIENCE_S, SECRET, cache_of, turns
@@ -49,11 +48,6 @@ def when_free(worker, monkeypatch):
     return arrange
 
 
-async def heard(waiting):
-    async with asyncio.timeout(PATIENCE_S):
-        return await waiting
-
-
 def mint_of(worker):
     return TicketMint("prefill-0", [worker.rank_address], cluster_secret=SECRET, block_sizes=[4])
 
@@ -61,20 +55,20 @@ def mint_of(worker):
 async def test_a_lease_that_ends_between_the_look_and_the_wait_is_heard_of(worker, when_free):
     worker.offer("r", [[1]], 4)
     when_free(lambda: worker.revoke("r"))
-    assert await heard(worker.wait_offer("r")) == "revoked"
+    assert await patiently(worker.wait_offer("r")) == "revoked"
 
 
 async def test_a_drain_hears_of_a_lease_that_ends_as_it_looks(worker, when_free):
     worker.offer("r", [[1]], 4)
     when_free(lambda: worker.revoke("r"))
-    assert (await heard(worker.drain(PATIENCE_S))).complete
+    assert (await patiently(worker.drain(PATIENCE_S))).complete
 
 
 async def test_an_offer_hears_of_the_slot_that_is_freed_as_it_looks(worker, when_free):
     for number in range(SLOTS):
         worker.offer(str(number), [[1]], 4)
     when_free(lambda: worker.revoke("0"))
-    assert (await heard(worker.offer_when_possible("r", [[1]], 4))).request_id == "r"
+    assert (await patiently(worker.offer_when_possible("r", [[1]], 4))).request_id == "r"
 
 
 @pytest.mark.parametrize("happens", ["admitted", "void", "later"])
@@ -89,7 +83,7 @@ async def test_a_question_hears_what_becomes_of_a_grant_as_it_is_asked(worker, w
         "later": lambda: worker.admit(later),
     }
     when_free(act[happens])
-    assert await heard(settled(worker, ticket, 0, above=4).answer()) == ANSWERS[happens]
+    assert await patiently(settled(worker, ticket, 0, above=4).answer()) == ANSWERS[happens]
 
 
 ANSWERS = {
@@ -142,5 +136,5 @@ async def test_who_reads_a_void_grant_learns_that_it_was_revoked(worker):
     worker.revoke("r", grant)
     async with open_worker(config("decode-0"), cache_of(10)) as consumer:
         with pytest.raises(StaleLease) as caught:
-            await heard(consumer.pull(ticket, [[1]]))
+            await patiently(consumer.pull(ticket, [[1]]))
     assert caught.value.ended_by == "revoked"

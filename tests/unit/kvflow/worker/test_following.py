@@ -28,6 +28,7 @@ from kvflow.rendezvous.dialer import Link
 from kvflow.rendezvous.issuer import TicketKey
 from kvflow.rendezvous.questions import AnswerSettled, AskSettled, Settled
 from tests.fakes import FabricFaults
+from tests.helpers.waiting import patiently, until
 
 from .helpers import PATIENCE_S, turns
 from .pulling import awaiting, config, failure, opened
@@ -139,19 +140,11 @@ async def reading(world, teller):
 async def waiting(world, blocks):
     """Wait until the only pull has read so many blocks, and waits for its producer."""
 
-    def reading():
+    def is_waiting():
         (state,) = world.consumer.snapshot().open_pulls
-        return (state.phase, state.nbytes) != ("compute", blocks * BLOCK_BYTES)
+        return (state.phase, state.nbytes) == ("compute", blocks * BLOCK_BYTES)
 
-    async with asyncio.timeout(PATIENCE_S):
-        while reading():  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.001)
-
-
-async def ended(pull):
-    """Wait until nothing of a pull is left."""
-    async with asyncio.timeout(PATIENCE_S):
-        await pull.quiesced()
+    await until(is_waiting)
 
 
 async def test_what_is_settled_is_read_before_the_rest_is_computed(world, teller):
@@ -281,7 +274,7 @@ async def test_a_wrong_answer_fails_the_pull_and_nobody_else(world, teller, firs
     assert isinstance(error, ProtocolViolation)
     assert words in error.message
     assert not error.quarantined
-    await ended(pull)
+    await patiently(pull.quiesced())
     (failed,) = await world.heard(PullFailed)
     assert (failed.code, failed.phase, failed.nbytes) == ("protocol_violation", "compute", 2 * BLOCK_BYTES)
     await world.pull(world.ticket("another", (14,)), (1,))
@@ -329,7 +322,7 @@ async def test_whatever_a_producer_says_its_pull_fails_or_has_what_was_told(worl
         else:
             ends["completed"] += 1
             assert world.holds(TARGETS, liar.told)
-        await ended(pull)
+        await patiently(pull.quiesced())
         world.producer.revoke(f"request-{number}")
         world.consumer.check()
     assert min(ends["completed"], ends["protocol_violation"], ends["stale_lease"]) > 5, ends
@@ -346,7 +339,7 @@ async def test_a_range_whose_fence_is_late_is_stale_and_nothing_more_is_read(wor
     assert isinstance(error, StaleLease)
     assert error.ended_by == "revoked"
     teller.say(TOKENS, sealed=True)
-    await ended(pull)
+    await patiently(pull.quiesced())
     assert len(world.of(PullFailed)) == 1
 
 
@@ -415,7 +408,7 @@ async def test_cancelling_while_it_computes_frees_our_blocks_at_once(world, tell
     error = await failure(pull)
     assert isinstance(error, TransferCancelled)
     assert not error.quarantined
-    await ended(pull)
+    await patiently(pull.quiesced())
     await world.pull(world.ticket("another", (15,)), (TARGETS[-1],))
     world.consumer.check()
     world.producer.revoke("request-1")
@@ -451,7 +444,7 @@ async def test_a_cancelled_second_range_tells_of_all_that_has_arrived(world, tel
     (failed,) = await world.heard(PullFailed)
     assert (failed.nbytes, failed.nbytes_wanted) == (2 * BLOCK_BYTES, len(SOURCES) * BLOCK_BYTES)
     world.faults.heal()
-    await ended(pull)
+    await patiently(pull.quiesced())
     world.producer.revoke("request-1")
 
 
@@ -480,7 +473,7 @@ async def test_cancelling_at_the_instant_of_a_wrong_answer_leaves_no_task(teller
         pull.cancel()
         await failure(pull)
         world.faults.heal()
-        await ended(pull)
+        await patiently(pull.quiesced())
         names = {task.get_coro().__name__ for task in asyncio.all_tasks()}
         assert "_read_on" not in names
 
@@ -518,7 +511,7 @@ async def test_a_peer_that_is_lost_ends_the_pull_that_waits_for_it(world, teller
     world.consumer._consumer.peers.drop(peer, "peer_lost", "as the test says")
     error = await failure(pull)
     assert isinstance(error, PeerLost)
-    await ended(pull)
+    await patiently(pull.quiesced())
     (failed,) = await world.heard(PullFailed)
     assert (failed.phase, failed.nbytes) == ("compute", 2 * BLOCK_BYTES)
     phases = dict(failed.timings_s)
@@ -535,9 +528,7 @@ async def read_of_the_first(world, teller, *, settled):
     teller.say(settled, rank=1, sealed=settled == TOKENS)
     await world.faults.strike()
     (followed,) = world.consumer._consumer.pulls.by_id.values()
-    async with asyncio.timeout(PATIENCE_S):
-        while followed.ranges[-1].ranks[0].state != "delivered":  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.001)
+    await until(lambda: followed.ranges[-1].ranks[0].state == "delivered")
     return pull, followed.ranges[-1].ranks[0].read.peer
 
 
@@ -548,7 +539,7 @@ async def test_a_rank_lost_between_two_ranges_ends_the_pull_at_once(teller):
         world.consumer._consumer.peers.drop(peer, "peer_lost", "as the test says")
         assert isinstance(await failure(pull), PeerLost)
         world.faults.heal()
-        await ended(pull)
+        await patiently(pull.quiesced())
         for producer in world.producers:
             producer.revoke("request-1")
 
@@ -583,7 +574,7 @@ async def test_draining_waits_for_it_and_closing_cancels_it(teller):
         assert world.consumer._consumer.close() == 1
         error = await failure(pull)
         assert isinstance(error, TransferCancelled)
-        await ended(pull)
+        await patiently(pull.quiesced())
 
 
 @pytest.mark.parametrize("wrong", ["digests", "unknown", "slot", "before", "mixed", "tokens", "told"])

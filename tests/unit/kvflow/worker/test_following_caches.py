@@ -11,6 +11,7 @@ import kvflow
 from kvflow.errors import BlockRangeMismatch, StaleLease
 from kvflow.layout.shards import Shard
 from kvflow.leases.tickets import join_tickets
+from tests.helpers.waiting import until
 
 from .helpers import PATIENCE_S, cache_of
 from .pulling import failure, opened
@@ -167,9 +168,7 @@ async def test_an_aborted_offer_is_stale_for_who_reads_it_or_comes_later():
         offer = world.producer.offer_progressive("r", [mine[:2]], TOKENS)
         offer.advance(32)
         pull = world.consumer.start_pull(offer.ticket, ours)
-        async with asyncio.timeout(PATIENCE_S):
-            while not any(state.nbytes for state in world.consumer.snapshot().open_pulls):  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await until(lambda: any(state.nbytes for state in world.consumer.snapshot().open_pulls))
         assert offer.abort()
         for _ in range(2):
             error = await failure(pull)

@@ -1,6 +1,5 @@
 """Pulls of open offers that are overtaken by a fault: real workers on virtual time, or threads of their own."""
 
-import time
 from functools import partial
 
 import pytest
@@ -10,6 +9,7 @@ from kvflow.events import PullFailed, ReaderReset, TransferQuiesced
 from kvflow.reads.contract import RESET_DRAIN_S
 from kvflow.worker.threaded import run_worker
 from tests.fakes import FabricFaults
+from tests.helpers.waiting import wait_until
 
 from .helpers import PATIENCE_S, cache_of
 from .pulling import config
@@ -123,10 +123,11 @@ def test_a_worker_that_is_suspended_ends_the_pull_that_follows(who):
             offer = producer.offer_progressive("request-1", [[1]], 16)
             pull = consumer.pull(offer.ticket, [list(TARGETS)])
             offer.advance(4)
-            deadline = time.monotonic() + PATIENCE_S
-            while [(each.phase, each.nbytes > 0) for each in consumer.snapshot().open_pulls] != [("compute", True)]:
-                assert time.monotonic() < deadline
-                time.sleep(0.001)  # nothing tells
+            wait_until(
+                lambda: (
+                    [(each.phase, each.nbytes > 0) for each in consumer.snapshot().open_pulls] == [("compute", True)]
+                )
+            )
             suspended = consumer if who == "consumer" else producer
             suspended.suspend()
             error = pull.exception(PATIENCE_S)

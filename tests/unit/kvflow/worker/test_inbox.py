@@ -8,9 +8,8 @@ import pytest
 from kvflow.reads.contract import PeerAdded
 from kvflow.worker import runtime as module
 from kvflow.worker.runtime import Inbox
+from tests.helpers.waiting import patiently
 from tests.preemption import every_preemption
-
-from .helpers import PATIENCE_S
 
 
 async def test_events_of_another_thread_arrive_in_order_on_the_loop():
@@ -26,8 +25,7 @@ async def test_events_of_another_thread_arrive_in_order_on_the_loop():
     inbox.connect(handle)
     thread = threading.Thread(target=lambda: [inbox.put(PeerAdded(str(index))) for index in range(1000)])
     thread.start()
-    async with asyncio.timeout(PATIENCE_S):
-        await done.wait()
+    await patiently(done.wait())
     thread.join()
     assert seen == [str(index) for index in range(1000)]
     assert threads == {threading.get_ident()}

@@ -25,7 +25,7 @@ from kvflow.rendezvous.questions import AskKept
 from kvflow.worker.askers import open_reader
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.threaded import run_worker
-from tests.helpers.waiting import until
+from tests.helpers.waiting import patiently, until
 from tests.ports import free_port
 
 from .asking import LONG_MS, Asked
@@ -196,8 +196,7 @@ def test_a_worker_on_its_thread_keeps_and_does_not_report_the_end():
 
 
 async def find(world, digests, endpoint=None):
-    async with asyncio.timeout(PATIENCE_S):
-        return await world.consumer.find(endpoint or world.producer.endpoint, digests)
+    return await patiently(world.consumer.find(endpoint or world.producer.endpoint, digests))
 
 
 async def test_the_longest_prefix_is_found_and_read():
@@ -365,8 +364,7 @@ class Following:
         self.known = set()
 
     async def next(self):
-        async with asyncio.timeout(PATIENCE_S):
-            told = await anext(self._told)
+        told = await patiently(anext(self._told))
         self.known = (set() if told.is_anew else self.known) - {*told.gone} | {*told.new}
         return told
 

@@ -23,6 +23,7 @@ from kvflow.leases.table import Reader
 from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker.runtime import open_worker
 from tests.fakes.models import Shape
+from tests.helpers.waiting import patiently
 
 from .helpers import PATIENCE_S, SECRET, SPECS, cache_of, futures_left, turns
 from .pulling import config, opened
@@ -61,8 +62,7 @@ def requests(producer):
 
 
 async def waited(*awaitables):
-    async with asyncio.timeout(PATIENCE_S):
-        return await asyncio.gather(*awaitables, return_exceptions=True)
+    return await patiently(asyncio.gather(*awaitables, return_exceptions=True))
 
 
 async def test_an_offer_and_its_revocation_are_effective_on_return(producer, reports):

@@ -18,6 +18,7 @@ from kvflow.worker import open_pulls
 from kvflow.worker.open_pulls import KEPT_BYTES_MAX, OpenPulls, PullHandle
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.prepared import Route
+from tests.helpers.waiting import patiently
 
 from .helpers import PATIENCE_S, SPECS, Clock, Reports, cache_of, futures_left
 from .pulling import awaiting, failure, issued_before, opened
@@ -190,8 +191,7 @@ async def test_of_a_stale_lease_the_producer_is_asked(end, words, monkeypatch):
             await world.pull(ticket)
             await world.record()
             world.events.clear()
-        async with asyncio.timeout(PATIENCE_S):
-            await world.producer.wait_offer("request-1")
+        await patiently(world.producer.wait_offer("request-1"))
         error, record = await failing(world, errors.StaleLease, ticket=ticket)
         assert words in str(error)
         assert (record.code, record.lease_ended_by) == ("stale_lease", end)
@@ -225,8 +225,7 @@ async def test_a_pull_canceled_during_the_lease_query_records_a_stale_lease(worl
     ticket = world.ticket()
     world.producer.revoke("request-1")
     task = asyncio.ensure_future(world.consumer.pull(ticket, [[1, 2]]))
-    async with asyncio.timeout(PATIENCE_S):
-        await asked.wait()
+    await patiently(asked.wait())
     task.cancel()
     assert isinstance(await failure(task), asyncio.CancelledError)
     await world.pull(world.ticket("the same blocks"))
@@ -318,8 +317,7 @@ async def test_a_caller_that_gives_up_waiting_is_forgotten(world, monkeypatch):
     assert await futures_left(handle.quiesced, monkeypatch) == 0
     assert not any(task.done() for task in patient)
     world.faults.heal()
-    async with asyncio.timeout(PATIENCE_S):
-        await asyncio.gather(*patient)
+    await patiently(asyncio.gather(*patient))
 
 
 async def test_a_failure_does_not_say_that_nothing_writes():
@@ -330,8 +328,7 @@ async def test_a_failure_does_not_say_that_nothing_writes():
     late = await awaiting(handle.quiesced())  # by then, those before it have been woken
     assert not any(task.done() for task in quiet)
     handle.quiesce()
-    async with asyncio.timeout(PATIENCE_S):
-        await asyncio.gather(*quiet, late)
+    await patiently(asyncio.gather(*quiet, late))
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -351,8 +348,7 @@ async def test_a_settled_pull_is_told_once_whenever_it_was_asked_for(world, befo
     await failure(handle)
     assert told == []
     world.faults.heal()
-    async with asyncio.timeout(PATIENCE_S):
-        await handle.quiesced()
+    await patiently(handle.quiesced())
     if not before:
         handle.on_quiesced(callback)
     assert told == [handle]
@@ -398,8 +394,7 @@ async def test_a_block_of_groups_that_share_bytes_is_one_target():
         ]  # absent blocks are nobody's, and a refused pull took none
         world.consumer.check()
         world.faults.heal()
-        async with asyncio.timeout(PATIENCE_S):
-            await asyncio.gather(first, *free)
+        await patiently(asyncio.gather(first, *free))
 
 
 @pytest.mark.parametrize(

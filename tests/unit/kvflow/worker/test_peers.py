@@ -30,7 +30,7 @@ from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.prepared import PreparedTable
 from kvflow.worker.runtime import open_worker
-from tests.helpers.waiting import until
+from tests.helpers.waiting import patiently, until
 
 from .helpers import PATIENCE_S, SPECS, Clock, cache_of, turns
 from .pulling import Faults, FaultyNetwork, config, failure, issued_before, opened, with_faults
@@ -72,8 +72,7 @@ def named(ticket):
 
 async def ended(worker, name="request-1"):
     """Return how an offer has ended."""
-    async with asyncio.timeout(PATIENCE_S):
-        return await worker.wait_offer(name)
+    return await patiently(worker.wait_offer(name))
 
 
 async def test_pulls_that_start_together_share_one_connection():
@@ -86,8 +85,7 @@ async def test_pulls_that_start_together_share_one_connection():
         handles[0].cancel()  # the others go on
         assert isinstance(await failure(handles[0]), TransferCancelled)
         network.let(endpoint)
-        async with asyncio.timeout(PATIENCE_S):
-            await asyncio.gather(*handles[1:])
+        await patiently(asyncio.gather(*handles[1:]))
         assert world.holds((1, 2), (1, 2))
         assert network.dialed == [endpoint]
         (event,) = world.of(PeerConnected)
@@ -314,8 +312,7 @@ async def test_a_peer_can_be_released_before_it_can_be_read_from(world):
     assert await ended(world.producer, "unread") == "released"
     assert not handle.done()
     world.faults.heal()
-    async with asyncio.timeout(PATIENCE_S):
-        await handle
+    await patiently(handle)
 
 
 async def test_a_data_plane_that_connects_to_nobody_has_a_deadline(world, monkeypatch):

@@ -14,8 +14,9 @@ from kvflow.errors import (
 )
 from kvflow.events import PeerConnected
 from kvflow.worker.runtime import open_worker
+from tests.helpers.waiting import patiently
 
-from .helpers import PATIENCE_S, cache_of
+from .helpers import cache_of
 from .pulling import config, failure, opened
 
 
@@ -31,8 +32,7 @@ def items_of(world, count=6):
 
 
 async def outcomes(handles):
-    async with asyncio.timeout(PATIENCE_S):
-        return await asyncio.gather(*handles, return_exceptions=True)
+    return await patiently(asyncio.gather(*handles, return_exceptions=True))
 
 
 async def test_a_batch_is_handed_over_at_once_and_shares_a_chunk_and_its_checks(world):
@@ -51,8 +51,7 @@ async def test_a_batch_is_handed_over_at_once_and_shares_a_chunk_and_its_checks(
         f"r{at}": f"ours {at}" for at in range(1, 7)
     }
     for at in range(1, 7):
-        async with asyncio.timeout(PATIENCE_S):
-            assert await world.producer.wait_offer(f"r{at}") == "released"
+        assert await patiently(world.producer.wait_offer(f"r{at}")) == "released"
 
 
 async def test_a_batch_of_peers_that_are_not_met_connects_each_once(world):
@@ -189,8 +188,7 @@ async def test_canceling_one_pull_of_a_batch_leaves_the_others(world):
     world.faults.heal()
     ends = await outcomes(handles)
     assert [isinstance(end, TransferCancelled) for end in ends] == [False, False, True, False, False, False]
-    async with asyncio.timeout(PATIENCE_S):
-        await handles[2].quiesced()
+    await patiently(handles[2].quiesced())
     await world.records(6)
 
 

@@ -31,6 +31,7 @@ from kvflow.rendezvous.endpoint import files_wanted
 from kvflow.worker import prepared, runtime
 from kvflow.worker.environment import PRODUCTION, staging_of
 from kvflow.worker.runtime import open_worker
+from tests.helpers.waiting import patiently
 
 from .helpers import PATIENCE_S, cache_of
 from .pulling import config
@@ -235,8 +236,7 @@ async def test_a_worker_refuses_more_in_each_stage_and_never_goes_back():
                         start()
             await worker.release(tickets[1])
             assert await producer.wait_offer("request-1") == "released"
-        async with asyncio.timeout(PATIENCE_S):
-            await worker.drain(0.0)
+        await patiently(worker.drain(0.0))
         for refusal, start in started.items():
             with pytest.raises(WorkerClosed, match=f"is closing and {refusal}"):
                 start()

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from kvflow.worker.snapshot import LISTED_MAX
-from tests.helpers.waiting import until
+from tests.helpers.waiting import patiently, until
 
 from .helpers import PATIENCE_S
 from .pulling import opened
@@ -40,8 +40,7 @@ async def test_a_pull_whose_bytes_do_not_move_is_listed_until_it_is_quiet(world)
     pull.cancel()
     assert (await listed(world, "draining")).peer == state.peer
     world.faults.heal()
-    async with asyncio.timeout(PATIENCE_S):
-        await pull.quiesced()
+    await patiently(pull.quiesced())
     assert world.consumer.snapshot().open_pulls == ()
 
 
@@ -53,8 +52,7 @@ async def test_a_pull_that_waits_for_the_admission_says_so(world):
     state = await listed(world, "admission")
     assert state.request_id == "request-1"
     admit()
-    async with asyncio.timeout(PATIENCE_S):
-        await pull
+    await patiently(pull)
 
 
 async def test_a_pull_whose_peer_is_not_connected_yet_names_the_peer(world):
@@ -62,8 +60,7 @@ async def test_a_pull_whose_peer_is_not_connected_yet_names_the_peer(world):
     (state,) = world.consumer.snapshot().open_pulls
     assert (state.phase, state.num_peers, state.transport) == ("check", 0, "")
     assert state.peer == f"prefill-0/0/{world.producer.incarnation}"
-    async with asyncio.timeout(PATIENCE_S):
-        await pull
+    await patiently(pull)
 
 
 @pytest.fixture
@@ -75,8 +72,7 @@ async def short_leases():
 async def test_a_lease_is_listed_with_the_reader_that_renews_it(short_leases):
     world = short_leases
     await world.connect()
-    async with asyncio.timeout(PATIENCE_S):
-        await world.producer.wait_offer("connect")
+    await patiently(world.producer.wait_offer("connect"))
     ticket = world.ticket()
     (before,) = world.producer.snapshot().held_leases
     assert (before.request_id, before.num_blocks, before.readers) == ("request-1", 2, ())
@@ -87,8 +83,7 @@ async def test_a_lease_is_listed_with_the_reader_that_renews_it(short_leases):
     readers = await until(lambda: world.producer.snapshot().held_leases[0].readers)
     assert [(reader.engine_id, reader.num_ranks, reader.released) for reader in readers] == [("decode-0", 1, 0)]
     await world.pull(ticket)
-    async with asyncio.timeout(PATIENCE_S):
-        await world.producer.wait_offer("request-1")
+    await patiently(world.producer.wait_offer("request-1"))
     assert world.producer.snapshot().held_leases == ()
 
 

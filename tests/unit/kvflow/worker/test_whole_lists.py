@@ -13,8 +13,9 @@ from kvflow.leases.held import OpenGroups
 from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.threaded import run_worker
+from tests.helpers.waiting import patiently
 
-from .helpers import PATIENCE_S, SECRET
+from .helpers import SECRET
 from .pulling import config, opened
 
 SHAPE = {"num_kv_heads": 2, "head_size": 8, "dtype": "float16"}
@@ -144,8 +145,7 @@ async def test_a_consumer_may_list_fewer_and_reads_no_absent_block():
         first, ticket = (world.producer.offer(name, ((-1, 2, 3), (-1, 5), (6,)), TOKENS) for name in "rs")
         world.consumer.start_pull(first, ((3,), (5,), (6,)))
         await world.records()
-        async with asyncio.timeout(PATIENCE_S):
-            await world.consumer.pull(ticket, ((2, 3), (5,), ()))
+        await patiently(world.consumer.pull(ticket, ((2, 3), (5,), ())))
         with pytest.raises(BlockIdsInvalid, match="group"):
             await world.consumer.pull(ticket, ((1, 2, 3), (5,), ()))
 

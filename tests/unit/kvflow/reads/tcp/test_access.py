@@ -28,6 +28,7 @@ from kvflow.reads.tcp.access import Access, Accounts, Entrant
 from kvflow.reads.tcp.certificates import TlsIdentity, draw_identity
 from kvflow.reads.tcp.opening import Opening, Rejected, introduction
 from kvflow.reads.tcp.stream import ChannelClosed, Stream
+from tests.helpers.waiting import wait_until
 
 PASS_KEY = bytes(range(32))
 KEY, OTHER_KEY = "ab" * 32, "cd" * 32
@@ -407,7 +408,7 @@ def test_who_opens_has_its_time_from_the_first_moment_and_no_more(step, clock):
     """What it says meanwhile buys none. The door looks each tenth of a second, without a word of anybody."""
     with exporting(tls=True) as exporter, exporter.stranger() as sock:
         greeting = sock.recv(opening.GREETING_BYTES, socket.MSG_WAITALL)
-        until(lambda: exporter.access._places)
+        wait_until(lambda: exporter.access._places)
         (place,) = exporter.access._places.values()
         clock(access.STRANGER_S_MAX * 0.9)
         if step != "nothing":
@@ -419,7 +420,7 @@ def test_who_opens_has_its_time_from_the_first_moment_and_no_more(step, clock):
             proof = opening.proof_of(who.pass_, "reader", nonces, OURS.certificate)
             hello = opening._HELLO.pack(nonces[1], hashlib.sha256(reader).digest(), proof, len(reader))
             sock.sendall(hello + (reader if step == "who it is" else b""))
-            until(lambda: place.account is not None if step == "who it is" else place.hello is not None)
+            wait_until(lambda: place.account is not None if step == "who it is" else place.hello is not None)
             clock(access.OPENING_S_MAX - access.STRANGER_S_MAX)
         sock.settimeout(3 * access._TICK_S)
         with pytest.raises(TimeoutError):  # the door looks meanwhile
@@ -427,15 +428,7 @@ def test_who_opens_has_its_time_from_the_first_moment_and_no_more(step, clock):
         clock(access.STRANGER_S_MAX * 0.2)
         sock.settimeout(IN_TIME_S)
         assert _received(sock) == b""
-        until(lambda: not exporter.access._places and not exporter.access.accounts.count)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    give_up = time.perf_counter() + IN_TIME_S
-    while not condition():
-        assert time.perf_counter() < give_up
-        time.sleep(0.001)
+        wait_until(lambda: not exporter.access._places and not exporter.access.accounts.count)
 
 
 @pytest.mark.parametrize("content", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01\x02\x00\x01", b"kvftcp01"])

@@ -10,7 +10,8 @@ from kvflow.reads.tcp import exporter as module
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.stream import Stream
 from tests.helpers.loops import looped
-from tests.unit.kvflow.reads.tcp.peers import EPOCH, PATIENCE_MS, SLOTS, Producer, block
+from tests.helpers.waiting import wait_until
+from tests.unit.kvflow.reads.tcp.peers import EPOCH, SLOTS, Producer, block
 
 BIG = 1 << 20
 
@@ -358,9 +359,7 @@ def test_a_reader_that_goes_in_the_middle_of_a_request_is_let_go(producer, said)
     while producer.sender.clients:
         still_serves(producer)
     accounts = producer.exporter._access.accounts
-    until = time.monotonic() + PATIENCE_MS / 1e3
-    while accounts.count or accounts.buffered:
-        assert time.monotonic() < until, "it still counts"
+    wait_until(lambda: not (accounts.count or accounts.buffered))
 
 
 def test_each_request_makes_its_connection_the_last_that_is_closed(producer):
@@ -507,10 +506,7 @@ def test_members_that_arrive_together_are_divided_among_the_threads(monkeypatch,
     for sender in producer.exporter._senders:
         monkeypatch.setattr(sender, "_welcome", lambda: None)
     readers = [producer.reader() for _ in range(6)]
-    until = time.monotonic() + PATIENCE_MS / 1e3
-    while sum(arrived := [len(sender._arriving) for sender in producer.exporter._senders]) < 6:
-        assert time.monotonic() < until
-    assert arrived == [2, 2, 2]
+    wait_until(lambda: [len(sender._arriving) for sender in producer.exporter._senders] == [2, 2, 2])
     producer.close()
     assert all(reader.ended() for reader in readers)
     assert producer.exporter._access.accounts.count == 0
