@@ -9,7 +9,6 @@ from kvflow import events
 from kvflow.errors import (
     ArgumentInvalid,
     BlockIdsInvalid,
-    BlockRangeMismatch,
     CapacityExceeded,
     ContentMismatch,
     DeadlineExceeded,
@@ -208,22 +207,6 @@ async def test_a_pull_of_absent_blocks_moves_nothing_and_releases(world):
     assert report.timings_s.keys() == {"handshake", "total"}
     assert world.faults.batches == []
     assert await ended(world) == [RELEASED]
-
-
-@pytest.mark.parametrize(
-    ("blocks", "error"), [((8,), BlockIdsInvalid), ((1, 1), BlockIdsInvalid), ((1, 2, 3), BlockRangeMismatch)]
-)
-@pytest.mark.parametrize("connected", [True, False])
-async def test_wrong_blocks_take_nothing(world, blocks, error, connected):
-    if connected:
-        await world.connect()
-    before = len(world.faults.batches)
-    handle = world.start(blocks=blocks)
-    assert isinstance(await failure(handle), error)
-    await handle.quiesced()
-    assert len(world.faults.batches) == before
-    assert world.consumer.snapshot().pulls == 0
-    await world.pull(world.ticket("right"))
 
 
 async def test_a_forged_ticket_connects_nobody(world):

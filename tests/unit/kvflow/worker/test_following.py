@@ -20,7 +20,7 @@ from kvflow.errors import (
     TicketInvalid,
     TransferCancelled,
 )
-from kvflow.events import PeerDropped, PullFailed, TransferQuiesced, TransferStarted
+from kvflow.events import PeerDropped, PullFailed, TransferStarted
 from kvflow.leases.tickets import Content, Ticket
 from kvflow.reads.scheduler import LeaseEarly
 from kvflow.rendezvous import questions
@@ -31,7 +31,7 @@ from tests.fakes import FabricFaults
 from tests.helpers.waiting import patiently, until
 
 from .helpers import PATIENCE_S, turns
-from .pulling import awaiting, config, failure, opened
+from .pulling import config, failure, opened
 from .virtual import virtual
 
 BLOCK_BYTES = 2 * 2 * 2 * 2 * 4 * 8  # of both layers
@@ -411,23 +411,6 @@ async def test_cancelling_while_it_computes_frees_our_blocks_at_once(world, tell
     await patiently(pull.quiesced())
     await world.pull(world.ticket("another", (15,)), (TARGETS[-1],))
     world.consumer.check()
-    world.producer.revoke("request-1")
-
-
-async def test_cancelling_while_a_range_is_read_quarantines_until_it_has_ended(world, teller):
-    pull = await reading(world, teller)
-    pull.cancel()
-    error = await failure(pull)
-    assert isinstance(error, TransferCancelled)
-    assert error.quarantined
-    ((entry,),) = [world.consumer.snapshot().quarantined]
-    assert entry.num_blocks == len(TARGETS)
-    waiting = await awaiting(pull.quiesced())
-    world.consumer.check()
-    world.faults.heal()
-    await asyncio.wait_for(waiting, PATIENCE_S)
-    await world.heard(TransferQuiesced)
-    assert world.consumer.snapshot().quarantined == ()
     world.producer.revoke("request-1")
 
 

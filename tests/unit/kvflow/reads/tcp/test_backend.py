@@ -535,27 +535,6 @@ def test_a_peer_that_answers_and_lets_nobody_in_is_late_and_not_lost(monkeypatch
     )
 
 
-@pytest.mark.parametrize("end", ["leave", "remove", "reset"])
-def test_what_is_in_flight_ends_at_once_and_nothing_is_written_after_that(pair, end):
-    posted, _ = pair.ask(3)
-    reader = pair.far.open()
-    pair.far.request(reader)
-    reader.say(frame(wire.PIECE, 512) + WANTED[:7])
-    while not pair.consumer.target[3, 6]:
-        pair.backend.progress()
-    match end:
-        case "leave":
-            pair.backend.leave(pair.peer)
-        case "remove":
-            pair.backend.remove(pair.peer, gone=True)
-        case _:
-            pair.backend.reset()
-    with pytest.raises(BackendError, match="removed"):
-        pair.backend.poll(posted)
-    assert reader.ended()
-    assert pair.consumer.target[3].tobytes() == WANTED[:7] + bytes(505)
-
-
 def test_readable_means_news_and_nothing_is_polled(pair):
     poll = select.poll()
     poll.register(pair.backend.fileno(), select.POLLIN)
