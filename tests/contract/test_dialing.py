@@ -44,7 +44,7 @@ class Dialed:
 
     def __init__(self, network, address, kind):
         self.network, self.address, self.kind = network, address, kind
-        self.down, self.greeted = asyncio.Queue(), None
+        self.down, self.greeted, self.said = asyncio.Queue(), None, asyncio.Event()
         self.answers = True
         identity = WRONG if kind == "wrong" else RIGHT
         self.server = Conversation(Role.SERVER, identity, NOTHING, limits=LIMITS, now=network.now())
@@ -53,6 +53,7 @@ class Dialed:
         self.network.dialed.append((self.address, self.network.now()))
 
     def send(self, frames):
+        self.said.set()
         if self.answers and self.kind in ("right", "late", "wrong", "busy"):
             if self.kind == "busy":
                 self.server.refuse("busy", "there is no place", self.network.now())
@@ -79,6 +80,10 @@ class Dialed:
                 on_link(LinkEvent.CUT)
             case "silent":
                 pass
+            case "given up":
+                on_link(LinkEvent.ACCEPTED)
+                await self.said.wait()  # the client greets when it is secured: this is its last word
+                on_link(LinkEvent.SECURED)
             case _:
                 on_link(LinkEvent.ACCEPTED)
                 on_link(LinkEvent.SECURED)
@@ -309,6 +314,12 @@ def test_a_name_that_has_moved_is_not_sought_at_its_old_address(dead):
     assert {address for address, _ in visit.network.dialed} == {old, new}
     assert visit.network.counts[new] == 1
     assert dead == "silent" or visit.took_s < TURNS_S
+
+
+def test_a_connection_that_is_secured_after_the_deadline_changes_nothing():
+    visit = Visit((address_of(1),), lambda *_: "given up")
+    assert (type(visit.error), visit.error.phase) == (TimedOut, "handshake")
+    assert visit.events == []
 
 
 @pytest.mark.parametrize("report", [False, True])

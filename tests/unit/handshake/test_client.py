@@ -136,23 +136,6 @@ async def test_nobody_listens():
     assert endpoint in str(error)
 
 
-async def test_a_silent_server_runs_into_the_handshake_deadline():
-    closed = asyncio.Event()
-
-    async def say_nothing(reader, writer):
-        await reader.read()
-        writer.close()
-        await writer.wait_closed()
-        closed.set()
-
-    async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as listener:
-        port = listener.sockets[0].getsockname()[1]
-        limits = Limits(handshake_s=0.2)
-        error = await fails_to_connect(f"tcp://127.0.0.1:{port}", TimedOut, limits=limits)
-        await patiently(closed.wait())  # a connection that outlives the test is found, and blamed on another
-    assert error.phase == "handshake"
-
-
 async def test_an_address_that_does_not_answer_runs_into_the_connect_deadline(monkeypatch):
     # An address of TEST-NET-1 answers differently on different networks; a dialer that does not dial, never.
     monkeypatch.setattr(DialedChannel, "dial", lambda _channel: None)
