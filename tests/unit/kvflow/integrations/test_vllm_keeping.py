@@ -176,15 +176,6 @@ def test_the_last_token_of_an_answer_is_not_computed(pool):
     assert command.grant.num_tokens == (32,)
 
 
-@pytest.mark.parametrize(("missing", "is_kept"), [(2, True), (3, False)])
-def test_a_window_is_kept_whole_or_not_at_all(pool, missing, is_kept):
-    found = keeper(pool, FullAttentionSpec(), SlidingWindowSpec(sliding_window=49))
-    full, window = filled(pool, 5), filled(pool, 5)
-    pool.free_blocks(window[:missing])
-    end(found, pool, [full, [None] * missing + window[missing:]])
-    assert kept(found) == ["kept:r"] * is_kept
-
-
 def windowed(pool, cached):
     """Return a side that keeps windows of three blocks, and the blocks of a request, some cached.
 
@@ -206,6 +197,8 @@ def windowed(pool, cached):
         ((0, 0, 1, 1, 1, 0), "xxx", 80),
         ((1, 1, 0, 1, 1, None), "xx", 32),
         ((None, 1, 1, 0, 1, 1), "", 0),
+        ((None, None, 1, 1, 1), "xxx", 80),
+        ((None, None, None, 1, 1), "", 0),
     ],
 )
 def test_a_window_lists_the_cached_blocks_up_to_where_all_of_it_is_there(pool, cached, listed, tokens):
@@ -484,18 +477,6 @@ def test_a_request_that_adds_nothing_takes_no_further_slot(pool):
     pool.touch(blocks)
     end(found, pool, blocks, "again")
     assert kept(found) == ["kept:first"]
-
-
-def test_a_lease_that_ends_before_it_is_signed_is_not_told(pool):
-    found = keeper(pool)
-    signing = threading.Event()
-    found.offering.submit(signing.wait)
-    end(found, pool, filled(pool, 2))
-    pool.get_new_blocks(NUM_BLOCKS - 1)
-    signing.set()
-    assert commands(found) == []
-    assert found.keeping.take_revoked() == ("kept:r",)
-    assert not found.keeping.is_signing
 
 
 def test_the_oldest_leases_end_when_there_is_no_slot(pool):
