@@ -53,15 +53,6 @@ def test_layers_of_one_model_may_have_different_numbers_of_heads():
     assert counts(config, 4, 0, 1) == [4, 8]
 
 
-def test_eight_ranks_of_eight_heads_do_not_hold_replicas_of_four():
-    # Each rank holds one head. Layer 1 has eight heads, although the model's own number is four.
-    config = PUBLISHED["XiaomiMiMo/MiMo-V2-Flash"]
-    heads = dict(zip(("full", "sliding"), counts(config, 4, 0, 1), strict=True))
-    shape = EngineShape(tp_size=8, num_kv_heads=heads)
-    spec = FullAttentionSpec(num_kv_heads=1, num_heads=1)
-    assert [read_spec(name, spec, shape).num_kv_heads for name in heads] == [4, 8]
-
-
 @looped(
     "config, found",
     [
@@ -76,11 +67,6 @@ def test_eight_ranks_of_eight_heads_do_not_hold_replicas_of_four():
 )
 def test_heads_of_a_model_that_is_not_known_are_told_only_if_all_agree(config, found):
     assert counts(config, 2, 0) == [found]
-
-
-def test_heads_that_are_not_known_are_taken_for_one_on_each_rank():
-    spec = FullAttentionSpec(num_kv_heads=1, num_heads=1)
-    assert read_spec("layer", spec, EngineShape(tp_size=4)).num_kv_heads == 4
 
 
 def test_vllms_own_number_comes_first():

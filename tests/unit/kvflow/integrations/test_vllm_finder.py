@@ -368,17 +368,6 @@ def test_an_engine_of_no_use_is_not_asked(finders, changes):
     assert useless.questions == []
 
 
-def test_a_request_waits_no_longer_than_it_may(finders):
-    gate = threading.Event()
-    finder = finders({FIRST: Source(160, before=gate)}, find_s=0.001)
-    request = new_request(None, 400)
-    seek(finder, request)
-    wait_until(lambda: not finder.is_asking(request.request_id))
-    assert finder.take(request.request_id, 0) is None
-    assert counted(finder._tally, "prefixes") == {"late": 1}
-    gate.set()
-
-
 @pytest.mark.parametrize(
     ("tokens", "rate", "expected"),
     [(300, None, 0.03), (30_000, None, 0.1), (30_000, 30_000, 0.05), (30_000, 3_000, 0.25)],

@@ -85,14 +85,6 @@ def refusal(found, request):
     return command
 
 
-def test_the_offer_may_come_later_than_the_request(prefill):
-    found = decode()
-    request = arrived(found, 48)
-    assert found.matched(request, 0) == (None, False)
-    prefill.offer().seal([(1, 2, 3)])
-    assert matched(found, request) == (48, True)
-
-
 def test_the_samples_of_a_prompt_share_one_offer(prefill):
     found = decode()
     first, second = (arrived(found, 48, f"{number}_r") for number in range(2))
@@ -107,13 +99,6 @@ def test_a_prompt_that_nobody_offers_in_time_fails(prefill):
     assert failed.code == "deadline_exceeded"
     assert "0.05 s" in failed.reason
     assert "dispatch" in failed.remedy
-
-
-def test_a_name_stands_for_all_its_addresses(prefill):
-    found = decode(rendezvous_from=[f"tcp://localhost:{PORT}"])
-    request = arrived(found, 48)
-    prefill.offer().seal([(1, 2, 3)])
-    assert matched(found, request) == (48, True)
 
 
 def test_without_the_setting_a_request_needs_a_ticket(prefill):
@@ -146,20 +131,26 @@ def test_a_question_for_which_the_engine_has_no_room_says_so(prefill, monkeypatc
     assert f"bytes of questions that wait at {ENDPOINT}" in failed.reason
 
 
-def test_a_request_that_ends_gives_its_offer_back(prefill):
-    found = decode()
-    request = arrived(found, 48)
-    prefill.offer().seal([(1, 2, 3)])
-    wait_until(lambda: not found._finder.is_asking("r"))
-    found.on_finished(request, [[]])
-    (command,) = found.take_commands()
-    assert isinstance(command, GiveBack)
-    assert found._finder.met("r") is None
-
-
 def questions(prefill):
     """Return how many questions wait at a prefill engine."""
     return sum(map(len, prefill.worker._thread.worker._leases.answers._of.values()))
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_request_that_ends_gives_its_offer_back_sealed_or_not(prefill, sealed):
+    found = decode()
+    request = arrived(found, 48)
+    offer = prefill.offer()
+    if sealed:
+        offer.seal([(1, 2, 3)])
+        wait_until(lambda: not found._finder.is_asking("r"))
+    else:
+        wait_until(lambda: found._finder._meetings["r"].given is not None)
+    found.on_finished(request, [[]])
+    (command,) = found.take_commands()
+    assert command == GiveBack("r", offer.ticket)
+    assert found._finder.met("r") is None
+    wait_until(lambda: questions(prefill) == 0)
 
 
 def test_a_request_that_ends_while_it_waits_leaves_no_question(prefill):
@@ -170,17 +161,6 @@ def test_a_request_that_ends_while_it_waits_leaves_no_question(prefill):
     wait_until(lambda: questions(prefill) == 1)
     prefill.offer().seal([(1, 2, 3)])
     assert matched(found, stays) == (48, True)
-
-
-def test_a_request_that_ends_before_its_prompt_begins_gives_its_offer_back(prefill):
-    found = decode()
-    request = arrived(found, 48)
-    offer = prefill.offer()
-    wait_until(lambda: found._finder._meetings["r"].given is not None)
-    found.on_finished(request, [[]])
-    (command,) = found.take_commands()
-    assert command == GiveBack("r", offer.ticket)
-    wait_until(lambda: questions(prefill) == 0)
 
 
 NO_ROOM = "no room for more requests that wait for offers of prefill engines: the limit is {}"
@@ -195,16 +175,6 @@ def refused(found, request, limit):
     failed = refusal(found, request)
     assert (failed.code, failed.reason) == ("capacity_exceeded", NO_ROOM.format(limit))
     assert "router" in failed.remedy
-
-
-def test_of_too_many_requests_that_wait_the_oldest_is_not_met(prefill, monkeypatch):
-    monkeypatch.setattr(finder, "SEARCHES_MAX", 2)
-    found = decode()
-    oldest, _, newest = (arrived(found, prompt, f"{prompt}") for prompt in (46, 47, 48))
-    assert waiting(found) == ["47", "48"]
-    prefill.offer().seal([(1, 2, 3)])
-    refused(found, oldest, 2)
-    assert matched(found, newest) == (48, True)
 
 
 def test_who_has_an_offer_makes_no_room(prefill, monkeypatch):
@@ -292,10 +262,12 @@ def test_names_are_looked_up_once_however_many_requests_name_others(prefill, mon
 def test_an_address_that_a_name_has_just_got_is_looked_up_soon(prefill, monkeypatch):
     monkeypatch.setattr(finder, "LOOK_AGAIN_S", 0.0)
     addresses = ["127.0.0.9"]
-    monkeypatch.setattr("socket.getaddrinfo", lambda host, port, *_, **__: [(0, 0, 0, "", (addresses[0], port))])
+    monkeypatch.setattr(
+        "socket.getaddrinfo", lambda host, port, *_, **__: [(0, 0, 0, "", (each, port)) for each in addresses]
+    )
     found = decode(rendezvous_from=[f"tcp://prefill.example:{PORT}"])
     assert refusal(found, arrived(found)).code == "ticket_invalid"
-    addresses[:] = ["127.0.0.1"]
+    addresses.append("127.0.0.1")
     prefill.offer().seal([(1, 2, 3)])
     assert matched(found, arrived(found, 48, "s")) == (48, True)
 

@@ -82,14 +82,6 @@ def test_ranks_that_slept_are_redialed_and_their_offers_are_forgotten():
     assert incarnations == [rank_address().incarnation, "b" * 32]
 
 
-def test_a_request_that_wants_nothing_is_left_alone():
-    both = side(FullAttentionSpec())
-    request = new_request(None)
-    both.on_new_request(request)
-    assert finished(both, request, ([1, 2, 3],)) == (False, None)
-    assert both.take_commands() == []
-
-
 def test_what_cannot_be_offered_is_computed_by_the_decode_engine():
     producer = side(FullAttentionSpec(), met=False)
     request = new_request(OFFER)

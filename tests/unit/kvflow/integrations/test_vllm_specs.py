@@ -12,7 +12,6 @@ from tests.helpers.loops import looped
 
 from .vllm_like import (
     BFLOAT16,
-    FLOAT32,
     UINT8,
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -196,8 +195,3 @@ def test_groups_keep_their_order_and_name_their_kinds():
         ("mamba", ("d",), 0),
         ("full", ("e", "f"), 0),
     ]
-
-
-def test_dtypes_have_the_names_that_torch_gives_them():
-    states = read_spec("layer", MambaSpec(dtypes=(FLOAT32, FLOAT32)), EngineShape()).states
-    assert [state.dtype for state in states] == ["float32", "float32"]
