@@ -45,9 +45,7 @@ from kvflow.observability.logs import REPEATS_S, Repeats
 from tests.helpers.loops import looped
 from tests.helpers.waiting import wait_until
 
-from .vllm_like import SECRET, new_mint, new_ticket, small_cache
-
-PATIENCE_S = 60.0
+from .vllm_like import PATIENCE_S, SECRET, new_mint, new_ticket, small_cache
 
 STEP = 4  # the last one that has ended
 TICKET = new_ticket()
@@ -72,6 +70,7 @@ class FakeWorker:
         self.revoked = []
         self.void = []
         self.waited = []
+        self.while_waiting = lambda: None
         self.refusal = None
         self.refused = []
 
@@ -121,8 +120,9 @@ class FakeWorker:
         ends, self.ends = self.ends, []
         return ends
 
-    def wait_finished(self, timeout_s, *, at_least):
+    def wait_finished(self, timeout_s, *, at_least=1):
         self.waited.append(at_least)
+        self.while_waiting()
         return len(self.ends) >= at_least
 
     def end(self, request_id="r", error=None):
@@ -197,14 +197,7 @@ def test_a_step_with_nothing_to_compute_waits_only_for_a_load():
 
 def test_a_step_that_waits_is_woken_once_when_all_loads_have_ended():
     fake, rank = told(PULL, Load("s", TICKET, ((4, 5, 6),)))
-
-    def wait_finished(timeout_s, *, at_least):
-        fake.waited.append(at_least)
-        fake.end("r")
-        fake.end("s")
-        return True
-
-    fake.wait_finished = wait_finished
+    fake.while_waiting = lambda: (fake.end("r"), fake.end("s"))
     assert rank.collect(idle=True).received == {"r", "s"}
     assert fake.waited == [2]
 
@@ -212,14 +205,7 @@ def test_a_step_that_waits_is_woken_once_when_all_loads_have_ended():
 def test_a_step_that_waits_in_vain_tells_of_what_has_ended():
     fake, rank = told(PULL, Load("s", TICKET, ((4, 5, 6),)))
     ends = ["s"]
-
-    def wait_finished(timeout_s, *, at_least):
-        fake.waited.append(at_least)
-        if ends:
-            fake.end(ends.pop())
-        return False
-
-    fake.wait_finished = wait_finished
+    fake.while_waiting = lambda: ends and fake.end(ends.pop())
     assert rank.collect(idle=True).received == {"s"}
     assert fake.waited == [2, 1]  # it goes on while loads end
     fake.end("r")
@@ -232,12 +218,8 @@ def test_a_step_that_waits_gives_up_in_the_end(monkeypatch):
     now = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(now) * LOAD_WAIT.all_s / 8)
     monkeypatch.setattr("kvflow.integrations.vllm.worker.time", clock)
-
-    def wait_finished(timeout_s, *, at_least):
-        fake.end(str(at_least - 1))
-        return False
-
-    fake.wait_finished = wait_finished
+    names = map(str, range(100))
+    fake.while_waiting = lambda: fake.end(next(names))
     assert 1 < len(rank.collect(idle=True).received) < 10
 
 
@@ -551,10 +533,10 @@ def test_a_kept_lease_is_held_once_written_though_no_step_follows(on_device):
     fake.admit = lambda *_: held.set()
     device, rank = on_device(fake)
     rank.execute([KEPT])
-    assert device.asked.acquire(timeout=60)
+    assert device.asked.acquire(timeout=PATIENCE_S)
     assert not held.is_set()
     device.wrote.set()
-    assert held.wait(60)
+    assert held.wait(PATIENCE_S)
 
 
 def test_a_kept_lease_that_ends_before_it_is_written_is_never_held(on_device):
@@ -583,10 +565,10 @@ def test_a_thousand_requests_that_end_start_no_thread(on_device, monkeypatch):
         rank._written = 0
         rank.execute([msgspec.structs.replace(KEPT, request_id=f"kept:{at}") for at in range(50)])
         for _ in range(3):
-            assert device.asked.acquire(timeout=60)
+            assert device.asked.acquire(timeout=PATIENCE_S)
         device.wrote.set()
         for _ in range(50):
-            assert held.acquire(timeout=60)
+            assert held.acquire(timeout=PATIENCE_S)
     assert started == [rank._watch]
 
 
@@ -604,7 +586,7 @@ def test_a_look_waits_while_the_engine_has_the_rank(on_device):
     fake = FakeWorker()
     device, rank = on_device(fake)
     rank.execute([KEPT])
-    assert device.asked.acquire(timeout=60)
+    assert device.asked.acquire(timeout=PATIENCE_S)
     with rank._lock:
         device.wrote.set()
         assert fake.admitted == []
@@ -620,13 +602,13 @@ def test_a_look_that_lasts_keeps_no_event_loop_waiting():
     config = WorkerConfig(engine_id="engine", cluster_secret=SECRET, transport="loopback")
     with run_worker(config, small_cache()) as worker:
         device, admit = Device(), worker.admit
-        worker.admit = lambda *given: (entered.set(), left.wait(60), admit(*given))
+        worker.admit = lambda *given: (entered.set(), left.wait(PATIENCE_S), admit(*given))
         rank = RankWorker(worker, device.mark)
         rank.end_step(STEP)
         mint = TicketMint("engine", [worker.rank_address], cluster_secret=SECRET, block_sizes=(4,))
         rank.execute([Hold("a", mint.offer("a", block_ids=[[1]], num_tokens=4)[1], STEP, number=1)])
         device.wrote.set()
-        assert entered.wait(60)
+        assert entered.wait(PATIENCE_S)
         assert worker.snapshot().leases == 0, "the loop has answered"
         left.set()
         wait_until(lambda: worker.snapshot().leases)
@@ -652,7 +634,7 @@ def test_a_look_that_fails_is_told_and_the_next_command_looks_again(on_device, c
     fake.admit = lambda *_: held.set()
     rank.take()
     device.wrote.set()
-    assert held.wait(60)
+    assert held.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
@@ -705,9 +687,9 @@ def test_what_was_counted_is_added_up_and_told_in_a_line():
     assert summary(empty_counters())["Num successful transfers"] == 0
 
 
-def test_a_load_that_a_reset_ends_does_not_count_as_failed(monkeypatch):
+def test_a_load_that_a_reset_ends_does_not_count_as_failed():
     fake, rank = told(PULL)
-    monkeypatch.setattr(fake, "wait_finished", lambda *_, **__: fake.end(error=TransferCancelled("reset")))
+    fake.while_waiting = lambda: fake.end(error=TransferCancelled("reset"))
     assert rank.reset(("r",))
     assert fake.futures["r"].cancelled()
     assert fake.released == [TICKET]

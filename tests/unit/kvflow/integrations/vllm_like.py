@@ -1,6 +1,7 @@
 """Objects shaped as vLLM's, for tests of what needs no vLLM. Their classes have vLLM's names, which is what counts."""
 
 import functools
+import threading
 from dataclasses import dataclass, field, make_dataclass
 from types import SimpleNamespace
 
@@ -130,12 +131,31 @@ def new_request(params, prompt=48, request_id="r", skips=False, **named):
     )
 
 
+def offered(producer, request_id="r", listed=([1, 2, 3],), **named):
+    """Have a prompt arrive, be computed and end; return whether its blocks are kept, and its parameters."""
+    request = new_request(OFFER, request_id=request_id, **named)
+    producer.on_new_request(request)
+    request.num_computed_tokens = request.num_prompt_tokens
+    return producer.on_finished(request, listed)
+
+
+def scheduled(consumer, params, request_id="r", **named):
+    """Have a request arrive and be scheduled to load its prompt; return it."""
+    request = new_request(params, request_id=request_id, **named)
+    consumer.on_new_request(request)
+    num_tokens, is_load = consumer.matched(request, 0)
+    assert is_load
+    consumer.allocated(request, blocks_of([1, 2, 3]), num_tokens)
+    return request
+
+
 def small_cache():
     """Return a cache of one layer, with eight blocks of four tokens."""
     return allocate({"a": FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")}, num_blocks=8)
 
 
 TOKENS_MAX = 1024
+PATIENCE_S = 60.0
 SIDES = []  # to be closed at the end of a test
 
 
@@ -167,6 +187,13 @@ def side(
     if met:
         found.meet_ranks([rank_address()])
     return found
+
+
+def await_jobs(found):
+    """Wait until a side's other thread has done what it was told."""
+    done = threading.Event()
+    found.offering.submit(done.set)
+    assert done.wait(PATIENCE_S)
 
 
 def step_output(counts, new=None, known=None, preempted=()):
