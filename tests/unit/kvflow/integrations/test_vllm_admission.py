@@ -25,19 +25,20 @@ from tests.helpers.waiting import wait_until
 
 from .vllm_like import (
     OFFER,
+    PATIENCE_S,
     SECRET,
     Device,
     FullAttentionSpec,
     counted,
     new_request,
     new_ticket,
+    offered,
     rank_address,
     side,
     small_cache,
     step_output,
 )
 
-PATIENCE_S = 60.0
 STEP = 5
 TICKET = new_ticket()
 
@@ -446,23 +447,6 @@ def test_a_lease_that_waits_for_the_device_while_the_engine_sleeps_ends(late, de
 # The scheduler's side.
 
 
-def offered(producer, request_id="r"):
-    request = new_request(OFFER, request_id=request_id)
-    producer.on_new_request(request)
-    return producer.on_finished(request, ([1, 2, 3],))
-
-
-def test_a_lease_is_held_without_a_step():
-    rank, producer = Rank(), side(FullAttentionSpec(), met=False)
-    with reachable(rank, apart=False) as contact:
-        producer.meet_ranks([rank_address()], [contact])
-        keep, params = offered(producer)
-        assert (keep, params["do_remote_prefill"]) == (True, True)
-        rank.await_told()
-        (command,) = producer.take_commands()
-        assert rank.told == [command]
-
-
 def test_a_command_names_the_last_step_that_computed_its_request():
     producer = side(FullAttentionSpec())
     request = new_request(OFFER, request_id="r")
@@ -474,8 +458,8 @@ def test_a_command_names_the_last_step_that_computed_its_request():
     assert producer.offering._wanted == {}
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RecursionError(), OSError("a defect")], ids=repr)
-def test_a_request_is_on_offer_though_its_rank_could_not_be_told(error):
+@pytest.mark.parametrize("error", [None, MemoryError(), RecursionError(), OSError("a defect")], ids=repr)
+def test_a_lease_is_held_without_a_step_and_on_offer_in_any_case(error):
     rank, producer = Rank(), side(FullAttentionSpec(), met=False)
     rank.error = error
     with reachable(rank, apart=False) as contact:
@@ -483,7 +467,8 @@ def test_a_request_is_on_offer_though_its_rank_could_not_be_told(error):
         keep, params = offered(producer)
         rank.await_told()
     assert (keep, params["do_remote_prefill"]) == (True, True)
-    assert [command.request_id for command in producer.take_commands()] == ["r"]
+    (command,) = producer.take_commands()
+    assert rank.told == [command]
     assert counted(producer, "defects") == {}
 
 

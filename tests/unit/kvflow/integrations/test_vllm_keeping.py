@@ -22,6 +22,7 @@ from .vllm_like import (
     LikePool,
     MambaSpec,
     SlidingWindowSpec,
+    await_jobs,
     counted,
     new_contents,
     new_request,
@@ -72,9 +73,7 @@ def end(found, pool, blocks, name="r", *, tokens=None, status="FINISHED_STOPPED"
 
 def commands(found):
     """Return the commands when all that was submitted is signed."""
-    done = threading.Event()
-    found.offering.submit(done.set)
-    assert done.wait(60)
+    await_jobs(found)
     return found.take_commands()
 
 

@@ -213,16 +213,11 @@ def test_offers_that_nobody_asked_for_hold_half_of_the_blocks(caplog):
 def test_offers_that_nobody_asked_for_hold_half_of_the_slots():
     prefill = always()
     assert [offered(prefill, f"r{number}", 1, 1) for number in range(6)] == [True] * 4 + [False] * 2
+    prefill.params = OFFER  # what was asked for takes the other half
+    assert [offered(prefill, f"asked-{number}", 1, 40) for number in range(5)] == [True] * 4 + [False]
+    prefill.params = None
     prefill.sent("r0")
     assert offered(prefill, "next", 1, 1)
-
-
-def test_offers_that_were_asked_for_take_the_other_half():
-    prefill = always()
-    for number in range(6):
-        offered(prefill, f"r{number}", 1, 1)
-    prefill.params = OFFER
-    assert [offered(prefill, f"asked-{number}", 1, 40) for number in range(5)] == [True] * 4 + [False]
 
 
 def test_an_offer_that_fails_holds_nothing_of_the_share():

@@ -18,18 +18,19 @@ from tests.helpers.waiting import wait_until
 from .vllm_like import (
     ABORTED,
     OFFER,
+    PATIENCE_S,
     SECRET,
     Device,
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
+    await_jobs,
     new_key,
     new_request,
     side,
     step_output,
 )
 
-PATIENCE_S = 60.0
 SHAPE = {"num_kv_heads": 2, "head_size": 8, "dtype": "float16"}
 SPECS = {
     "layer.0": FullAttention(block_size=16, **SHAPE),
@@ -67,9 +68,7 @@ class Engine:
     def flush(self):
         """Wait until the other thread has done its jobs, and those that they have made."""
         for _ in range(2):
-            done = threading.Event()
-            self.side.offering.submit(done.set)
-            assert done.wait(PATIENCE_S)
+            await_jobs(self.side)
 
     def begin(self, counts=None, new=None, known=None, preempted=()):
         """Begin a step: what has to be done before it writes is done."""

@@ -10,9 +10,11 @@ from kvflow.integrations.vllm.messages import Hold
 from .vllm_like import (
     ABORTED,
     OFFER,
+    PATIENCE_S,
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
+    await_jobs,
     new_contents,
     new_key,
     new_request,
@@ -21,7 +23,6 @@ from .vllm_like import (
     step_output,
 )
 
-PATIENCE_S = 60.0
 SLOTS = 8  # of ``rank_address``
 
 
@@ -55,15 +56,10 @@ class Prefill:
         self.step += 1
         self.side.on_scheduled(step_output(counts, new, known), self.step)
         if awaited:
-            self.await_other()
+            await_jobs(self.side)
         for name, count in counts.items():
             if name in self.requests:
                 self.requests[name].num_computed_tokens += count
-
-    def await_other(self):
-        done = threading.Event()
-        self.offering._jobs.put(done.set)
-        assert done.wait(PATIENCE_S)
 
     def end(self, name="r", blocks=((1, 2, 3),), status=None):
         """End a request that has made a token; return the grant of its ticket, or None."""
@@ -162,7 +158,7 @@ def test_a_request_that_ends_before_its_ticket_is_signed_gets_it_at_once():
     prefill.compute({"r": 48}, new={"r": (0, [[1, 2, 3]])}, awaited=False)
     assert prefill.end().block_ids == ((1, 2, 3),)
     goes_on.set()
-    prefill.await_other()
+    await_jobs(prefill.side)
     assert prefill.signed_here == ["r"]
     assert prefill.free_slots() == SLOTS - 1
 

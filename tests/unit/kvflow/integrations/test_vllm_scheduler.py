@@ -20,7 +20,9 @@ from .vllm_like import (
     new_mint,
     new_request,
     new_ticket,
+    offered,
     rank_address,
+    scheduled,
     side,
 )
 
@@ -29,16 +31,9 @@ LOAD = {"do_remote_prefill": True}
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
-def finished(found, request, listed):
-    request.num_computed_tokens = request.num_prompt_tokens
-    return found.on_finished(request, listed)
-
-
 def test_a_prefilled_request_is_offered_and_its_blocks_are_kept():
     producer = side(FullAttentionSpec())
-    request = new_request(OFFER)
-    producer.on_new_request(request)
-    keep, params = finished(producer, request, ([1, 2, 3],))
+    keep, params = offered(producer)
     assert keep
     assert (params["remote_block_ids"], params["remote_num_tokens"]) == ([[3]], 48)
     (command,) = producer.take_commands()
@@ -59,48 +54,39 @@ def test_a_prefilled_request_is_offered_and_its_blocks_are_kept():
 )
 def test_the_trace_of_a_request_is_in_its_ticket(headers, carried):
     producer = side(FullAttentionSpec())
-    request = new_request(OFFER, trace_headers=headers)
-    producer.on_new_request(request)
-    assert finished(producer, request, ([1, 2, 3],))[0]
+    assert offered(producer, trace_headers=headers)[0]
     (command,) = producer.take_commands()
     assert command.grant.trace == carried
 
 
 def test_ranks_that_slept_are_redialed_and_their_offers_are_forgotten():
     producer = side(FullAttentionSpec())
-    request = new_request(OFFER, request_id="before")
-    producer.on_new_request(request)
-    finished(producer, request, ([1, 2, 3],))
+    offered(producer, "before")
     (before,) = producer.take_commands()
     producer.meet_ranks([msgspec.structs.replace(rank_address(), incarnation="b" * 32)])
     producer.on_reported(None, {"before"})
-    request = new_request(OFFER, request_id="after")
-    producer.on_new_request(request)
-    finished(producer, request, ([1, 2, 3],))
+    offered(producer, "after")
     (after,) = producer.take_commands()
     incarnations = [command.grant.ranks[0].incarnation for command in (before, after)]
     assert incarnations == [rank_address().incarnation, "b" * 32]
 
 
 def test_what_cannot_be_offered_is_computed_by_the_decode_engine():
-    producer = side(FullAttentionSpec(), met=False)
-    request = new_request(OFFER)
-    producer.on_new_request(request)
-    keep, params = finished(producer, request, ([1, 2, 3],))
+    keep, params = offered(side(FullAttentionSpec(), met=False))
     assert (keep, params["do_remote_prefill"]) == (False, False)
 
 
 @pytest.mark.parametrize("specs", [(FullAttentionSpec(), MambaSpec()), (SlidingWindowSpec(), FullAttentionSpec())])
 def test_the_last_token_is_left_to_decode_where_the_cache_moves_on(specs):
     producer, consumer = side(*specs), side(*specs)
-    request = new_request(OFFER)
+    request = new_request(OFFER, request_id="cut")
     prompt = request.prompt_token_ids
     producer.on_new_request(request)
     assert (request.num_prompt_tokens, len(request._all_token_ids), request.max_tokens) == (47, 47, 1)
     assert request.prompt_token_ids == prompt[:-1]
     assert len(prompt) == 48  # the caller's
     listed = ([1, 2, 3], [4] if isinstance(specs[1], MambaSpec) else [4, 5, 6])
-    _, params = finished(producer, request, listed)
+    _, params = offered(producer, listed=listed)
     assert params["remote_num_tokens"] == 47
     second = new_request(params, request_id="s")
     consumer.on_new_request(second)
@@ -158,7 +144,7 @@ def test_a_request_that_is_refused_fails_by_itself(role, params):
     command = engine.take_commands()[-1]
     assert (type(command), command.code) == (Fail, "ticket_invalid")
     engine.on_reported({"r"}, None)
-    assert finished(engine, request, ([1, 2, 3],)) == (False, None)
+    assert engine.on_finished(request, ([1, 2, 3],)) == (False, None)
 
 
 # What a ticket's blocks hold.
@@ -168,29 +154,22 @@ PICTURE = {"media": ((17, "a picture"),)}
 SALT = {"cache_salt": "mine"}
 
 
-def prefilled(*specs, prompt=48, listed=None, **named):
-    """Parameters that a producer answers, and the prompt that it was asked."""
-    producer = side(*specs)
-    request = new_request(OFFER, prompt, **named)
-    producer.on_new_request(request)
-    _, params = finished(producer, request, listed or ([1, 2, 3],) * len(specs))
-    return params
+def prefilled(spec=None, **named):
+    """Return the parameters that a producer answers."""
+    return offered(side(spec or FullAttentionSpec()), **named)[1]
 
 
-def outcome(params, *specs, prompt=48, **named):
+def outcome(params, spec=None, **named):
     """Code of the error with which a consumer refuses a request, empty if it loads; whether its ticket is returned."""
-    consumer = side(*(specs or (FullAttentionSpec(),)))
-    request = new_request(params, prompt, **named)
-    consumer.on_new_request(request)
-    wanted, _ = consumer.matched(request, 0)
-    consumer.allocated(request, blocks_of(*([7, 8, 9, 10, 11, 12],) * max(1, len(specs))), wanted)
+    consumer = side(spec or FullAttentionSpec())
+    scheduled(consumer, params, **named)
     commands = consumer.take_commands()
     return commands[-1].code if isinstance(commands[-1], Fail) else "", GiveBack in map(type, commands)
 
 
 @looped("theirs, ours", [({}, {"prompt": range(1, 49)}), (SALT, {}), (ADAPTER, {"lora": "xml"}), ({}, PICTURE)])
 def test_a_ticket_of_something_else_is_refused_and_given_back(theirs, ours):
-    assert outcome(prefilled(FullAttentionSpec(), **theirs), **ours) == ("content_mismatch", True)
+    assert outcome(prefilled(**theirs), **ours) == ("content_mismatch", True)
 
 
 def test_engines_with_other_block_sizes_agree_about_a_prompt():
@@ -205,7 +184,7 @@ def test_a_ticket_that_does_not_say_what_its_blocks_hold_is_refused():
 
 
 def test_only_the_first_prompt_of_a_call_reads_the_ticket():
-    params, consumer = prefilled(FullAttentionSpec()), side(FullAttentionSpec())
+    params, consumer = prefilled(), side(FullAttentionSpec())
     for number, prompt in enumerate((range(48), range(1, 49), range(48))):
         request = new_request(params, prompt, request_id=f"cmpl-call-{number}-0123abcd")
         consumer.on_new_request(request)
@@ -216,7 +195,7 @@ def test_only_the_first_prompt_of_a_call_reads_the_ticket():
 
 
 def test_a_ticket_that_another_request_loads_is_not_released():
-    params, consumer = prefilled(FullAttentionSpec()), side(FullAttentionSpec())
+    params, consumer = prefilled(), side(FullAttentionSpec())
     honest, other = new_request(params), new_request(params, range(1, 49), request_id="other")
     consumer.on_new_request(honest)
     consumer.on_new_request(other)
@@ -227,15 +206,15 @@ def test_a_ticket_that_another_request_loads_is_not_released():
 
 def test_a_request_that_the_server_rejects_releases_its_ticket(caplog):
     consumer = side(FullAttentionSpec())
-    request = new_request(prefilled(FullAttentionSpec()), prompt=[0], abort_immediately=True)
+    request = new_request(prefilled(), prompt=[0], abort_immediately=True)
     consumer.on_new_request(request)
-    assert finished(consumer, request, ([],)) == (False, None)
+    assert consumer.on_finished(request, ([],)) == (False, None)
     assert [type(command) for command in consumer.take_commands()] == [GiveBack]
     assert not caplog.records
 
 
 def test_a_field_that_a_router_writes_is_told_once_in_a_process(caplog):
-    params, consumer = prefilled(FullAttentionSpec()), side(FullAttentionSpec())
+    params, consumer = prefilled(), side(FullAttentionSpec())
     with caplog.at_level("INFO", logger="vllm.kvflow"):
         for number, host in enumerate(("10.0.0.1", "10.0.0.2")):
             consumer.on_new_request(new_request(params | {"remote_host": host}, request_id=f"r{number}"))
@@ -291,7 +270,7 @@ def test_what_a_client_chooses_is_logged_in_short_and_goes_to_no_rank(changes, n
     found.on_new_request(request)
     num_tokens, _ = matched(found, request)
     found.allocated(request, blocks_of([1, 2, 3]), num_tokens)
-    finished(found, request, ([1, 2, 3],))
+    found.on_finished(request, ([1, 2, 3],))
     found.close()
     for record in caplog.records:
         assert record.getMessage().isprintable()
@@ -324,14 +303,10 @@ def broken(request):
 
 
 def test_a_request_that_cannot_be_read_fails_and_the_next_is_served(broken, caplog):
-    params, engine = prefilled(FullAttentionSpec()), side(FullAttentionSpec())
+    params, engine = prefilled(), side(FullAttentionSpec())
     contents, engine._contents = engine._contents, broken
     for name in ("r", "s"):
-        request = new_request(params, request_id=name)
-        engine.on_new_request(request)
-        assert request.kv_transfer_params == {}
-        assert engine.matched(request, 0) == (48, True)
-        engine.allocated(request, blocks_of([1, 2, 3]), 48)
+        assert scheduled(engine, params, name).kv_transfer_params == {}
     assert [command.code for command in engine.take_commands() if isinstance(command, Fail)] == ["defect_found"] * 2
     assert counted(engine, "defects") == {"on_new_request": 2}
     assert [bool(record.exc_info) for record in caplog.records if " failed: " in record.message] == [True, False]
@@ -342,15 +317,15 @@ def test_a_request_that_cannot_be_read_fails_and_the_next_is_served(broken, capl
 
 
 def test_a_request_whose_blocks_cannot_be_looked_at_fails(broken):
-    params, engine = prefilled(FullAttentionSpec()), side(FullAttentionSpec())
-    request = new_request(params)
+    engine = side(FullAttentionSpec())
+    request = new_request(prefilled())
     engine.on_new_request(request)
     engine.matched(request, 0)
     engine.allocated(request, broken, 48)
     release, fail = engine.take_commands()
     assert (type(release), fail.code) == (GiveBack, "defect_found")
     engine.on_reported({"r"}, None)
-    assert finished(engine, request, ([1, 2, 3],)) == (False, None)
+    assert engine.on_finished(request, ([1, 2, 3],)) == (False, None)
     assert counted(engine, "defects") == {"allocated": 1}
 
 
@@ -361,11 +336,8 @@ def test_a_request_that_waits_for_nothing_is_not_reported_when_it_fails(broken):
 
 
 def test_a_load_that_is_under_way_is_cancelled(broken, monkeypatch):
-    params, engine = prefilled(FullAttentionSpec()), side(FullAttentionSpec())
-    request = new_request(params)
-    engine.on_new_request(request)
-    engine.matched(request, 0)
-    engine.allocated(request, blocks_of([1, 2, 3]), 48)
+    engine = side(FullAttentionSpec())
+    request = scheduled(engine, prefilled())
     monkeypatch.setattr(engine.loading, "matched", lambda *_: broken.anything)
     assert engine.matched(request, 0) == (0, False)
     assert [type(command) for command in engine.take_commands()] == [Load, Cancel]
@@ -375,23 +347,16 @@ def test_a_prompt_that_cannot_be_offered_is_not_kept(broken, monkeypatch):
     producer = side(FullAttentionSpec())
     monkeypatch.setattr(Ticket, "to_router_params", lambda *_: broken.anything)
     for number in range(9):  # one more than there are slots
-        request = new_request(OFFER, request_id=f"r{number}")
-        producer.on_new_request(request)
-        assert finished(producer, request, ([1, 2, 3],)) == (False, None)
+        assert offered(producer, f"r{number}") == (False, None)
     assert producer.take_commands() == []
     assert counted(producer, "defects") == {"on_finished": 9}
     monkeypatch.undo()
-    request = new_request(OFFER, request_id="r0")
-    producer.on_new_request(request)
-    assert finished(producer, request, ([1, 2, 3],))[0]
+    assert offered(producer, "r0")[0]
 
 
 def test_reports_go_on_behind_one_that_cannot_be_noted(broken, monkeypatch):
     engine = side(FullAttentionSpec())
-    request = new_request({"do_remote_prefill": True})
-    engine.on_new_request(request)
-    engine.matched(request, 0)
-    engine.allocated(request, blocks_of([1, 2, 3]), 48)
+    scheduled(engine, {"do_remote_prefill": True})
     monkeypatch.setattr(engine, "offering", broken)
     engine.on_reported(["r"], ["s"])
     assert engine.loading.matched("r", 0) == 0
@@ -429,27 +394,23 @@ class Ranks:
         return self.done
 
 
-def loading(found, name, ticket=None):
+def loading(found, name):
     """A request whose load the ranks have begun."""
-    request = new_request(LOAD | (ticket or new_ticket(request_id=name)).to_params(), request_id=name)
-    request.is_finished = lambda: False
-    found.on_new_request(request)
-    assert found.matched(request, 0) == (48, True)
-    found.allocated(request, blocks_of([1, 2, 3]), 48)
-    return request
+    params = LOAD | new_ticket(request_id=name).to_params()
+    return scheduled(found, params, name, is_finished=lambda: False)
 
 
-def offered(found, name):
-    request = new_request(OFFER, request_id=name)
-    request.is_finished = lambda: True
+def offering(found, name):
+    """A request that has ended and whose blocks are kept."""
+    request = new_request(OFFER, request_id=name, is_finished=lambda: True)
     found.on_new_request(request)
-    assert finished(found, request, ([1, 2, 3],))[0]
+    assert found.on_finished(request, ([1, 2, 3],))[0]
     return request
 
 
 def test_a_reset_ends_offers_and_loads_once_and_frees_their_blocks():
     found = side(FullAttentionSpec())
-    ranks, load, offer = Ranks(found), loading(found, "load"), offered(found, "offer")
+    ranks, load, offer = Ranks(found), loading(found, "load"), offering(found, "offer")
     scheduler = Scheduler(found, load, offer)
     found.take_commands()
     assert found.reset(scheduler)
@@ -467,7 +428,7 @@ def test_a_reset_ends_offers_and_loads_once_and_frees_their_blocks():
 @pytest.mark.parametrize("multi", [False, True])
 def test_blocks_that_a_rank_or_another_connector_may_use_are_not_freed(multi):
     found = side(FullAttentionSpec())
-    ranks, load, offer = Ranks(found, done=multi), loading(found, "load"), offered(found, "offer")
+    ranks, load, offer = Ranks(found, done=multi), loading(found, "load"), offering(found, "offer")
     scheduler = Scheduler(found, load, offer, multi=multi)
     assert found.reset(scheduler) is found.reset() is multi
     assert scheduler.freed == (["load"] if multi else [])
@@ -511,10 +472,8 @@ def test_a_load_that_has_not_begun_is_dropped_and_its_ticket_given_back():
 def test_a_ticket_of_before_a_reset_answers_no_later_sample():
     found = side(FullAttentionSpec())
     Ranks(found)
-    first = offered(found, "0_r")
+    first = offering(found, "0_r")
     assert found.reset(Scheduler(found, first))
-    second = new_request(OFFER, request_id="1_r")
-    found.on_new_request(second)
-    keep, params = finished(found, second, ([4, 5, 6],))
+    keep, params = offered(found, "1_r", ([4, 5, 6],))
     assert keep
     assert params["remote_block_ids"] == [[6]]  # the last of each group
