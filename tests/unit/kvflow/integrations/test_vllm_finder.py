@@ -61,13 +61,23 @@ class Source:
     """
 
     def __init__(
-        self, num_tokens=0, engine_id="decode-0", *, block_size=16, kept=None, error=None, before=None, **settings
+        self,
+        num_tokens=0,
+        engine_id="decode-0",
+        *,
+        block_size=16,
+        kept=None,
+        error=None,
+        before=None,
+        is_silent=False,
+        **settings,
     ):
         self.num_tokens = num_tokens
         self.block_size = block_size  # 0: it has only states
         self.kept = kept
         self.error = error  # instead of its answers
-        self.before = before  # what its answers wait for
+        self.end = threading.Event()  # of the test
+        self.before = self.end if is_silent else before  # what its answers wait for
         self.ticket = None  # what it answers with, though it does not keep it
         self.settings = {
             "engine_id": engine_id,
@@ -155,6 +165,8 @@ def finders(monkeypatch):
 
     monkeypatch.setattr(Asker, "claim", ask)
     yield finders
+    for source in finders.sources.values():
+        source.end.set()
     while SIDES:
         SIDES.pop().close()
     for source in finders.sources.values():
@@ -400,23 +412,19 @@ def test_an_engine_is_as_fast_as_its_steps_of_prompts():
 
 
 def test_a_request_whose_cache_has_much_waits_as_for_the_rest(finders):
-    gate = threading.Event()
-    finder = finders({FIRST: Source(160, before=gate)})
+    finder = finders({FIRST: Source(160, is_silent=True)})
     request = new_request(None, 400)
     seek(finder, request)
     assert finder.is_asking(request.request_id, 400)
     assert not finder.is_asking(request.request_id, 31)
     assert finder.take(request.request_id, 369) is None
     assert counted(finder._tally, "prefixes") == {"below_minimum": 1}
-    gate.set()
 
 
 def test_an_answer_that_nobody_can_better_ends_the_wait(finders):
-    gate = threading.Event()
-    finder = finders({FIRST: Source(400, before=gate), SECOND: Source(400, "decode-1")})
+    finder = finders({FIRST: Source(400, is_silent=True), SECOND: Source(400, "decode-1")})
     assert sought(finder, new_request(None, 400)).source == SECOND
     assert not finder._sources[FIRST].is_late
-    gate.set()
 
 
 def test_of_a_long_prompt_few_digests_are_asked_for_and_then_the_winners(finders, monkeypatch):
@@ -495,8 +503,7 @@ def test_who_comes_last_computes_digests_first(finders, monkeypatch):
 
 
 def test_what_has_come_in_time_is_used(finders):
-    gate = threading.Event()
-    finder = finders({FIRST: Source(320, before=gate), SECOND: Source(160, "decode-1")})
+    finder = finders({FIRST: Source(320, is_silent=True), SECOND: Source(160, "decode-1")})
     request = new_request(None, 400)
     seek(finder, request)
     search = finder._searches[request.request_id]
@@ -505,7 +512,6 @@ def test_what_has_come_in_time_is_used(finders):
     search.until = 0.0
     assert not finder.is_asking(request.request_id)
     assert finder.take(request.request_id, 0).source == SECOND
-    gate.set()
 
 
 LATE = {
@@ -538,8 +544,7 @@ def test_nobody_waits_for_a_source_that_was_late(finders, monkeypatch, caplog, e
 
 
 def test_a_dead_source_alone_costs_one_request_its_time(finders, monkeypatch):
-    gate = threading.Event()
-    finder = finders({FIRST: Source(160, before=gate)})
+    finder = finders({FIRST: Source(160, is_silent=True)})
     monkeypatch.setattr(finder_module, "WAIT_S_MIN", 0.001)
     assert sought(finder, new_request(None, 400)) is None
     wait_until(lambda: finder._sources[FIRST].is_late)
@@ -549,7 +554,6 @@ def test_a_dead_source_alone_costs_one_request_its_time(finders, monkeypatch):
         assert sought(finder, new_request(None, 400, str(number))) is None
     assert counted(finder._tally, "prefixes") == {"late": 4}
     assert len(finders.sources[FIRST].questions) == 1  # it still waits for the first answer
-    gate.set()
 
 
 def test_an_answer_that_has_come_is_read_though_the_time_is_over(finders, monkeypatch):
@@ -610,9 +614,9 @@ def test_sources_are_asked_in_random_order(finders):
 
 
 def test_a_hinted_source_that_is_silent_leaves_half_of_the_time_to_others(finders, monkeypatch):
-    left_s, gate = [], threading.Event()
+    left_s = []
     noted = SimpleNamespace(wait=lambda _: left_s.append(search.until - time.monotonic()))
-    finder = finders({FIRST: Source(320, before=gate), SECOND: Source(160, "decode-1", before=noted)})
+    finder = finders({FIRST: Source(320, is_silent=True), SECOND: Source(160, "decode-1", before=noted)})
     monkeypatch.setattr(finder_module, "WAIT_S_MIN", 6.0)  # half of it is longer than a busy machine stalls
     request = new_request(None, 400)
     seek(finder, request, [FIRST])
@@ -621,7 +625,6 @@ def test_a_hinted_source_that_is_silent_leaves_half_of_the_time_to_others(finder
     assert left_s[0] <= 3.0
     assert finders.asked == [FIRST, SECOND]
     assert not finder._sources[SECOND].is_late
-    gate.set()
 
 
 def test_of_a_name_with_too_many_addresses_some_are_asked(finders, names, caplog):

@@ -10,16 +10,12 @@ import pytest
 from kvflow.integrations.vllm import finder
 from kvflow.integrations.vllm.engine import LOAD_WAIT
 from kvflow.integrations.vllm.messages import Fail, GiveBack, Load
-from kvflow.layout.specs import FullAttention
 from kvflow.rendezvous.dialer import Asker
 from kvflow.worker import answers
-from kvflow.worker.threaded import run_worker
-from tests.helpers.settings import flat_config
 from tests.ports import free_port
-from tests.unit.kvflow.worker.helpers import cache_of
 
+from .test_vllm_finder import Source
 from .vllm_like import (
-    SECRET,
     SIDES,
     FullAttentionSpec,
     blocks_of,
@@ -38,23 +34,18 @@ SIZE = 16
 WITHIN_S = 30.0
 
 
-class Prefill:
+class Prefill(Source):
     """An engine that offers the prompts of ``new_request``."""
 
     def __init__(self, engine_id="prefill", endpoint=ENDPOINT):
-        layer = FullAttention(block_size=SIZE, num_kv_heads=1, head_size=8, dtype="float16")
-        config = flat_config(engine_id=engine_id, cluster_secret=SECRET, transport="loopback", bind=endpoint)
-        self._opened = run_worker(config, cache_of(64, {"layers.0": layer}))
-        self.worker = self._opened.__enter__()
+        super().__init__(0, engine_id, block_size=SIZE, model="")
+        self.open(endpoint)
 
     def offer(self, num_tokens=48, name="request-1"):
         digests = new_contents().digests(
             new_request(None, num_tokens), [range(-(-num_tokens // SIZE))], [SIZE], num_tokens
         )
         return self.worker.offer_progressive(name, [()], num_tokens, digests=digests)
-
-    def close(self):
-        self._opened.__exit__(None, None, None)
 
 
 @pytest.fixture

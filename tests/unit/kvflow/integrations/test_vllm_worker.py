@@ -45,7 +45,7 @@ from kvflow.observability.logs import REPEATS_S, Repeats
 from tests.helpers.loops import looped
 from tests.helpers.waiting import wait_until
 
-from .vllm_like import PATIENCE_S, SECRET, new_mint, new_ticket, small_cache
+from .vllm_like import PATIENCE_S, SECRET, Device, new_mint, new_ticket, small_cache
 
 STEP = 4  # the last one that has ended
 TICKET = new_ticket()
@@ -489,21 +489,6 @@ DIGESTS = ((b"1", b"2", b"3"),)
 KEPT = KeepBlocks("kept:r", TICKET.grants[0], DIGESTS, step=STEP)
 
 
-class Device:
-    """What a rank is told of a device, which writes when a test says so."""
-
-    def __init__(self):
-        self.wrote = threading.Event()
-        self.asked = threading.Semaphore(0)  # released each time that somebody asks
-
-    def mark(self):
-        def passed():
-            self.asked.release()
-            return self.wrote.is_set()
-
-        return passed
-
-
 @pytest.fixture
 def on_device():
     """Returns a call that makes a rank with a device that has been given a step; at the end each rank is stopped."""
@@ -535,7 +520,7 @@ def test_a_kept_lease_is_held_once_written_though_no_step_follows(on_device):
     rank.execute([KEPT])
     assert device.asked.acquire(timeout=PATIENCE_S)
     assert not held.is_set()
-    device.wrote.set()
+    device.done = 1
     assert held.wait(PATIENCE_S)
 
 
@@ -544,7 +529,7 @@ def test_a_kept_lease_that_ends_before_it_is_written_is_never_held(on_device):
     device, rank = on_device(fake)
     rank.execute([KEPT])
     rank.revoke(["kept:r"])
-    device.wrote.set()
+    device.done = 1
     rank.take()
     assert (fake.admitted, fake.revoked, fake.void) == ([], ["kept:r"], [KEPT.grant])
 
@@ -560,13 +545,12 @@ def test_a_thousand_requests_that_end_start_no_thread(on_device, monkeypatch):
     device, rank = on_device(fake)
     assert started == [rank._watch]
     for _ in range(20):
-        device.wrote.clear()
         rank.end_step(STEP)
         rank._written = 0
         rank.execute([msgspec.structs.replace(KEPT, request_id=f"kept:{at}") for at in range(50)])
         for _ in range(3):
             assert device.asked.acquire(timeout=PATIENCE_S)
-        device.wrote.set()
+        device.done = device.given
         for _ in range(50):
             assert held.acquire(timeout=PATIENCE_S)
     assert started == [rank._watch]
@@ -575,7 +559,7 @@ def test_a_thousand_requests_that_end_start_no_thread(on_device, monkeypatch):
 def test_nobody_looks_while_nothing_waits_for_a_device(on_device):
     fake = FakeWorker()
     device, rank = on_device(fake)
-    device.wrote.set()
+    device.done = 1
     rank.execute([KEPT])
     assert fake.admitted == [KEPT.grant]
     assert not rank._awaited.is_set()
@@ -588,7 +572,7 @@ def test_a_look_waits_while_the_engine_has_the_rank(on_device):
     rank.execute([KEPT])
     assert device.asked.acquire(timeout=PATIENCE_S)
     with rank._lock:
-        device.wrote.set()
+        device.done = 1
         assert fake.admitted == []
         assert rank._watch.is_alive()
         rank.revoke(["kept:r"])
@@ -607,7 +591,7 @@ def test_a_look_that_lasts_keeps_no_event_loop_waiting():
         rank.end_step(STEP)
         mint = TicketMint("engine", [worker.rank_address], cluster_secret=SECRET, block_sizes=(4,))
         rank.execute([Hold("a", mint.offer("a", block_ids=[[1]], num_tokens=4)[1], STEP, number=1)])
-        device.wrote.set()
+        device.done = 1
         assert entered.wait(PATIENCE_S)
         assert worker.snapshot().leases == 0, "the loop has answered"
         left.set()
@@ -624,7 +608,7 @@ def test_a_look_that_fails_is_told_and_the_next_command_looks_again(on_device, c
     def passed():
         if threading.current_thread() is rank._watch and failures.acquire(blocking=False):
             raise RuntimeError("CUDA error: unspecified launch failure")
-        return device.wrote.is_set()
+        return device.done
 
     rank._marks.append((STEP, passed))
     rank.execute([KEPT])
@@ -633,7 +617,7 @@ def test_a_look_that_fails_is_told_and_the_next_command_looks_again(on_device, c
     held = threading.Event()
     fake.admit = lambda *_: held.set()
     rank.take()
-    device.wrote.set()
+    device.done = 1
     assert held.wait(PATIENCE_S)
 
 
@@ -646,7 +630,7 @@ def test_a_kept_lease_that_a_reset_ends_is_never_held(on_device, when):
     assert rank.reset(["kept:r"])
     if when == "before":
         rank.execute([KEPT])
-    device.wrote.set()
+    device.done = 1
     assert set(fake.revoked) == {"kept:r"}
     assert fake.void == [KEPT.grant], "another rank may hold it, and have told a reader"
     rank.execute([Reset(("kept:r",))])

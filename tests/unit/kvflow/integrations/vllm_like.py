@@ -302,12 +302,14 @@ class Device:
     def __init__(self):
         self.given = 0
         self.done = 0
+        self.asked = threading.Semaphore(0)  # released each time that somebody asks
 
     def mark(self):
         self.given += 1
         return functools.partial(self._is_done, self.given)
 
     def _is_done(self, given):
+        self.asked.release()
         return self.done >= given
 
 
