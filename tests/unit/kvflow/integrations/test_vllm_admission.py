@@ -92,6 +92,7 @@ class World:
         config = flat_config(engine_id="engine", cluster_secret=SECRET, transport="loopback", lease_slots=slots)
         self.cache = small_cache()
         self.runtime = RankRuntime(config, self.cache, mark=device and device.mark)
+        self.sleep, self.wake = self.runtime.suspend, self.runtime.resume
         self.sent = []
         mint = TicketMint("engine", [self.runtime.rank.address], cluster_secret=SECRET, block_sizes=(4,))
         self.ticket, self.grant = mint.offer("r", block_ids=[[1]], num_tokens=4)
@@ -113,12 +114,6 @@ class World:
 
     def collect(self):
         self.sent += sorted(self.runtime.rank.collect().sent)
-
-    def sleep(self):
-        self.runtime.suspend()
-
-    def wake(self):
-        self.runtime.resume()
 
     def held(self):
         return self.runtime._worker.snapshot().leases

@@ -421,15 +421,6 @@ def test_an_engine_without_the_setting_offers_what_it_has_computed():
     assert (params["transfer_mode"], command.digests) == ("pull", ())
 
 
-def test_a_command_that_was_lost_is_not_missed(engine):
-    """The rank is behind: it takes what the step repeats, in order."""
-    engine.side._early.close()
-    engine.arrive()
-    engine.step({"r": 64}, new={"r": (0, [[1, 2, 3, 4]])})
-    assert engine.lease() == ("open", 64, ((1, 2, 3, 4),))
-    assert [type(each) for each in engine.ordered] == [Hold, Tell]
-
-
 def test_advances_that_are_refused_end_the_lease(engine):
     engine.arrive()
     engine.step()

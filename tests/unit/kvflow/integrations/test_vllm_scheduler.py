@@ -93,11 +93,11 @@ def test_the_last_token_is_left_to_decode_where_the_cache_moves_on(specs):
     assert consumer.matched(second, 0) == (47, True)
 
 
-def test_a_prompt_of_one_token_is_not_cut():
-    producer = side(FullAttentionSpec(), MambaSpec())
-    request = new_request(OFFER, prompt=1)
-    producer.on_new_request(request)
-    assert (request.num_prompt_tokens, request.max_tokens) == (1, 1)
+@looped("named, left", [({"prompt": 1}, 1), ({"skips": True}, 48)])
+def test_a_prompt_of_one_token_or_not_read_from_caches_is_not_cut(named, left):
+    request = new_request(OFFER, **named)
+    side(FullAttentionSpec(), MambaSpec()).on_new_request(request)
+    assert (request.num_prompt_tokens, request.max_tokens) == (left, 1)
 
 
 def test_a_prefill_makes_one_token_on_every_kind_of_model():
@@ -107,13 +107,6 @@ def test_a_prefill_makes_one_token_on_every_kind_of_model():
             request = new_request(params)
             producer.on_new_request(request)
             assert request.max_tokens == most
-
-
-def test_a_prompt_that_is_not_read_from_caches_is_not_cut():
-    producer = side(FullAttentionSpec(), MambaSpec())
-    request = new_request(OFFER, skips=True)
-    producer.on_new_request(request)
-    assert request.num_prompt_tokens == 48
 
 
 @pytest.mark.proves("draft models", engine="stand-in")

@@ -156,11 +156,6 @@ def test_heads_are_those_of_the_model(held, tp_size, told, total):
     assert read_spec("layer", spec, EngineShape(tp_size=tp_size, num_kv_heads={"layer": told})).num_kv_heads == total
 
 
-def test_blocks_of_the_kernel_may_be_smaller():
-    spec = read_spec("layer", FullAttentionSpec(block_size=64), EngineShape(kernel_tokens={"layer": 16}))
-    assert (spec.block_size, spec.kernel_block_size) == (64, 16)
-
-
 @pytest.mark.proves("DeepSeek V4.1, CSA, HiSparse, PLE", engine="stand-in")
 @looped(
     "spec, said",
