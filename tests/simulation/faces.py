@@ -6,12 +6,13 @@ Both say the same: a pull has ended when the engine may use its blocks again, wh
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from inspect import isawaitable
+from typing import Any
 
 from kvflow.config import WorkerConfig
 from kvflow.errors import TransferFailed
 from kvflow.events import Event, Hook, LeaseEnded, Outcome
-from kvflow.leases.tickets import Grant, Ticket
+from kvflow.leases.tickets import Ticket
 from kvflow.worker.runtime import Cache
 from kvflow.worker.threaded import Finished, LoopCalls, ThreadedWorker, WorkerThread
 from kvflow.worker.worker import DrainReport, Worker
@@ -25,71 +26,51 @@ STEP_S = 1e-3
 """Time from one step of an engine to the next."""
 
 
-class Face(Protocol):
-    """What an engine calls. See ``kvflow.worker.worker.Worker``."""
+class Face:
+    """What an engine calls, which is the worker's own; a pull ends when nothing writes into its blocks now."""
 
-    def offer(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> Ticket:
-        """See ``Worker.offer``."""
-        ...
-
-    def keep(self, request_id: str, block_ids: BlockIds, num_tokens: int, digests: list[list[bytes]]) -> Ticket:
-        """See ``Worker.keep``."""
-        ...
+    def speak_to(self, worker: Worker | ThreadedWorker) -> None:
+        """Be the face of a worker that is open."""
+        self._worker = worker
+        self.offer, self.keep, self.admit = worker.offer, worker.keep, worker.admit
+        self.advance, self.seal, self.revoke = worker.advance, worker.seal, worker.revoke
 
     def offer_progressive(
         self, request_id: str, block_ids: BlockIds, num_tokens: int, digests: list[list[bytes]]
     ) -> Ticket:
-        """See ``Worker.offer_progressive``."""
-        ...
-
-    def advance(self, request_id: str, num_tokens: int, new_block_ids: BlockIds) -> None:
-        """See ``Worker.advance``."""
-        ...
-
-    def seal(self, request_id: str, new_block_ids: BlockIds) -> None:
-        """See ``Worker.seal``."""
-        ...
-
-    def admit(self, grant: Grant, digests: list[list[bytes]] | None) -> None:
-        """See ``Worker.admit``."""
-        ...
-
-    def revoke(self, request_id: str) -> bool:
-        """See ``Worker.revoke``."""
-        ...
+        return self._worker.offer_progressive(request_id, block_ids, num_tokens, digests=digests).ticket
 
     async def offer_when_possible(
         self, request_id: str, block_ids: BlockIds, num_tokens: int, timeout_s: float
     ) -> Ticket:
-        """See ``Worker.offer_when_possible``."""
-        ...
+        return await self._answer(
+            self._worker.offer_when_possible(request_id, block_ids, num_tokens, timeout_s=timeout_s)
+        )
 
     async def wait_offer(self, request_id: str) -> Outcome:
-        """See ``Worker.wait_offer``."""
-        ...
+        return await self._answer(self._worker.wait_offer(request_id))
 
     async def hold(self, ticket: Ticket, *, name: str) -> None:
-        """See ``Worker.hold``."""
-        ...
+        await self._answer(self._worker.hold(ticket, local_request_id=name))
 
     async def release(self, ticket: Ticket, *, name: str) -> None:
-        """See ``Worker.release``."""
-        ...
-
-    async def pull(self, ticket: Ticket, block_ids: BlockIds, *, priority: int, name: str) -> None:
-        """See ``Worker.pull``; ends, also when it is cancelled, when nothing writes into the blocks now."""
-        ...
+        await self._answer(self._worker.release(ticket, local_request_id=name))
 
     async def find(self, endpoint: str, digests: list[bytes], wait_s: float) -> tuple[Ticket | None, int]:
-        """See ``Worker.find``."""
-        ...
+        return await self._answer(self._worker.find(endpoint, digests, wait_s))
 
     async def drain(self, deadline_s: float) -> DrainReport:
-        """See ``Worker.drain``."""
-        ...
+        return await self._answer(self._worker.drain(deadline_s))
+
+    async def pull(self, ticket: Ticket, block_ids: BlockIds, *, priority: int, name: str) -> None:
+        raise NotImplementedError
+
+    async def _answer(self, asked: Any) -> Any:
+        """Return what a call of the worker comes to."""
+        raise NotImplementedError
 
 
-class AsyncFace:
+class AsyncFace(Face):
     """A worker whose engine lives on its event loop.
 
     Args:
@@ -97,39 +78,12 @@ class AsyncFace:
     """
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self.offer = worker.offer
-        self.keep = worker.keep
-        self.advance = worker.advance
-        self.seal = worker.seal
-        self.admit = worker.admit
-        self.revoke = worker.revoke
-        self.wait_offer = worker.wait_offer
-        self.find = worker.find
-        self.drain = worker.drain
+        self.speak_to(worker)
 
-    def offer_progressive(
-        self, request_id: str, block_ids: BlockIds, num_tokens: int, digests: list[list[bytes]]
-    ) -> Ticket:
-        """See ``Face.offer_progressive``."""
-        return self._worker.offer_progressive(request_id, block_ids, num_tokens, digests=digests).ticket
-
-    async def offer_when_possible(
-        self, request_id: str, block_ids: BlockIds, num_tokens: int, timeout_s: float
-    ) -> Ticket:
-        """See ``Face.offer_when_possible``."""
-        return await self._worker.offer_when_possible(request_id, block_ids, num_tokens, timeout_s=timeout_s)
-
-    async def hold(self, ticket: Ticket, *, name: str) -> None:
-        """See ``Face.hold``."""
-        self._worker.hold(ticket, local_request_id=name)
-
-    async def release(self, ticket: Ticket, *, name: str) -> None:
-        """See ``Face.release``."""
-        await self._worker.release(ticket, local_request_id=name)
+    async def _answer(self, asked: Any) -> Any:
+        return await asked if isawaitable(asked) else asked
 
     async def pull(self, ticket: Ticket, block_ids: BlockIds, *, priority: int, name: str) -> None:
-        """See ``Face.pull``."""
         try:
             await self._worker.pull(ticket, block_ids, priority=priority, local_request_id=name)
         except asyncio.CancelledError:
@@ -141,7 +95,7 @@ class AsyncFace:
             raise
 
 
-class ThreadedFace:
+class ThreadedFace(Face):
     """The production ``ThreadedWorker``, with the process's loop in place of a thread of its own.
 
     Its engine asks what has ended as soon as something has, and uses the blocks again in that very moment.
@@ -157,7 +111,7 @@ class ThreadedFace:
         self._process = process
         self._calls = calls
         self._hooks: list[Hook] = []
-        self._threaded: list[ThreadedWorker] = []  # one when the worker is open
+        self._worker: ThreadedWorker | None = None  # until it is open
         self._pulls: dict[str, asyncio.Future[Finished]] = {}
         self._leases: deque[tuple[str, Outcome]] = deque()
 
@@ -176,45 +130,7 @@ class ThreadedFace:
             self._hooks.extend(hooks)
             return WorkerThread(worker, self._calls, lambda: None)
 
-        threaded = ThreadedWorker(config, (), cache, start=start)
-        self._threaded.append(threaded)
-
-    def offer(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> Ticket:
-        """See ``Face.offer``."""
-        (threaded,) = self._threaded
-        return threaded.offer(request_id, block_ids, num_tokens)
-
-    def keep(self, request_id: str, block_ids: BlockIds, num_tokens: int, digests: list[list[bytes]]) -> Ticket:
-        """See ``Face.keep``."""
-        (threaded,) = self._threaded
-        return threaded.keep(request_id, block_ids, num_tokens, digests)
-
-    def offer_progressive(
-        self, request_id: str, block_ids: BlockIds, num_tokens: int, digests: list[list[bytes]]
-    ) -> Ticket:
-        """See ``Face.offer_progressive``."""
-        (threaded,) = self._threaded
-        return threaded.offer_progressive(request_id, block_ids, num_tokens, digests=digests).ticket
-
-    def advance(self, request_id: str, num_tokens: int, new_block_ids: BlockIds) -> None:
-        """See ``Face.advance``."""
-        (threaded,) = self._threaded
-        threaded.advance(request_id, num_tokens, new_block_ids)
-
-    def seal(self, request_id: str, new_block_ids: BlockIds) -> None:
-        """See ``Face.seal``."""
-        (threaded,) = self._threaded
-        threaded.seal(request_id, new_block_ids)
-
-    def admit(self, grant: Grant, digests: list[list[bytes]] | None) -> None:
-        """See ``Face.admit``."""
-        (threaded,) = self._threaded
-        threaded.admit(grant, digests)
-
-    def revoke(self, request_id: str) -> bool:
-        """See ``Face.revoke``."""
-        (threaded,) = self._threaded
-        return threaded.revoke(request_id)
+        self.speak_to(ThreadedWorker(config, (), cache, start=start))
 
     def close(self) -> None:
         """Check that the engine was told of every end, when the worker is closed and all calls have ended."""
@@ -225,45 +141,16 @@ class ThreadedFace:
     async def offer_when_possible(
         self, request_id: str, block_ids: BlockIds, num_tokens: int, timeout_s: float
     ) -> Ticket:
-        """See ``Face.offer_when_possible``."""
-        (threaded,) = self._threaded
-        waiting = threaded.offer_when_possible(request_id, block_ids, num_tokens, timeout_s=timeout_s)
+        waiting = self._worker.offer_when_possible(request_id, block_ids, num_tokens, timeout_s=timeout_s)
         try:
-            return await asyncio.wrap_future(waiting, loop=self._process)
+            return await self._answer(waiting)
         except asyncio.CancelledError:
             if not waiting.cancel() and waiting.exception() is None:
-                threaded.revoke(request_id)  # it had its ticket, and we were about to be told
+                self.revoke(request_id)  # it had its ticket, and we were about to be told
             raise
 
-    async def wait_offer(self, request_id: str) -> Outcome:
-        """See ``Face.wait_offer``."""
-        (threaded,) = self._threaded
-        return await asyncio.wrap_future(threaded.wait_offer(request_id), loop=self._process)
-
-    async def hold(self, ticket: Ticket, *, name: str) -> None:
-        """See ``Face.hold``."""
-        (threaded,) = self._threaded
-        await asyncio.wrap_future(threaded.hold(ticket, local_request_id=name), loop=self._process)
-
-    async def release(self, ticket: Ticket, *, name: str) -> None:
-        """See ``Face.release``."""
-        (threaded,) = self._threaded
-        await asyncio.wrap_future(threaded.release(ticket, local_request_id=name), loop=self._process)
-
-    async def find(self, endpoint: str, digests: list[bytes], wait_s: float) -> tuple[Ticket | None, int]:
-        """See ``Face.find``."""
-        (threaded,) = self._threaded
-        return await asyncio.wrap_future(threaded.find(endpoint, digests, wait_s), loop=self._process)
-
-    async def drain(self, deadline_s: float) -> DrainReport:
-        """See ``Face.drain``."""
-        (threaded,) = self._threaded
-        return await asyncio.wrap_future(threaded.drain(deadline_s), loop=self._process)
-
     async def pull(self, ticket: Ticket, block_ids: BlockIds, *, priority: int, name: str) -> None:
-        """See ``Face.pull``."""
-        (threaded,) = self._threaded
-        future = threaded.pull(ticket, block_ids, priority=priority, local_request_id=name)
+        future = self._worker.pull(ticket, block_ids, priority=priority, local_request_id=name)
         ended: asyncio.Future[Finished] = self._process.create_future()
         self._pulls[name] = ended
         future.add_done_callback(lambda _: self._process.call_soon(self._step))
@@ -277,6 +164,9 @@ class ThreadedFace:
         if error := ended.result().error:
             raise error
 
+    async def _answer(self, asked: Any) -> Any:
+        return await asyncio.wrap_future(asked, loop=self._process)
+
     def _ask_until(self, ended: "asyncio.Future[Finished]") -> None:
         self._step()
         if not ended.done():
@@ -284,9 +174,8 @@ class ThreadedFace:
 
     def _step(self) -> None:
         """Ask what has ended, as an engine does between two steps of its model."""
-        for threaded in self._threaded:
-            for end in threaded.finished():
-                self._take(end)
+        for end in self._worker.finished() if self._worker else ():
+            self._take(end)
 
     def _take(self, end: Finished) -> None:
         if end.side == "consumer":
