@@ -43,12 +43,10 @@ class LastBytes:
             monkeypatch.setattr(tcp_exporter, "order_memory", self._copied)
 
     def fetch(self, device, parts, into):
-        """See ``DeviceMemory.fetch``."""
         self._device.fetch(device, parts, into)
         self._read(parts)
 
     def store(self, device, parts, content):
-        """See ``DeviceMemory.store``."""
         self._device.store(device, parts, content)
 
     def _moved(self, target, source, nbytes):

@@ -218,7 +218,6 @@ class SimulatedBackend(Backend):
         return self._fabric.serves == "nothing"
 
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:
-        """See ``Backend.remove``."""
         self._peers.pop(peer_id, None)
         self._prepared_lists = {
             key: prepared_list for key, prepared_list in self._prepared_lists.items() if key[0] != peer_id
@@ -226,7 +225,6 @@ class SimulatedBackend(Backend):
         self._served = {key: served for key, served in self._served.items() if key[0] != peer_id}
 
     def prepare(self, prepared: CheckedList) -> None:
-        """See ``Backend.prepare``."""
         prepared_list = prepared.prepared_list
         try:
             check_inside(prepared.source, [self._peers[prepared_list.peer].cache.region], prepared_list.source_memory)
@@ -239,7 +237,6 @@ class SimulatedBackend(Backend):
             self._served[prepared_list.peer, prepared_list.list_id] = served
 
     def post(self, chunk: Chunk) -> PostedWork | int:
-        """See ``Backend.post``."""
         portion = chunk.portion
         source, prepared_list = self._peers[portion.peer], self._prepared_lists[portion.peer, portion.list_id]
         part = slice(chunk.first, chunk.stop)
@@ -267,7 +264,6 @@ class SimulatedBackend(Backend):
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
     ) -> PostedWork | Sequence[int]:
-        """See ``Backend.post_check``."""
         if fence and self._fabric.serves == "reads and fences":
             return self._told.verdicts(first, last, reads)
         outcome = self._launch(_Transfer(self._peers[peer_id], [], [], range(first, last + 1)))
@@ -275,7 +271,6 @@ class SimulatedBackend(Backend):
         return outcome
 
     def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
-        """See ``Backend.poll``."""
         assert isinstance(posted, _Transfer)
         outcome = posted.outcome
         if outcome is None:
@@ -286,14 +281,12 @@ class SimulatedBackend(Backend):
         return outcome
 
     def reset(self) -> None:
-        """See ``Backend.reset``."""
         self._agent.transfers.clear()
         self._peers.clear()
         self._prepared_lists.clear()
         self._served.clear()
 
     def close(self) -> None:
-        """See ``Backend.close``."""
         self._agent.close()
 
     def _writes(self, chunk: Chunk, prepared_list: CheckedList) -> list[tuple[int, list[int]]]:

@@ -327,12 +327,10 @@ class ListeningWire(_Wire):
         self.strangers: Mapping[str, int] = {}
 
     async def read(self, on_frames: Callable[[list[bytes], PublicKey], bool]) -> None:
-        """See ``handshake.sockets.ListeningChannel.read``."""
         async for frames in self.arrivals():
             on_frames(frames, self.keys[frames[0]])
 
     def send(self, frames: list[bytes]) -> Delivery:
-        """See ``handshake.sockets.Channel.send``."""
         connection = self.connections.get(frames[0])
         self._note_promises(frames[1:])
         return Delivery.GONE if connection is None else connection.send_down(frames[1:], self.limits)
@@ -359,15 +357,12 @@ class DialedWire(_Wire):
         self._seen: asyncio.Queue[LinkEvent] = asyncio.Queue()
 
     def dial(self) -> None:
-        """See ``handshake.sockets.DialedChannel.dial``."""
         self._connection = Line(self._wires, self, self.endpoint)
 
     def send(self, frames: list[bytes]) -> Delivery:
-        """See ``handshake.sockets.Channel.send``."""
         return Delivery.QUEUED if self._connection is None else self._connection.send_up(frames)
 
     async def read(self, on_frames: Callable[[list[bytes]], None]) -> None:
-        """See ``handshake.sockets.DialedChannel.read``."""
         async for frames in self.arrivals():
             on_frames(frames)
 
@@ -376,7 +371,6 @@ class DialedWire(_Wire):
         self.process.call_soon(self._seen.put_nowait, event)
 
     async def watch(self, on_link: Callable[[LinkEvent], None]) -> None:
-        """See ``handshake.sockets.DialedChannel.watch``."""
         while True:
             on_link(await self._seen.get())
 
@@ -394,22 +388,18 @@ class SimulatedNetwork:
         self._process = process
 
     def now(self) -> float:
-        """See ``Network.now``."""
         return self._process.time()
 
     def wall(self) -> float:
-        """See ``Network.wall``."""
         return self._process.wall()
 
     def draw(self) -> float:
-        """See ``Network.draw``."""
         return self._wires.world.chance.random()
 
     @asynccontextmanager
     async def open_listener(
         self, bind: str, security: ClusterSecurity | None, limits: Limits
     ) -> AsyncIterator[ListeningWire]:
-        """See ``Network.open_listener``."""
         listener = ListeningWire(self._wires, self._process, bind, security, limits)
         self._wires.listen(listener)
         try:
@@ -421,7 +411,6 @@ class SimulatedNetwork:
     async def open_dialer(
         self, endpoint: str, security: ClusterSecurity | None, limits: Limits
     ) -> AsyncIterator[DialedWire]:
-        """See ``Network.open_dialer``."""
         dialed = DialedWire(self._wires, self._process, endpoint, security, limits)
         try:
             yield dialed
@@ -429,11 +418,9 @@ class SimulatedNetwork:
             dialed.close()
 
     async def resolve(self, endpoint: str) -> tuple[str, ...]:
-        """See ``Network.resolve``."""
         return self._wires.names.get(endpoint, (endpoint,))
 
     async def first_open(self, endpoints: Sequence[str], within_s: float) -> str:
-        """See ``Network.first_open``."""
         raise AssertionError(f"no simulated plane has an endpoint: {endpoints} within {within_s} s")
 
 

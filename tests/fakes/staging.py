@@ -61,7 +61,6 @@ class PlansAt(PlanCache):
         self._costs = costs
 
     def plan(self, *sides: Any, **how: Any) -> TransferPlan:
-        """See ``PlanCache.plan``."""
         with _at(self._costs):
             return super().plan(*sides, **how)
 
@@ -81,7 +80,6 @@ class SimulatedStaging(StagingMemory):
         self._check = check
 
     def scatterer(self, scatter: CheckedScatter) -> Scatterer:
-        """See ``StagingMemory.scatterer``."""
         return _WatchedScatterer(scatter, self._target, self._check)
 
     def _target(self, address: int, nbytes: int) -> Bytes:
@@ -108,7 +106,6 @@ class _WatchedScatterer(Scatterer):
         self._check = check
 
     def start(self, content: Bytes, numbers: npt.NDArray[np.int32]) -> None:
-        """See ``Scatterer.start``."""
         self._check(blocks_of_units(self._units, numbers))
         super().start(content, numbers)
 

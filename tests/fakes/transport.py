@@ -101,7 +101,6 @@ class SimulatedTransport:
         return NAME
 
     def start(self, regions: Sequence[Region], epochs: Region, serving: Serving = SERVES_NOTHING) -> None:
-        """See ``Transport.start``."""
         agent = Agent(self._agent_name, self._process, self._cache, epochs, serving)
         self._fabric.agents[agent.name] = agent
         backend = SimulatedBackend(self._fabric, agent, self, self._staging)
@@ -109,19 +108,15 @@ class SimulatedTransport:
         self._started.append((core, agent))
 
     def published(self) -> Published:
-        """See ``Transport.published``."""
         return Published(planes={NAME: self._agent_name.encode()})
 
     def add_peer(self, address: PeerAddress) -> None:
-        """See ``Transport.add_peer``."""
         self._command(address)
 
     def remove_peer(self, peer: PeerId, *, gone: bool = False) -> None:
-        """See ``Transport.remove_peer``."""
         self._command(RemovePeer(peer, gone))
 
     def prepare(self, prepared_list: PreparedList) -> None:
-        """See ``Transport.prepare``."""
         binding = prepared_list.binding
         assert isinstance(binding, PlanBinding | StagedBinding)
         self._units[prepared_list.list_id] = binding.group.target.per_block
@@ -146,16 +141,13 @@ class SimulatedTransport:
         return []
 
     def cancel(self, read_ids: Sequence[int]) -> None:
-        """See ``Transport.cancel``."""
         self._world.note(self._process.name, "cancelled", *read_ids)
         self._command(CancelReads(tuple(read_ids)))
 
     def staging(self) -> StagingUse:
-        """See ``Transport.staging``."""
         return self._staging.use
 
     def reset_reader(self) -> None:
-        """See ``Transport.reset_reader``."""
         self._resetting = True
         self._command(ResetReader())
 
@@ -260,6 +252,5 @@ class SmallChunks:
         self.unit_descriptors, self.number = binding.unit_descriptors, binding.number
 
     def bind(self, pairs: UnitPairs, *, chunk_bytes: int, chunk_descriptors: int) -> Bound:
-        """See ``PairBinder.bind``."""
         nbytes = min(chunk_bytes, self._chunk_bytes)
         return self._binding.bind(pairs, chunk_bytes=nbytes, chunk_descriptors=chunk_descriptors)

@@ -41,7 +41,6 @@ class HourAhead(ZeroMqNetwork):
     """The network of a host whose clock is an hour ahead."""
 
     def wall(self):
-        """See ``Network.wall``."""
         return super().wall() + HOUR_S
 
 
