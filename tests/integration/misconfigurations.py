@@ -1,5 +1,6 @@
 """Misconfigurations, each created for real, and who names it by which code. ``test_misconfigurations.py`` runs them."""
 
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
@@ -29,20 +30,17 @@ class Row(NamedTuple):
         wrong: what is wrong.
         said: who names it -> the code.
         create: creates it.
-        nixl: whether it needs NIXL.
     """
 
     wrong: str
     said: Mapping[str, str]
     create: Callable[[Scene], Awaitable[None]]
-    nixl: bool = False
 
 
-ROWS: dict[str, list[Row]] = {}
-"""Heading of the table -> its rows."""
+ROWS: list[Row] = []
 
 
-def row(heading: str, wrong: str, *, nixl: bool = False, **said: str):
+def row(wrong: str, **said: str):
     """Add a row that a function creates; one function may create several.
 
     ``transfer_failed`` stands for the record, ``kvflow_inspect`` for the command.
@@ -50,7 +48,7 @@ def row(heading: str, wrong: str, *, nixl: bool = False, **said: str):
 
     def add(create):
         named = {_name(who): code for who, code in said.items()}
-        ROWS.setdefault(heading, []).append(Row(wrong, named, create, nixl))
+        ROWS.append(Row(wrong, named, create))
         return create
 
     return add
@@ -65,82 +63,64 @@ def _name(who):
 
 # Settings.
 
-SETTINGS = "Settings of one worker"
+
+def wrong_setting(wrong, settings=None, **environment):
+    """Add a row whose worker does not start with these settings or variables; ``kvflow config`` names them, too."""
+
+    @row(wrong, error="config_invalid", kvflow_config="config_invalid")
+    async def _(scene):
+        await scene.child(settings=settings, **environment)
+        told = () if settings is None else ("--vllm", json.dumps(settings))
+        await scene.command("config", *told, **environment)
 
 
-@row(SETTINGS, "`KVFLOW_CLUSTER_SECRET` is not set", error="config_invalid", kvflow_config="config_invalid")
-async def _(scene):
-    await scene.child(**{SECRET_VARIABLE: ""})
-    await scene.command("config", **{SECRET_VARIABLE: ""})
+wrong_setting("`KVFLOW_CLUSTER_SECRET` is not set", **{SECRET_VARIABLE: ""})
+wrong_setting("the secret is too short", **{SECRET_VARIABLE: "too short"})
+wrong_setting("a private key, and no `allowed_keys`", **{KEY_VARIABLE: PRODUCER[0]})
+wrong_setting("the name of a setting is misspelled", {"lease_seconds": 30})
+wrong_setting("a setting has a value that it must not have", {"transport": "ucx"})
 
 
-@row(SETTINGS, "the secret is too short", error="config_invalid", kvflow_config="config_invalid")
-async def _(scene):
-    await scene.child(**{SECRET_VARIABLE: "too short"})
-    await scene.command("config", **{SECRET_VARIABLE: "too short"})
-
-
-@row(SETTINGS, "`KVFLOW_PRIVATE_KEY` is not a key", error="config_invalid")
+@row("`KVFLOW_PRIVATE_KEY` is not a key", error="config_invalid")
 async def _(scene):
     await scene.child(settings={"allowed_keys": [READER[1]]}, **{KEY_VARIABLE: "no key"})
 
 
-@row(SETTINGS, "a private key, and no `allowed_keys`", error="config_invalid", kvflow_config="config_invalid")
-async def _(scene):
-    await scene.child(**{KEY_VARIABLE: PRODUCER[0]})
-    await scene.command("config", **{KEY_VARIABLE: PRODUCER[0]})
-
-
-@row(SETTINGS, "the name of a variable is misspelled", kvflow_config="config_invalid")
+@row("the name of a variable is misspelled", kvflow_config="config_invalid")
 async def _(scene):
     await scene.command("config", KVFLOW_CLUSTERSECRET="a secret of the tests, long enough")
 
 
-@row(SETTINGS, "the name of a setting is misspelled", error="config_invalid", kvflow_config="config_invalid")
-async def _(scene):
-    await scene.child(settings={"lease_seconds": 30})
-    await scene.command("config", "--vllm", '{"lease_seconds": 30}')
-
-
-@row(SETTINGS, "a setting has a value that it must not have", error="config_invalid", kvflow_config="config_invalid")
-async def _(scene):
-    await scene.child(settings={"transport": "ucx"})
-    await scene.command("config", "--vllm", '{"transport": "ucx"}')
-
-
 # Addresses.
 
-ADDRESSES = "Addresses"
 
-
-@row(ADDRESSES, "another process has the control port", error="config_invalid")
+@row("another process has the control port", error="config_invalid")
 async def _(scene):
     await scene.refuses_to_open(bind=scene.silent())
 
 
-@row(ADDRESSES, "another process has the port of the TCP plane", error="transport_unavailable")
+@row("another process has the port of the TCP plane", error="transport_unavailable")
 async def _(scene):
     await scene.refuses_to_open(transport="tcp", tcp_bind=scene.silent())
 
 
-@row(ADDRESSES, "`bind` is not an address of this host", error="config_invalid")
+@row("`bind` is not an address of this host", error="config_invalid")
 async def _(scene):
     await scene.refuses_to_open(bind="tcp://198.51.100.7:0")
 
 
-@row(ADDRESSES, "`bind` is a wildcard, and `advertise` is not set", error="config_invalid")
+@row("`bind` is a wildcard, and `advertise` is not set", error="config_invalid")
 async def _(scene):
     await scene.refuses_to_open(bind="tcp://0.0.0.0:0")
 
 
-@row(ADDRESSES, "`advertise` is 0.0.0.0", error="config_invalid", kvflow_config="config_invalid")
+@row("`advertise` is 0.0.0.0", error="config_invalid", kvflow_config="config_invalid")
 async def _(scene):
     await scene.refuses_to_open(bind="tcp://0.0.0.0:0", advertise="tcp://0.0.0.0:7000")
     await scene.command("config", "--vllm", '{"bind": "tcp://0.0.0.0:7000", "advertise": "tcp://0.0.0.0:7000"}')
 
 
 @row(
-    ADDRESSES,
     "`advertise` is a loopback address, and other hosts read",
     kvflow_inspect="peer_lost",
     kvflow_config="config_invalid",
@@ -154,7 +134,6 @@ async def _(scene):
 
 
 @row(
-    ADDRESSES,
     "nothing listens at the advertised address",
     error="peer_lost",
     transfer_failed="peer_lost",
@@ -168,7 +147,6 @@ async def _(scene):
 
 
 @row(
-    ADDRESSES,
     "the advertised name does not resolve",
     error="peer_lost",
     transfer_failed="peer_lost",
@@ -182,7 +160,6 @@ async def _(scene):
 
 
 @row(
-    ADDRESSES,
     "something else listens at the advertised address",
     error="deadline_exceeded",
     transfer_failed="deadline_exceeded",
@@ -193,13 +170,13 @@ async def _(scene):
     await scene.examine(scene.silent())
 
 
-@row(ADDRESSES, "the advertised address leads to another worker", error="peer_lost", transfer_failed="peer_lost")
+@row("the advertised address leads to another worker", error="peer_lost", transfer_failed="peer_lost")
 async def _(scene):
     another = await scene.worker("prefill-1")
     await scene.fails_to_pull({"advertise": another.endpoint})
 
 
-@row(ADDRESSES, "an address fails again and again", error="peer_unavailable", transfer_failed="peer_unavailable")
+@row("an address fails again and again", error="peer_unavailable", transfer_failed="peer_unavailable")
 async def _(scene):
     producer, consumer = await scene.pair({"advertise": "tcp://127.0.0.1:1"}, {"connect_s": 0.1})
     params = producer.offer("request-1", BLOCKS, NUM_TOKENS).to_params()
@@ -207,7 +184,7 @@ async def _(scene):
         await scene.fails_with(consumer, params)
 
 
-@row(ADDRESSES, "no route leads to the worker", kvflow_inspect="peer_lost", kvflow_doctor_endpoint="host_unreachable")
+@row("no route leads to the worker", kvflow_inspect="peer_lost", kvflow_doctor_endpoint="host_unreachable")
 async def _(scene):
     alone = scene.namespaces("--net")
     await scene.command("inspect", "203.0.113.5:7000", before=alone)
@@ -215,87 +192,60 @@ async def _(scene):
 
 
 # NIXL and UCX.
-
-NIXL = "NIXL, UCX and the host"
 ONLY_NIXL = {"transport": "nixl"}
 
 
-@row(NIXL, "NIXL is not installed", error="transport_unavailable", plane_omitted="transport_unavailable")
+@row("NIXL is not installed", error="transport_unavailable", plane_omitted="transport_unavailable")
 async def _(scene):
     site = scene.site_without("nixl")
     await scene.child(site=site, settings=ONLY_NIXL)
     await scene.child(site=site)
 
 
-@row(NIXL, "`nixl` is installed without a variant for a GPU", error="transport_unavailable")
+@row("`nixl` is installed without a variant for a GPU", error="transport_unavailable")
 async def _(scene):
     await scene.child(site=scene.site_without("nixl_cu"), settings=ONLY_NIXL)
 
 
-@row(
-    NIXL,
-    "NIXL finds no plugin for UCX",
-    nixl=True,
-    error="transport_unavailable",
-    plane_omitted="transport_unavailable",
-)
-async def _(scene):
-    for settings in (ONLY_NIXL, {}):
-        await scene.child(settings=settings, NIXL_PLUGIN_DIR=str(scene.folder))
+def nixl_does_not_start(wrong, variables):
+    """Add a row whose NIXL does not start with the variables that ``variables`` returns."""
+
+    @row(wrong, error="transport_unavailable", plane_omitted="transport_unavailable")
+    async def _(scene):
+        for settings in (ONLY_NIXL, {}):
+            await scene.child(settings=settings, **variables(scene))
 
 
-@row(
-    NIXL,
-    "`UCX_TLS` names a transport that does not exist",
-    nixl=True,
-    error="transport_unavailable",
-    plane_omitted="transport_unavailable",
-)
-async def _(scene):
-    for settings in (ONLY_NIXL, {}):
-        await scene.child(settings=settings, UCX_TLS="infiniband")
+nixl_does_not_start("NIXL finds no plugin for UCX", lambda scene: {"NIXL_PLUGIN_DIR": str(scene.folder)})
+nixl_does_not_start("`UCX_TLS` names a transport that does not exist", lambda _: {"UCX_TLS": "infiniband"})
 
 
-@row(NIXL, "`UCX_TLS=tcp` on one side", nixl=True, error="layout_mismatch", transfer_failed="layout_mismatch")
-async def _(scene):
-    child, _ = await scene.child(settings=ONLY_NIXL, UCX_TLS="tcp")
-    await scene.fails_to_pull_from(child, **ONLY_NIXL)
+def nixl_differs(wrong, start):
+    """Add a row of which a worker here does not read the child that is started as ``start`` returns."""
+
+    @row(wrong, error="layout_mismatch", transfer_failed="layout_mismatch")
+    async def _(scene):
+        child, _ = await scene.child(settings=ONLY_NIXL, **start(scene))
+        await scene.fails_to_pull_from(child, **ONLY_NIXL)
 
 
-@row(
-    NIXL,
-    "a variable of UCX differs between the two sides",
-    nixl=True,
-    error="layout_mismatch",
-    transfer_failed="layout_mismatch",
-)
-async def _(scene):
-    child, _ = await scene.child(settings=ONLY_NIXL, UCX_UNIFIED_MODE="y")
-    await scene.fails_to_pull_from(child, **ONLY_NIXL)
-
-
-@row(
-    NIXL,
+nixl_differs("`UCX_TLS=tcp` on one side", lambda _: {"UCX_TLS": "tcp"})
+nixl_differs("a variable of UCX differs between the two sides", lambda _: {"UCX_UNIFIED_MODE": "y"})
+nixl_differs(
     "the two sides have separate PID namespaces",
-    nixl=True,
-    error="layout_mismatch",
-    transfer_failed="layout_mismatch",
+    lambda scene: {"before": scene.namespaces("--pid", "--ipc"), "forked": False},
 )
-async def _(scene):
-    apart = scene.namespaces("--pid", "--ipc")
-    child, _ = await scene.child(settings=ONLY_NIXL, before=apart, forked=False)
-    await scene.fails_to_pull_from(child, **ONLY_NIXL)
 
 
-@row(NIXL, "`UCX_TLS` leaves out transports that the host has", nixl=True, kvflow_doctor="ucx_restricted")
-@row(NIXL, "two processes of one host do not read over shared memory", nixl=True, kvflow_doctor="shared_memory_unused")
-@row(NIXL, "a process may open few files", kvflow_doctor="open_files_low")
-@row(NIXL, "a process may lock little memory", kvflow_doctor="memlock_low")
-@row(NIXL, "torch may allocate expandable segments", kvflow_doctor="expandable_segments")
-@row(ADDRESSES, "`advertise` is a loopback address, before a worker starts", kvflow_doctor="advertise_loopback")
-@row(ADDRESSES, "another process has the control port, before a worker starts", kvflow_doctor="port_taken")
-@row(SETTINGS, "the name of a variable is misspelled, before a worker starts", kvflow_doctor="setting_doubtful")
-@row(SETTINGS, "`KVFLOW_CLUSTER_SECRET` is not set, before a worker starts", kvflow_doctor="secret_missing")
+@row("`UCX_TLS` leaves out transports that the host has", kvflow_doctor="ucx_restricted")
+@row("two processes of one host do not read over shared memory", kvflow_doctor="shared_memory_unused")
+@row("a process may open few files", kvflow_doctor="open_files_low")
+@row("a process may lock little memory", kvflow_doctor="memlock_low")
+@row("torch may allocate expandable segments", kvflow_doctor="expandable_segments")
+@row("`advertise` is a loopback address, before a worker starts", kvflow_doctor="advertise_loopback")
+@row("another process has the control port, before a worker starts", kvflow_doctor="port_taken")
+@row("the name of a variable is misspelled, before a worker starts", kvflow_doctor="setting_doubtful")
+@row("`KVFLOW_CLUSTER_SECRET` is not set, before a worker starts", kvflow_doctor="secret_missing")
 async def _(scene):
     taken = scene.silent().removeprefix("tcp://")
     await scene.command(
@@ -308,7 +258,7 @@ async def _(scene):
     )
 
 
-@row(NIXL, "the clock of one host is off by an hour", kvflow_doctor_endpoint="clock_skewed")
+@row("the clock of one host is off by an hour", kvflow_doctor_endpoint="clock_skewed")
 async def _(scene):
     worker = await scene.worker(environment=REPLACED(PRODUCTION, network=HourAhead()))
     await scene.examine(worker.endpoint)
@@ -316,11 +266,8 @@ async def _(scene):
 
 # Two sides.
 
-SIDES = "The two sides differ"
-
 
 @row(
-    SIDES,
     "the two sides have different secrets",
     error="ticket_invalid",
     transfer_failed="ticket_invalid",
@@ -334,20 +281,7 @@ async def _(scene):
     await scene.examine(producer.endpoint, **{SECRET_VARIABLE: OTHER_SECRET})
 
 
-@row(
-    SIDES,
-    "the key of the reader is not among `allowed_keys`",
-    error="authentication_failed",
-    transfer_failed="authentication_failed",
-)
-async def _(scene):
-    await scene.fails_to_pull(
-        {"private_key": PRODUCER[0], "allowed_keys": [STRANGER[1]]},
-        {"private_key": READER[0], "allowed_keys": [PRODUCER[1]]},
-    )
-
-
-@row(SIDES, "the key given for a worker is not its key", kvflow_inspect="authentication_failed")
+@row("the key given for a worker is not its key", kvflow_inspect="authentication_failed")
 async def _(scene):
     worker = await scene.worker(private_key=PRODUCER[0], allowed_keys=[READER[1]])
     await scene.command("inspect", worker.endpoint, "--key", STRANGER[1], **{KEY_VARIABLE: READER[0]})
@@ -356,7 +290,7 @@ async def _(scene):
 def differ(wrong, source, target, code="layout_mismatch"):
     """Add a row whose two workers have different settings or caches."""
 
-    @row(SIDES, wrong, error=code, transfer_failed=code)
+    @row(wrong, error=code, transfer_failed=code)
     async def _(scene):
         await scene.fails_to_pull(source, target)
 
@@ -371,6 +305,12 @@ differ("the layers have different names", {}, {"shape": REPLACED(TINY, prefix="m
 differ("a data plane is on one side only", {"transport": "tcp"}, {"transport": "loopback"})
 differ("encryption is on one side only", {"transport": "tcp"}, {"transport": "tcp", "tcp_encryption": "tls"})
 differ(
+    "the key of the reader is not among `allowed_keys`",
+    {"private_key": PRODUCER[0], "allowed_keys": [STRANGER[1]]},
+    {"private_key": READER[0], "allowed_keys": [PRODUCER[1]]},
+    code="authentication_failed",
+)
+differ(
     "the ticket is of one rank of two, and the reader needs both",
     {"shape": REPLACED(TINY, tp_size=2), "num_ranks": 2},
     {},
@@ -378,7 +318,6 @@ differ(
 
 
 @row(
-    SIDES,
     "the two sides run releases with different tickets",
     error="release_mismatch",
     kvflow_ticket="release_mismatch",
@@ -387,13 +326,11 @@ async def _(scene):
     def of_newer_release(params):
         return {"kvflow": params["kvflow"].replace(FORMAT, "kvf9", 1)}
 
-    changed = []
-    await scene.fails_to_pull(change=lambda params: changed.append(of_newer_release(params)) or changed[0])
-    await scene.command("ticket", changed[0]["kvflow"])
+    changed = await scene.fails_to_pull(change=of_newer_release)
+    await scene.command("ticket", changed["kvflow"])
 
 
 @row(
-    SIDES,
     "the two sides run releases with different protocols",
     error="peer_refused",
     transfer_failed="peer_refused",
@@ -407,8 +344,6 @@ async def _(scene):
 
 # Router and tickets.
 
-TICKETS = "The router and its tickets"
-
 
 def altered(params):
     """Return a ticket of which a router has changed one character."""
@@ -416,18 +351,17 @@ def altered(params):
     return {"kvflow": text[:40] + ("A" if text[40] != "A" else "B") + text[41:]}
 
 
-@row(TICKETS, "the router does not ask for a ticket", kvflow_doctor_live="router_does_not_ask")
+@row("the router does not ask for a ticket", kvflow_doctor_live="router_does_not_ask")
 async def _(scene):
     await scene.examine_router("does_not_ask")
 
 
-@row(TICKETS, "the router sends requests to another decode server", kvflow_doctor_live="router_skips_decode")
+@row("the router sends requests to another decode server", kvflow_doctor_live="router_skips_decode")
 async def _(scene):
     await scene.examine_router("skips_decode")
 
 
 @row(
-    TICKETS,
     "the router alters the ticket",
     error="ticket_invalid",
     transfer_failed="ticket_invalid",
@@ -435,20 +369,18 @@ async def _(scene):
     kvflow_doctor_live="router_changes_ticket",
 )
 async def _(scene):
-    changed = []
-    await scene.fails_to_pull(change=lambda params: changed.append(altered(params)) or changed[0])
-    await scene.command("ticket", changed[0]["kvflow"])
+    changed = await scene.fails_to_pull(change=altered)
+    await scene.command("ticket", changed["kvflow"])
     await scene.examine_router("changes_the_ticket")
 
 
-@row(TICKETS, "the router cuts the ticket", error="ticket_invalid", kvflow_ticket="ticket_invalid")
+@row("the router cuts the ticket", error="ticket_invalid", kvflow_ticket="ticket_invalid")
 async def _(scene):
-    cut = []
-    await scene.fails_to_pull(change=lambda params: cut.append({"kvflow": params["kvflow"][:90]}) or cut[0])
-    await scene.command("ticket", cut[0]["kvflow"])
+    cut = await scene.fails_to_pull(change=lambda params: {"kvflow": params["kvflow"][:90]})
+    await scene.command("ticket", cut["kvflow"])
 
 
-@row(TICKETS, "the router drops the ticket", lease_ended="expired", kvflow_doctor_live="router_drops_ticket")
+@row("the router drops the ticket", lease_ended="expired", kvflow_doctor_live="router_drops_ticket")
 async def _(scene):
     worker = await scene.worker(lease_s=0.1)
     worker.offer("request-1", BLOCKS, NUM_TOKENS)
@@ -456,7 +388,7 @@ async def _(scene):
     await scene.examine_router("drops_the_ticket")
 
 
-@row(TICKETS, "the router is later than the lease", error="stale_lease", transfer_failed="stale_lease")
+@row("the router is later than the lease", error="stale_lease", transfer_failed="stale_lease")
 async def _(scene):
     producer, consumer = await scene.pair({"lease_s": 0.1})
     params = producer.offer("request-1", BLOCKS, NUM_TOKENS).to_params()
@@ -464,7 +396,7 @@ async def _(scene):
     await scene.fails_with(consumer, params)
 
 
-@row(TICKETS, "the router sends a ticket twice", error="stale_lease", transfer_failed="stale_lease")
+@row("the router sends a ticket twice", error="stale_lease", transfer_failed="stale_lease")
 async def _(scene):
     producer, consumer = await scene.pair()
     ticket = producer.offer("request-1", BLOCKS, NUM_TOKENS)
@@ -474,7 +406,6 @@ async def _(scene):
 
 
 @row(
-    TICKETS,
     "the router sends the ticket of another request",
     error="content_mismatch",
     transfer_failed="content_mismatch",
@@ -487,7 +418,7 @@ async def _(scene):
     await scene.fails(consumer.pull(ticket, BLOCKS, expected_digests=others))
 
 
-@row(TICKETS, "the producer has started again since", error="stale_lease", transfer_failed="stale_lease")
+@row("the producer has started again since", error="stale_lease", transfer_failed="stale_lease")
 async def _(scene):
     producer, consumer = await scene.pair()
     await scene.fails_with(consumer, ticket_to(producer.endpoint))
@@ -495,10 +426,8 @@ async def _(scene):
 
 # Limits.
 
-LIMITS = "Limits"
 
-
-@row(LIMITS, "more offers than `lease_slots`", error="capacity_exceeded", offer_refused="capacity_exceeded")
+@row("more offers than `lease_slots`", error="capacity_exceeded", offer_refused="capacity_exceeded")
 async def _(scene):
     worker = await scene.worker(lease_slots=1)
     worker.offer("request-1", BLOCKS, NUM_TOKENS)
@@ -509,13 +438,13 @@ async def _(scene):
     await scene.fails(offer())
 
 
-@row(LIMITS, "a process may open no more files", error="capacity_exceeded")
+@row("a process may open no more files", error="capacity_exceeded")
 async def _(scene):
     with few_files_left():
         await scene.refuses_to_open()
 
 
-@row(LIMITS, "more pulls than a worker may have open", error="capacity_exceeded", transfer_failed="capacity_exceeded")
+@row("more pulls than a worker may have open", error="capacity_exceeded", transfer_failed="capacity_exceeded")
 async def _(scene):
     producer = await scene.worker()
     consumer = await scene.worker("decode-0", environment=REPLACED(PRODUCTION, pulls_max=1))
@@ -525,7 +454,7 @@ async def _(scene):
     await first
 
 
-@row(LIMITS, "more readers than a producer takes", error="peer_refused", transfer_failed="peer_refused")
+@row("more readers than a producer takes", error="peer_refused", transfer_failed="peer_refused")
 async def _(scene):
     async with handshake.open_server(
         bind="tcp://127.0.0.1:0",

@@ -100,10 +100,12 @@ class Scene:
         return await self.worker(**(source or {})), await self.worker("decode-0", **(target or {}))
 
     async def fails_to_pull(self, source=None, target=None, *, change=None):
-        """Have one worker offer a request, and another one fail to pull it."""
+        """Have one worker offer a request, and another one fail to pull it; return what a router has brought."""
         producer, consumer = await self.pair(source, target)
         params = producer.offer("request-1", BLOCKS, NUM_TOKENS).to_params()
-        await self.fails_with(consumer, change(params) if change else params)
+        params = change(params) if change else params
+        await self.fails_with(consumer, params)
+        return params
 
     async def fails_with(self, consumer, params):
         """Have a worker fail to pull what a router brought."""

@@ -15,8 +15,7 @@ from .misconfigured import Scene, stable
 from .saying import Sayings
 
 SAID = json.loads((Path(__file__).parents[1] / "data" / "misconfigurations.json").read_text())
-ALL = [row for rows in ROWS.values() for row in rows]
-TOGETHER = {row.create: [each for each in ALL if each.create is row.create] for row in ALL}
+TOGETHER = {row.create: [each for each in ROWS if each.create is row.create] for row in ROWS}
 
 
 @pytest.mark.nixl
@@ -45,4 +44,4 @@ async def created(rows, folder):
 
 
 def test_the_table_has_every_row_and_no_other():
-    assert list(SAID) == [row.wrong for row in ALL]
+    assert sorted(SAID) == sorted(row.wrong for row in ROWS)
