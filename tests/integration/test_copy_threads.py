@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -15,31 +16,12 @@ from kvflow.reads.nixl.backend import NixlBackend
 from kvflow.reads.nixl.binding import Agent
 from tests.helpers.copying import PATIENCE_S, copied_in_small_pieces
 
-from .test_nixl_backend import Ends, ForgettingAgent
+from .test_nixl_backend import Ends, WatchedAgent
 
 pytestmark = pytest.mark.nixl
 
 LOST = type("nixlRemoteDisconnectError", (RuntimeError,), {})
 FAILED = type("nixlBackendError", (RuntimeError,), {})
-
-
-class Watched:
-    """A real agent that calls a function before each post, and raises what the test wants after it."""
-
-    def __init__(self, agent, before=lambda: None, errors=()):
-        self._agent, self._before, self._errors = agent, before, list(errors)
-        self.posts = 0
-
-    def __getattr__(self, name):
-        return getattr(self._agent, name)
-
-    def post(self, handle):
-        self._before()
-        done = self._agent.post(handle)
-        self.posts += 1
-        if self._errors and (error := self._errors.pop(0)) is not None:
-            raise error
-        return done
 
 
 class Shared(Ends):
@@ -67,23 +49,17 @@ class Shared(Ends):
                     read_first()
 
         for reading, errors in ((self.reader._reader, reader), (self.helper.readers[0], helper)):
-            reading.agent = Watched(reading.agent, meet, errors)
+            reading.agent = WatchedAgent(reading.agent, errors, meet)
         return self.reader._reader.agent, self.helper.readers[0].agent
 
     def read(self):
         return self.finish(self.reader.post(self.chunk()))
 
-    def close(self):
-        self.reader.close()
-        self.exporter.close()
-
 
 @pytest.fixture
 def ends():
-    with copied_in_small_pieces():
-        ends = Shared()
+    with copied_in_small_pieces(), closing(Shared()) as ends:
         yield ends
-        ends.close()
 
 
 def test_each_thread_reads_some_pieces_and_together_they_read_all(ends):
@@ -159,7 +135,7 @@ def test_a_piece_that_fails_waits_for_one_whose_end_is_unknown(ends):
 
 def test_a_post_that_returns_early_is_not_shared_again(ends, monkeypatch):
     real = ends.helper.readers[0].agent
-    late = Watched(real)
+    late = WatchedAgent(real)
     late.post = lambda handle: real.post(handle) and False
     ends.watch()
     ends.helper.readers[0].agent._agent = late
@@ -185,8 +161,7 @@ def test_a_helper_that_dies_within_a_piece_leaves_its_end_unknown(ends, caplog):
 def test_a_helper_without_an_agent_is_told_once_and_the_reader_reads(monkeypatch, caplog):
     monkeypatch.setattr("kvflow.reads.nixl.backend.SHARED_BYTES_MIN", 1)
     monkeypatch.setattr(copying, "SHARED_BYTES_MIN", 1)
-    ends = Ends(copy_threads=3)
-    try:
+    with closing(Ends(copy_threads=3)) as ends:
         monkeypatch.setattr(ends.reader._helpers, "_make_reader", lambda: 1 / 0)
         for _ in range(2):
             ends.caches[0][:] = 0
@@ -195,9 +170,6 @@ def test_a_helper_without_an_agent_is_told_once_and_the_reader_reads(monkeypatch
         for helper in ends.reader._helpers._helpers:
             helper._thread.join(PATIENCE_S)
         assert [record.levelname for record in caplog.records if "helps" in record.message] == ["ERROR"] * 2
-    finally:
-        ends.reader.close()
-        ends.exporter.close()
 
 
 def test_without_a_further_thread_the_reader_reads(monkeypatch, caplog):
@@ -245,7 +217,7 @@ def test_a_peer_with_small_reads_only_is_not_added_to_the_helper(ends):
 @pytest.mark.parametrize("gone", [False, True])
 def test_the_helper_keeps_and_closes_connections_as_the_reader_does(ends, gone):
     reading = ends.helper.readers[0]
-    reading.agent = agent = ForgettingAgent(reading.agent)
+    reading.agent = agent = WatchedAgent(reading.agent)
     released = []
     agent.release_list = released.append
     ends.reader.remove("p", gone=gone)
@@ -261,7 +233,7 @@ def test_a_peer_that_the_helper_cannot_add_is_read_by_the_reader_alone(ends, cap
     ends.reader.remove("p", gone=True)
     ends.meet(ends.exporter)
     reading = ends.helper.readers[0]
-    reading.agent = Watched(reading.agent)
+    reading.agent = WatchedAgent(reading.agent)
     reading.agent.add_remote = lambda _: (_ for _ in ()).throw(FAILED("no more files"))
     for _ in range(2):
         ends.clear()

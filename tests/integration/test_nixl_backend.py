@@ -34,21 +34,32 @@ from kvflow.reads.nixl.reading import SPANS
 LEASE = LeaseName(3, 0)
 
 
-class FlakyAgent:
-    """A real agent whose posts or polls raise what the test wants, after they were made."""
+class WatchedAgent:
+    """A real agent that calls a function before each post, and raises what the test wants after it.
 
-    def __init__(self, agent, errors):
-        self._agent = agent
-        self.posts = list(errors)
+    Attributes:
+        posts: how many there were.
+        forgotten: names of the agents whose connections were closed.
+    """
+
+    def __init__(self, agent, errors=(), before=lambda: None):
+        self._agent, self._errors, self._before = agent, list(errors), before
+        self.posts, self.forgotten = 0, []
 
     def __getattr__(self, name):
         return getattr(self._agent, name)
 
     def post(self, handle):
+        self._before()
         done = self._agent.post(handle)
-        if self.posts and (error := self.posts.pop(0)) is not None:
+        self.posts += 1
+        if self._errors and (error := self._errors.pop(0)) is not None:
             raise error
         return done
+
+    def remove_remote(self, name):
+        self.forgotten.append(name)
+        self._agent.remove_remote(name)
 
 
 class Ends:
@@ -92,15 +103,30 @@ class Ends:
         return outcome
 
     def flaky(self, *errors):
-        self.reader._reader.agent = FlakyAgent(self.reader._reader.agent, errors)
+        self.reader._reader.agent = WatchedAgent(self.reader._reader.agent, errors)
+
+    def close(self):
+        self.reader.close()
+        self.exporter.close()
 
 
 @pytest.fixture
-def ends():
-    ends = Ends()
-    yield ends
-    ends.reader.close()
-    ends.exporter.close()
+def open_ends():
+    """Open ends, and close them."""
+    made = []
+
+    def make(*uses, **options):
+        made.append(Ends(*uses, **options))
+        return made[-1]
+
+    yield make
+    for ends in made:
+        ends.close()
+
+
+@pytest.fixture
+def ends(open_ends):
+    return open_ends()
 
 
 @pytest.mark.nixl
@@ -120,9 +146,9 @@ def test_an_error_on_a_living_endpoint_is_reported_after_a_flush(ends):
 
 
 @pytest.mark.nixl
-def test_a_load_that_fails_behind_its_connection_is_made_again():
+def test_a_load_that_fails_behind_its_connection_is_made_again(open_ends):
     """NIXL then refuses its name for ever. It happens if a device of the address is said to have another's memory."""
-    ends = Ends(meets=False)
+    ends = open_ends(meets=False)
     truth = decode_envelope(ends.exporter.metadata, transport="nixl")
     blob = truth.blob
     start = blob.index(b"UCX|")
@@ -142,14 +168,12 @@ def test_a_load_that_fails_behind_its_connection_is_made_again():
         assert ends.finish(ends.check()) == [103]
         ends.reader.remove("p", gone=False)
     assert stuck
-    ends.reader.close()
-    ends.exporter.close()
 
 
 @pytest.mark.nixl
-def test_metadata_that_always_fails_is_loaded_a_few_times_only(monkeypatch):
+def test_metadata_that_always_fails_is_loaded_a_few_times_only(open_ends, monkeypatch):
     """NIXL keeps a connection each time."""
-    ends = Ends(meets=False)
+    ends = open_ends(meets=False)
     truth = decode_envelope(ends.exporter.metadata, transport="nixl")
     load, failing, tried = ends.reader._reader.agent.add_remote, [True], []
 
@@ -167,7 +191,7 @@ def test_metadata_that_always_fails_is_loaded_a_few_times_only(monkeypatch):
             return load(blob)
         raise Known("known") if len(tried) > 1 and blob == truth.blob else Backend("no such segment")
 
-    monkeypatch.setattr(ends.reader._reader, "agent", FlakyAgent(ends.reader._reader.agent, ()))
+    monkeypatch.setattr(ends.reader._reader, "agent", WatchedAgent(ends.reader._reader.agent))
     ends.reader._reader.agent.add_remote = fail
     for number in range(100):
         said = "no such segment" if number < 9 else "could not be connected 8 times, and is not tried again"
@@ -181,8 +205,6 @@ def test_metadata_that_always_fails_is_loaded_a_few_times_only(monkeypatch):
     ends.reader.reset()
     ends.meet(ends.exporter)
     assert ends.finish(ends.reader.post(ends.chunk())) == 0
-    ends.reader.close()
-    ends.exporter.close()
 
 
 @pytest.mark.nixl
@@ -278,32 +300,24 @@ def test_a_missing_nixl_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("operators", "ours"),
+    ("taken", "operators", "ours"),
     [
-        ("all", "^tcp"),
-        ("tcp", "posix"),
-        ("tcp,cuda_copy", "cuda_copy,posix"),
-        ("rc,cma,tcp:aux,\\\\tcp", "rc,cma,posix"),
-        ("rc,cma,posix", "rc,cma,posix"),
-        ("^cuda_ipc", "^cuda_ipc,tcp"),
-        ("^cuda_ipc,tcp", "^cuda_ipc,tcp,tcp"),
+        ("tcp", "all", "^tcp"),
+        ("tcp", "tcp", "posix"),
+        ("tcp", "tcp,cuda_copy", "cuda_copy,posix"),
+        ("tcp", "rc,cma,tcp:aux,\\\\tcp", "rc,cma,posix"),
+        ("tcp", "rc,cma,posix", "rc,cma,posix"),
+        ("tcp", "^cuda_ipc", "^cuda_ipc,tcp"),
+        ("tcp", "^cuda_ipc,tcp", "^cuda_ipc,tcp,tcp"),
+        # Of an engine that sleeps.
+        ("tcp,cuda_ipc", "all", "^tcp,cuda_ipc"),
+        ("tcp,cuda_ipc", "cuda_ipc,rc", "rc"),
+        ("tcp,cuda_ipc", "rc,cuda,tcp", "rc,cuda_copy,gdr_copy,posix"),
+        ("tcp,cuda_ipc", "^rc", "^rc,tcp,cuda_ipc"),
     ],
 )
-def test_tcp_is_taken_out_of_what_the_operator_allows(operators, ours):
-    assert nixl_binding.without(operators, ["tcp"]) == ours
-
-
-@pytest.mark.parametrize(
-    ("operators", "ours"),
-    [
-        ("all", "^tcp,cuda_ipc"),
-        ("cuda_ipc,rc", "rc"),
-        ("rc,cuda,tcp", "rc,cuda_copy,gdr_copy,posix"),
-        ("^rc", "^rc,tcp,cuda_ipc"),
-    ],
-)
-def test_cuda_ipc_is_taken_out_for_an_engine_that_sleeps(operators, ours):
-    assert nixl_binding.without(operators, ["tcp", "cuda_ipc"]) == ours
+def test_transports_are_taken_out_of_what_the_operator_allows(taken, operators, ours):
+    assert nixl_binding.without(operators, taken.split(",")) == ours
 
 
 def noting_agent(made):
@@ -340,35 +354,29 @@ def test_memory_that_is_freed_asleep_is_not_lent_over_cuda_ipc(monkeypatch, oper
 @pytest.mark.nixl
 @pytest.mark.parametrize("sleeps", [False, True])
 @pytest.mark.parametrize("roles", [("consumer", "producer"), ("producer", "producer"), ("both", "both")])
-def test_every_role_that_may_read_reads_what_may_be_read(roles, sleeps):
-    ends = Ends(*(Uses(role, sleeps) for role in roles))
+def test_every_role_that_may_read_reads_what_may_be_read(open_ends, roles, sleeps):
+    ends = open_ends(*(Uses(role, sleeps) for role in roles))
     assert ends.finish(ends.reader.post(ends.chunk())) == 0
     assert np.array_equal(*ends.caches)
     assert ends.finish(ends.check()) == [103]
     ends.reader.reset()
     ends.meet(ends.exporter)
     assert ends.finish(ends.check()) == [103]
-    ends.reader.close()
-    ends.exporter.close()
 
 
 @pytest.mark.nixl
-def test_the_cache_of_a_consumer_cannot_be_read():
-    ends = Ends.__new__(Ends)
+def test_the_cache_of_a_consumer_cannot_be_read(open_ends):
+    ends = open_ends(Uses(), Uses("consumer"), meets=False)
     with pytest.raises(BackendError, match="bounds"):
-        ends.__init__(Uses(), Uses("consumer"))
-    ends.reader.close()
-    ends.exporter.close()
+        ends.meet(ends.exporter)
 
 
 @pytest.mark.nixl
-def test_a_reset_without_a_reader_makes_one():
-    ends = Ends(Uses("producer"), meets=False)
+def test_a_reset_without_a_reader_makes_one(open_ends):
+    ends = open_ends(Uses("producer"), meets=False)
     ends.reader.reset()
     ends.meet(ends.exporter)
     assert ends.finish(ends.reader.post(ends.chunk())) == 0
-    ends.reader.close()
-    ends.exporter.close()
 
 
 @pytest.mark.nixl
@@ -408,26 +416,22 @@ def listening():
 
 @pytest.mark.nixl
 @pytest.mark.parametrize("transports", [None, "tcp", "all", "tcp,cma,posix", "^cuda_ipc"])
-def test_no_agent_has_tcp_whatever_the_operator_allows(monkeypatch, transports):
+def test_no_agent_has_tcp_whatever_the_operator_allows(open_ends, monkeypatch, transports):
     if transports is not None:
         monkeypatch.setenv("UCX_TLS", transports)
     before = listening()
-    ends = Ends.__new__(Ends)
-    try:
-        if transports == "tcp":
-            with pytest.raises(BackendError, match="plane_unfit: neither shared memory nor RDMA"):
-                ends.__init__()
-        else:
-            ends.__init__()
-            assert ends.finish(ends.reader.post(ends.chunk())) == 0
-            assert np.array_equal(*ends.caches)
-        for backend in (ends.reader, ends.exporter):
-            assert "tcp" not in {each.transport for each in backend._ours.interfaces}
-        assert listening() <= before  # some of an earlier test may end meanwhile
-        assert os.environ.get("UCX_TLS") == transports
-    finally:
-        ends.reader.close()
-        ends.exporter.close()
+    ends = open_ends(meets=False)
+    if transports == "tcp":
+        with pytest.raises(BackendError, match="plane_unfit: neither shared memory nor RDMA"):
+            ends.meet(ends.exporter)
+    else:
+        ends.meet(ends.exporter)
+        assert ends.finish(ends.reader.post(ends.chunk())) == 0
+        assert np.array_equal(*ends.caches)
+    for backend in (ends.reader, ends.exporter):
+        assert "tcp" not in {each.transport for each in backend._ours.interfaces}
+    assert listening() <= before  # some of an earlier test may end meanwhile
+    assert os.environ.get("UCX_TLS") == transports
 
 
 @pytest.mark.nixl
@@ -542,26 +546,11 @@ def test_peers_with_incomparable_transports_are_refused_if_required(ends, monkey
         ends.reader.add(PeerAddress("r", {"nixl": ends.exporter.metadata}, ends.table))
 
 
-class ForgettingAgent:
-    """A real agent that says whom it was told to forget."""
-
-    def __init__(self, agent):
-        self._agent = agent
-        self.forgotten = []
-
-    def __getattr__(self, name):
-        return getattr(self._agent, name)
-
-    def remove_remote(self, name):
-        self.forgotten.append(name)
-        self._agent.remove_remote(name)
-
-
 @pytest.fixture
 def forgotten(ends):
     """Names of the agents whose connections were closed, as the test goes on."""
-    ends.reader._reader.agent = agent = ForgettingAgent(ends.reader._reader.agent)
-    return agent.forgotten
+    ends.flaky()
+    return ends.reader._reader.agent.forgotten
 
 
 @pytest.mark.nixl

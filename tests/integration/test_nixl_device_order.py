@@ -67,13 +67,16 @@ def noted(monkeypatch):
 
 
 def memory():
+    """4 KiB of this process, for a test: ``region`` is a cache, and ``table`` has epochs."""
     array = np.zeros(1 << 12, np.uint8)
-    return array, Region(array.ctypes.data, array.nbytes)
+    yield Region(array.ctypes.data, array.nbytes)
+
+
+region, table = (pytest.fixture(memory, name=name) for name in ("region", "table"))
 
 
 @pytest.mark.nixl
-def test_the_device_is_entered_before_nixl_and_settled_after_the_reader(noted):
-    (keep, region), (table_keep, table) = memory(), memory()
+def test_the_device_is_entered_before_nixl_and_settled_after_the_reader(noted, region, table):
     backend = DeviceNixlBackend(noted, "device order", [region], table)
     assert noted.asked == ["enter", "load"]
     backend.reset()
@@ -81,31 +84,26 @@ def test_the_device_is_entered_before_nixl_and_settled_after_the_reader(noted):
     backend.close()
     assert noted.asked[4:] == ["destroy", "settle", "destroy"], "the exporter writes nothing"
     assert not backend.ends_at_once("p"), "so no other thread calls NIXL"
-    del keep, table_keep
 
 
 @pytest.mark.nixl
-def test_all_calls_come_from_the_read_thread(noted):
-    (keep, region), (table_keep, table) = memory(), memory()
+def test_all_calls_come_from_the_read_thread(noted, region, table):
     make = {"nixl": lambda regions, epochs, _: DeviceNixlBackend(noted, "device order", regions, epochs)}
     transport = ThreadedTransport("nixl", make, lambda _: None, StagingMemory(0))
     transport.start([region], table)
     transport.close()
     assert noted.threads == {"kvflow-nixl"}
-    del keep, table_keep
 
 
 @pytest.mark.nixl
-def test_a_device_that_fails_does_not_keep_reads_from_ending(noted, caplog):
+def test_a_device_that_fails_does_not_keep_reads_from_ending(noted, caplog, region, table):
     def fail():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    (keep, region), (table_keep, table) = memory(), memory()
     noted.settle = fail
     DeviceNixlBackend(noted, "device order", [region], table).close()
     assert noted.asked[-2:] == ["destroy", "destroy"]
     assert "the device failed" in caplog.text
-    del keep, table_keep
 
 
 class Ended:
@@ -259,18 +257,16 @@ def test_a_rocm_device_is_synchronized_to_make_bytes_visible(monkeypatch):
 
 
 @pytest.mark.nixl
-def test_refused_device_memory_names_what_to_check(noted):
-    (keep, region), (table_keep, table) = memory(), memory()
+def test_refused_device_memory_names_what_to_check(noted, region, table):
     absent = Region(region.address, region.nbytes, "VRAM", 0)  # this UCX has no device, or the memory is not on one
     with pytest.raises(TransportUnavailable, match="nixl") as refused:
         DeviceNixlBackend(noted, "device order", [absent], table)
     for word in ("nvidia-peermem", "dmabuf", "ulimit -l", "UCX_TLS", "variant"):
         assert word in str(refused.value)
-    del keep, table_keep
 
 
 @pytest.mark.nixl
-def test_transports_that_forbid_cuda_are_named_at_the_start(noted, monkeypatch):
+def test_transports_that_forbid_cuda_are_named_at_the_start(noted, monkeypatch, region, table):
     """NIXL refuses them where it sees a GPU: here a stand-in does."""
 
     def refuse(_agent, *_):
@@ -278,46 +274,40 @@ def test_transports_that_forbid_cuda_are_named_at_the_start(noted, monkeypatch):
 
     monkeypatch.setenv("UCX_TLS", "rc,sm")
     monkeypatch.setattr(nixl_backend.Agent, "register", refuse)
-    (keep, region), (table_keep, table) = memory(), memory()
     with pytest.raises(TransportUnavailable, match="UCX_TLS is 'rc,sm'") as refused:
         DeviceNixlBackend(noted, "device order", [region], table)
     assert "UCX_TLS, if set, allows cuda" in refused.value.remedy
-    del keep, table_keep
 
 
 @pytest.mark.nixl
-def test_registered_bytes_are_logged(noted, caplog):
+def test_registered_bytes_are_logged(noted, caplog, region, table):
     caplog.set_level("INFO", "kvflow.reads.nixl.binding")
-    (keep, region), (table_keep, table) = memory(), memory()
     DeviceNixlBackend(noted, "device order", [region], table).close()
     assert [record.getMessage().split(" in ")[0] for record in caplog.records] == [
         "kvflow.reads: NIXL registered 0.0 MiB",  # exporter
         "kvflow.reads: NIXL registered 4.0 MiB",  # reader, with its scratch
     ]
-    del keep, table_keep
 
 
 @pytest.mark.nixl
-def test_the_memory_that_checks_land_in_has_whole_pages_of_its_own():
-    (keep, region), (table_keep, table) = memory(), memory()
+def test_the_memory_that_checks_land_in_has_whole_pages_of_its_own(region, table):
     backend = nixl_backend.NixlBackend("pages", [region], table)
     scratch = backend._reader.scratch
     assert (scratch.ctypes.data % mmap.PAGESIZE, scratch.nbytes % mmap.PAGESIZE) == (0, 0)
     backend.close()
-    del keep, table_keep
 
 
 @pytest.mark.nixl
 @pytest.mark.parametrize("has_network", [False, True])
-def test_a_thread_without_the_device_makes_progress_for_network_cards_only(noted, monkeypatch, has_network):
+def test_a_thread_without_the_device_makes_progress_for_network_cards_only(
+    noted, monkeypatch, has_network, region, table
+):
     monkeypatch.setattr(Exported, "has_network", has_network)
-    (keep, region), (table_keep, table) = memory(), memory()
     backend = DeviceNixlBackend(noted, "progress", [region], table)
     try:
         assert backend._reader.progress == has_network
     finally:
         backend.close()
-    del keep, table_keep
 
 
 @pytest.mark.parametrize(
@@ -347,22 +337,20 @@ REGISTERED = {
 
 @pytest.mark.nixl
 @pytest.mark.parametrize("role", REGISTERED)
-def test_a_cache_is_registered_for_what_its_role_needs(caplog, role):
+def test_a_cache_is_registered_for_what_its_role_needs(caplog, role, table):
     caplog.set_level("INFO", "kvflow.reads.nixl.binding")
-    cache, (table_keep, table) = np.zeros(4 << 20, np.uint8), memory()
-    region = Region(cache.ctypes.data, cache.nbytes)
-    nixl_backend.NixlBackend(role, [region], table, uses=Uses(role)).close()
+    cache = np.zeros(4 << 20, np.uint8)
+    large = Region(cache.ctypes.data, cache.nbytes)
+    nixl_backend.NixlBackend(role, [large], table, uses=Uses(role)).close()
     told = [re.fullmatch(r".* registered (.*) MiB in .* as (.*)", each.getMessage()) for each in caplog.records]
     assert [(each[2].removeprefix(f"{role}/"), float(each[1])) for each in told] == REGISTERED[role]
-    del table_keep
 
 
 @pytest.mark.nixl
 @pytest.mark.parametrize("device", [False, True])
-def test_a_connection_to_memory_of_a_device_is_not_kept(noted, monkeypatch, device):
+def test_a_connection_to_memory_of_a_device_is_not_kept(noted, monkeypatch, device, region, table):
     forgotten = []
     monkeypatch.setattr(nixl_backend.Agent, "remove_remote", lambda _, name: forgotten.append(name))
-    (keep, region), (table_keep, table) = memory(), memory()
     exporter = nixl_backend.NixlBackend("peer", [region], table)
     kind = partial(DeviceNixlBackend, noted) if device else nixl_backend.NixlBackend
     reader = kind("device order", [region], table)
@@ -371,7 +359,6 @@ def test_a_connection_to_memory_of_a_device_is_not_kept(noted, monkeypatch, devi
     assert forgotten == (["peer/exporter"] if device else [])
     reader.close()
     exporter.close()
-    del keep, table_keep
 
 
 @pytest.mark.parametrize(("backend", "level"), [(DeviceNixlBackend, "WARN"), (nixl_backend.NixlBackend, "FATAL")])
