@@ -10,7 +10,7 @@ import uvloop
 from kvflow.reads.backend import Backend
 from kvflow.reads.tcp.backend import TcpBackend
 
-from .consuming import PATIENCE_S, consuming
+from .consuming import PATIENCE_S, Heard, consuming
 from .elsewhere import Child
 from .producing import producing
 from .shapes import Shape
@@ -100,6 +100,11 @@ def far_world(elsewhere):
 def near_world():
     """One process."""
     return World("loopback", producing)
+
+
+@pytest.fixture
+def heard():
+    return Heard()
 
 
 @pytest.fixture

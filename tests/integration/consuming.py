@@ -18,6 +18,16 @@ PATIENCE_S = 60.0
 AT_REST = {"pulls": 0, "quarantined": ()}
 
 
+class Heard(list):
+    """A hook that remembers what a worker reports."""
+
+    def __call__(self, event):
+        self.append(event)
+
+    def of(self, kind):
+        return [event for event in self if isinstance(event, kind)]
+
+
 class Consumer:
     """One worker that pulls, and its cache."""
 

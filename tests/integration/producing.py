@@ -88,11 +88,12 @@ class Producer:
 
 
 @asynccontextmanager
-async def producing(shape: Shape, *, engine_id="prefill-0", alike=False, **settings):
+async def producing(shape: Shape, *, engine_id="prefill-0", alike=False, hooks=(), **settings):
     """Open a producer in this process; all that are ``alike`` have one incarnation, and the same epochs."""
     cache = shape.build()
     environment = msgspec.structs.replace(PRODUCTION, draw_bits=lambda _bits: 7) if alike else PRODUCTION
-    async with kvflow.open_worker(configured(engine_id, **settings), cache, environment=environment) as worker:
+    config = configured(engine_id, **settings)
+    async with kvflow.open_worker(config, cache, hooks=hooks, environment=environment) as worker:
         yield Producer(worker, cache)
 
 

@@ -16,16 +16,6 @@ BLOCKS = [[0, 1], [2, 3]]
 OTHER_BLOCKS = [[4, 5], [6, 7]]
 
 
-class Heard(list):
-    """A hook that remembers."""
-
-    def __call__(self, event):
-        self.append(event)
-
-    def of(self, kind):
-        return [event for event in self if isinstance(event, kind)]
-
-
 @pytest.mark.both_loops
 async def test_two_lives_of_one_name_work_beside_each_other(world):
     """The same engine_id and rank at another address: a stand-in, while the first one still lives."""
@@ -51,8 +41,7 @@ async def test_two_readers_of_one_name_work_beside_each_other(world):
 
 @pytest.mark.nixl
 @pytest.mark.processes
-async def test_a_dead_producer_costs_three_attempts_and_its_successor_none(elsewhere, spawn):
-    heard = Heard()
+async def test_a_dead_producer_costs_three_attempts_and_its_successor_none(elsewhere, spawn, heard):
     doomed = spawn()
     bind = f"tcp://127.0.0.1:{free_port()}"
     async with (

@@ -31,23 +31,13 @@ MOST_TOKENS = 1000 * 16
 PRODUCER, READER, ANOTHER = (draw_pair() for _ in range(3))
 
 
-@pytest.fixture
-def heard():
-    """What a consumer has told."""
-    return []
-
-
-def of(events, kind):
-    return [event for event in events if isinstance(event, kind)]
-
-
 async def pulled(producer, consumer, heard):
     """Pull, compare every byte, and return the plane and what carried the bytes: all who tell of it say the same."""
     report = await consumer.pull(await producer.offer("r", BLOCKS, 8), BLOCKS)
     consumer.has("r", BLOCKS, 8)
     consumer.untouched(but=BLOCKS)
-    await until(lambda: of(heard, TransferCompleted))  # the record comes after the caller's turn
-    (met,), (completed,) = of(heard, PeerConnected), of(heard, TransferCompleted)
+    await until(lambda: heard.of(TransferCompleted))  # the record comes after the caller's turn
+    (met,), (completed,) = heard.of(PeerConnected), heard.of(TransferCompleted)
     told = {(each.plane, each.transport) for each in (report, met, completed.report)}
     assert len(told) == 1, told
     return told.pop()
@@ -78,7 +68,7 @@ def without_nixl(tmp_path_factory):
 async def test_bytes_go_over_the_best_plane_that_both_have(spawn, heard, environment, settings, chosen):
     async with (
         spawn(**environment).producing(Shape(), **settings) as producer,
-        consuming(hooks=[heard.append]) as ours,
+        consuming(hooks=[heard]) as ours,
     ):
         assert await pulled(producer, ours, heard) == chosen
 
@@ -97,7 +87,7 @@ def apart():
 async def test_a_producer_in_other_namespaces_is_not_read_over_shared_memory(spawn, heard, apart):
     async with (
         spawn(forked=False, before=apart).producing(Shape()) as producer,
-        consuming(hooks=[heard.append]) as ours,
+        consuming(hooks=[heard]) as ours,
     ):
         assert await pulled(producer, ours, heard) == ("tcp", "tcp")
 
@@ -106,7 +96,7 @@ async def test_a_producer_in_other_namespaces_is_not_read_over_shared_memory(spa
 async def test_a_machine_without_nixl_is_read_over_tcp(spawn, heard, without_nixl):
     async with (
         spawn(forked=False, **without_nixl).producing(Shape()) as producer,
-        consuming(hooks=[heard.append]) as ours,
+        consuming(hooks=[heard]) as ours,
     ):
         assert await pulled(producer, ours, heard) == ("tcp", "tcp")
 
@@ -117,9 +107,9 @@ async def test_a_reader_without_nixl_says_so_once_and_reads_over_tcp(monkeypatch
 
     async with producing(Shape()) as producer:
         monkeypatch.setattr("kvflow.reads.nixl.backend.load_binding", none)
-        async with consuming(hooks=[heard.append]) as ours:
+        async with consuming(hooks=[heard]) as ours:
             assert await pulled(producer, ours, heard) == ("tcp", "tcp")
-            (omitted,) = of(heard, PlaneOmitted)
+            (omitted,) = heard.of(PlaneOmitted)
             assert omitted.plane == "nixl"
             assert "there is no NIXL here" in omitted.detail
         with pytest.raises(errors.TransportUnavailable, match="there is no NIXL here"):
@@ -138,9 +128,9 @@ async def test_a_port_that_is_down_leaves_hosts_with_rdma_to_tcp(monkeypatch, he
 
     monkeypatch.setattr("kvflow.reads.nixl.backend.host_facts", facts)
     monkeypatch.setattr("kvflow.reads.nixl.backend.may_copy_from", lambda _pid: False)  # as of another host
-    async with producing(Shape()) as producer, consuming(hooks=[heard.append]) as ours:
+    async with producing(Shape()) as producer, consuming(hooks=[heard]) as ours:
         assert await pulled(producer, ours, heard) == ("tcp", "tcp")
-    (met,) = of(heard, PeerConnected)
+    (met,) = heard.of(PeerConnected)
     assert met.passed_over.startswith(
         "nixl: neither shared memory nor RDMA reaches the peer's memory; rdma is expected"
     )
@@ -175,7 +165,7 @@ async def test_a_pair_without_a_plane_is_refused_by_name_before_its_first_read(
     spawn, heard, *, environment, theirs, ours, field
 ):
     async with spawn(**environment).producing(Shape(), **theirs) as producer:
-        async with consuming(hooks=[heard.append], **ours) as consumer:
+        async with consuming(hooks=[heard], **ours) as consumer:
             params = await producer.offer("r", BLOCKS, 8)
             for _ in range(2):
                 with pytest.raises(errors.LayoutMismatch) as caught:
@@ -185,7 +175,7 @@ async def test_a_pair_without_a_plane_is_refused_by_name_before_its_first_read(
             await consumer.worker.quiesced("nobody there")
             consumer.untouched()
             consumer.at_rest()
-            assert not of(heard, PeerConnected)
+            assert not heard.of(PeerConnected)
         assert await producer.held() == ["r"]
 
 
@@ -194,7 +184,7 @@ async def test_a_pair_without_a_plane_is_refused_by_name_before_its_first_read(
 async def test_encryption_of_a_plane_that_is_not_taken_need_not_agree(elsewhere, heard):
     async with (
         elsewhere.producing(Shape(), tcp_encryption="tls") as producer,
-        consuming(hooks=[heard.append]) as consumer,
+        consuming(hooks=[heard]) as consumer,
     ):
         assert await pulled(producer, consumer, heard) == ("nixl", "cma")
 
@@ -206,10 +196,10 @@ async def test_required_encryption_allows_nixl_within_a_host_only(elsewhere, hea
     theirs, ours = ({"require_encryption": True} if side == each else {} for each in ("producer", "consumer"))
     near = [each | {"transport": "nixl"} for each in (theirs, ours)]
     async with elsewhere.producing(Shape(), **near[0]) as producer:
-        async with consuming(hooks=[heard.append], **near[1]) as consumer:
+        async with consuming(hooks=[heard], **near[1]) as consumer:
             assert await pulled(producer, consumer, heard) == ("nixl", "cma")
         monkeypatch.setattr("kvflow.reads.nixl.backend.is_within_a_host", lambda *_: False)
-        async with consuming(hooks=[heard.append], **near[1]) as consumer:
+        async with consuming(hooks=[heard], **near[1]) as consumer:
             params = await producer.offer("far", BLOCKS, 8)
             with pytest.raises(errors.LayoutMismatch, match="does not encrypt between hosts") as caught:
                 await consumer.pull(params, BLOCKS)
@@ -257,7 +247,7 @@ async def test_a_reader_whose_key_is_removed_reads_no_further_over_tcp():
 @pytest.mark.parametrize("encryption", ["off", "tls"])
 async def test_addresses_of_both_kinds(bind, encryption, heard):
     settings = {"transport": "tcp", "tcp_encryption": encryption, "bind": bind}
-    async with producing(Shape(), **settings) as producer, consuming(hooks=[heard.append], **settings) as consumer:
+    async with producing(Shape(), **settings) as producer, consuming(hooks=[heard], **settings) as consumer:
         assert ("[::1]" in producer.endpoint) == ("[::1]" in bind)
         assert await pulled(producer, consumer, heard) == ("tcp", "tcp")
 
@@ -309,7 +299,7 @@ async def test_the_plane_listens_where_it_is_told_and_is_found_where_it_says(set
     settings = {name: value.format(port=port) for name, value in settings.items()}
     async with (
         producing(Shape(), transport="tcp", **settings) as producer,
-        consuming(hooks=[heard.append], transport="tcp") as consumer,
+        consuming(hooks=[heard], transport="tcp") as consumer,
     ):
         assert listening(port) == at
         assert await pulled(producer, consumer, heard) == ("tcp", "tcp")
@@ -322,7 +312,7 @@ async def test_the_plane_listens_where_it_is_told_and_is_found_where_it_says(set
 async def test_a_tcp_plane_that_is_not_reached_is_not_needed_where_nixl_fits(elsewhere, heard, advertised):
     wrong = advertised.format(port=free_port())
     async with elsewhere.producing(Shape(), tcp_advertise=wrong) as producer:
-        async with consuming(hooks=[heard.append]) as ours:
+        async with consuming(hooks=[heard]) as ours:
             assert await pulled(producer, ours, heard) == ("nixl", "cma")
         async with dialing_once(transport="tcp") as consumer:
             params = await producer.offer("nobody there", BLOCKS, 8)

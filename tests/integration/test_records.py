@@ -25,24 +25,12 @@ BLOCKS = [[0, 1], [2, 3]]
 NBYTES = 4 * 2 * 2 * 4 * 4 * 8 * 2  # blocks, layers, K and V, tokens, heads, head size, bfloat16
 
 
-class Heard(list):
-    """What a worker reports."""
-
-    def __call__(self, event):
-        self.append(event)
-
-    def of(self, kind):
-        return [event for event in self if isinstance(event, kind)]
-
-    def ends(self):
-        return self.of((TransferCompleted, PullFailed))
-
-    def the_failure(self):
-        """Return the record of the only pull that has ended, and forget it."""
-        ended = self.ends()
-        assert [type(event) for event in ended] == [PullFailed]
-        self.clear()
-        return ended[0]
+def the_failure(heard):
+    """Return the record of the only pull that has ended, and forget it."""
+    (ended,) = heard.of((TransferCompleted, PullFailed))
+    assert type(ended) is PullFailed
+    heard.clear()
+    return ended
 
 
 @contextmanager
@@ -52,16 +40,11 @@ def mute():
         yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
-@pytest.fixture
-def heard():
-    return Heard()
-
-
 async def failed(heard, consumer, params, blocks=BLOCKS, **how):
     """Pull what cannot be pulled; return the error and its record, which must agree."""
     with pytest.raises(errors.KvflowError) as caught:
         await consumer.pull(params, blocks, local_request_id="ours", **how)
-    record = heard.the_failure()
+    record = the_failure(heard)
     error = caught.value
     assert (record.code, record.remedy, record.local_request_id) == (error.code, error.remedy, "ours")
     assert record.remedy
@@ -131,7 +114,7 @@ async def test_a_pull_that_is_cancelled_while_it_is_read(near_world, heard, gate
         pull.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pull
-        record = heard.the_failure()
+        record = the_failure(heard)
         assert (record.code, record.phase, record.quarantined) == ("transfer_cancelled", "wire", True)
         assert (record.nbytes, record.nbytes_wanted, record.transport) == (0, NBYTES, "loopback")
         assert record.timings_s.keys() == {"handshake", "bind", "queue", "post", "wire", "scatter", "fence", "total"}

@@ -1,20 +1,16 @@
 """Two releases of kvflow side by side refuse what they cannot read, and say why."""
 
-from contextlib import asynccontextmanager
-
 import msgspec
 import pytest
 
-import kvflow
 from kvflow.errors import ReleaseMismatch
 from kvflow.events import ConsumerRejected
 from kvflow.leases.tickets import FORMAT
 
 from .consuming import consuming, works
 from .earlier import Earlier, unpack
-from .producing import Producer, configured
+from .producing import producing
 from .shapes import Shape
-from .test_records import Heard
 
 pytestmark = [pytest.mark.nixl, pytest.mark.processes]
 
@@ -37,14 +33,6 @@ def start(tmp_path):
     yield start_module
     for child in children:
         child.go()
-
-
-@asynccontextmanager
-async def producing_here(heard):
-    """Open a producer of this release in this process, whose events are heard."""
-    cache = Shape().build()
-    async with kvflow.open_worker(configured("prefill-0", **NIXL), cache, hooks=[heard]) as worker:
-        yield Producer(worker, cache)
 
 
 async def consuming_there(child):
@@ -70,14 +58,13 @@ async def test_this_release_refuses_the_tickets_of_the_last_one(start):
         consumer.at_rest()
         consumer.untouched()
         assert await producer.ask("held", name="it") == ["r"]
-        async with producing_here(Heard()) as ours:
+        async with producing(Shape(), **NIXL) as ours:
             await works(ours, consumer)
 
 
-async def test_the_last_release_refuses_the_tickets_of_this_one(start):
-    heard = Heard()
+async def test_the_last_release_refuses_the_tickets_of_this_one(start, heard):
     pull = await consuming_there(start("consumer_process"))
-    async with producing_here(heard) as producer, consuming(**NIXL) as consumer:
+    async with producing(Shape(), hooks=[heard], **NIXL) as producer, consuming(**NIXL) as consumer:
         assert await pull(await producer.offer("r", BLOCKS, NUM_TOKENS)) == "release_mismatch"
         assert not heard.of(ConsumerRejected), "it cannot read the ticket, and so has no peer to ask"
         assert await producer.held() == ("r",)
