@@ -12,9 +12,10 @@ from kvflow.config import VARIABLES
 from kvflow.leases.tickets import FORMAT
 from kvflow.rendezvous.issuer import draw_pair
 from kvflow.worker.environment import PRODUCTION
+from tests.helpers.limits import files_limited, open_files
 from tests.ports import free_port
 
-from .misconfigured import BLOCKS, NUM_TOKENS, TINY, HourAhead, Scene, few_files_left
+from .misconfigured import BLOCKS, NUM_TOKENS, TINY, HourAhead, Scene
 from .strangers import IDENTITY, SECURITY, of_newer_release, ticket_to
 
 SECRET_VARIABLE, KEY_VARIABLE = VARIABLES["cluster_secret"], VARIABLES["private_key"]
@@ -440,7 +441,7 @@ async def _(scene):
 
 @row("a process may open no more files", error="capacity_exceeded")
 async def _(scene):
-    with few_files_left():
+    with files_limited(open_files() + 3):
         await scene.refuses_to_open()
 
 

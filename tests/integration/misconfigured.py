@@ -5,8 +5,6 @@ import contextlib
 import json
 import os
 import re
-import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +18,7 @@ import kvflow
 from handshake.sockets import ZeroMqNetwork
 from kvflow.config import VARIABLES
 from kvflow.worker.environment import PRODUCTION
+from tests.helpers.limits import allowed
 from tests.unit.kvflow.tools.doctor import faces
 from tests.world.forked import ROOT
 from tests.world.node import Node
@@ -42,17 +41,6 @@ class HourAhead(ZeroMqNetwork):
 
     def wall(self):
         return super().wall() + HOUR_S
-
-
-@contextlib.contextmanager
-def few_files_left():
-    """Let this process open three more files."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 3, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 class Scene:
@@ -202,10 +190,7 @@ class Scene:
 
     def namespaces(self, *kinds):
         """Return the words that start a process in namespaces of its own. The row is skipped if that is not allowed."""
-        words = ["unshare", *kinds, "--kill-child", "--fork"]
-        if shutil.which(words[0]) is None or subprocess.run([*words, "true"], check=False).returncode:
-            pytest.skip("this process may not create namespaces")
-        return words
+        return allowed("unshare", *kinds, "--kill-child", "--fork")
 
 
 def findings(command, printed):

@@ -15,6 +15,7 @@ from kvflow.config import SECRET_VARIABLE
 from kvflow.reads.reach import PREFIXES
 from kvflow.tools.doctor import apart, path
 from kvflow.tools.doctor.codes import FailureFigures
+from tests.helpers.limits import allowed
 from tests.ports import free_port
 from tests.vllm.hosts import Hosts
 
@@ -35,16 +36,6 @@ def environment(monkeypatch):
     monkeypatch.setenv(SECRET_VARIABLE, "a secret of these tests, long enough")
     for name in [name for name in os.environ if name.startswith(PREFIXES)]:  # tests before this one loaded NIXL
         monkeypatch.delenv(name)
-
-
-def possible(*before):
-    """Return what goes before a command; skip the test if this machine does not allow it."""
-    if (
-        shutil.which(before[0]) is None
-        or subprocess.run([*before, "true"], check=False, capture_output=True).returncode
-    ):
-        pytest.skip(f"{before[0]} is not allowed here")
-    return before
 
 
 @asynccontextmanager
@@ -93,7 +84,7 @@ async def test_two_processes_of_a_host_read_over_shared_memory():
     ids=["another PID namespace", "without the right to copy"],
 )
 async def test_what_keeps_two_processes_from_shared_memory_is_named(before, words, remedy):
-    before = possible(*before)
+    before = allowed(*before)
     async with offering() as endpoint:
         status, found = await examined(endpoint, "--strict", before=before)
     slow = found["data_plane_slow"]

@@ -1,14 +1,12 @@
 """What the doctor finds on hosts with limits and namespaces of their own."""
 
 import json
-import shutil
 import subprocess
 import sys
 
-import pytest
-
 from kvflow.tools.doctor import facts
 from kvflow.tools.doctor.codes import Finding
+from tests.helpers.limits import allowed
 
 LIMITED = """
 import json, resource, sys
@@ -44,9 +42,7 @@ def test_few_files_that_may_be_open_are_noticed():
 
 
 def test_another_pid_namespace_is_noticed():
-    before = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
-    if shutil.which(before[0]) is None or subprocess.run([*before, "true"], check=False).returncode:
-        pytest.skip("namespaces cannot be made here")
+    before = allowed("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
     found = in_a_child("RLIMIT_CORE", 0, before)["PID namespace"]
     assert (found.code, found.status) == ("", "note")
     assert facts.HOST_PID_NAMESPACE not in found.evidence
@@ -54,13 +50,14 @@ def test_another_pid_namespace_is_noticed():
 
 
 def test_a_host_without_a_route_is_told_from_one_that_is_silent():
-    apart = ("unshare", "--net")
-    if shutil.which(apart[0]) is None or subprocess.run([*apart, "true"], check=False).returncode:
-        pytest.skip("namespaces cannot be made here")
     program = (
         "from kvflow.tools.doctor.facts import dial; print([each.code for each in dial('tcp://192.0.2.7:7000')[1]])"
     )
     done = subprocess.run(
-        [*apart, sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120
+        [*allowed("unshare", "--net"), sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.stdout.strip() == "['host_unreachable']"

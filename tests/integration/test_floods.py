@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import pytest
 
 import kvflow
 from kvflow.reads.tcp.access import BUFFERED_OF_ONE_MAX, Access, Accounts
+from tests.helpers.limits import files_limited, many_files, open_files
 from tests.ports import free_port
 from tests.world.node import Node, hosted
 
@@ -43,14 +44,10 @@ GROWTH_KIB_MAX = 4096
 
 
 @pytest.fixture(autouse=True)
-def many_files():
-    """Take as many file descriptors as we may have: both ends of a flood are of this machine."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < CONNECTIONS + 1000:
-        pytest.skip(f"{hard} open files are too few for a flood")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+def files():
+    """Both ends of a flood are of this machine."""
+    with many_files(CONNECTIONS + 1000):
+        yield
 
 
 class Mallinfo(ctypes.Structure):
@@ -76,22 +73,15 @@ def in_use_kib():
     return (info.uordblks + info.hblkhd) >> 10
 
 
-def open_files():
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 @asynccontextmanager
 async def flood(kind, endpoint, *, leaving=None):
     """Hold a flood while the block runs; ``leaving`` this process so many file descriptors besides those in use."""
     node = await asyncio.to_thread(partial(Node, forked=False))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if leaving is not None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() + leaving, hard))
     try:
-        await node.open(flooding, kind, endpoint, CONNECTIONS, SECRET)
-        yield node
+        with nullcontext() if leaving is None else files_limited(open_files() + leaving):
+            await node.open(flooding, kind, endpoint, CONNECTIONS, SECRET)
+            yield node
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         await asyncio.to_thread(node.end)  # closing thousands of sockets takes time, and no test waits for it
 
 
@@ -297,6 +287,14 @@ class Samples(threading.Thread):
         return int(self._status.read_text().split()[1]) * resource.getpagesize()
 
 
+async def works_beside(producer, consumer):
+    """Have an honest consumer read for ``HARM_S``."""
+    until_s, turn = time.monotonic() + HARM_S, 0
+    while time.monotonic() < until_s:
+        await works(producer, consumer, f"beside {turn}", [[4, 5], [6, 7]])
+        turn += 1
+
+
 OPENING_MS_MAX = 30
 """Of CPU: a busy machine counts up to three times as much as a quiet one."""
 
@@ -315,10 +313,7 @@ async def test_a_member_that_opens_connections_over_and_over_costs_milliseconds(
         await works(producer, consumer, "before")
         monkeypatch.setattr(Access, "_go_on", counted)
         async with hosted(harming, "openings", HARMFUL, await producer.offer("harm", BLOCKS, 8), settings) as member:
-            until_s, turn = time.monotonic() + HARM_S, 0
-            while time.monotonic() < until_s:
-                await works(producer, consumer, f"beside {turn}", [[4, 5], [6, 7]])
-                turn += 1
+            await works_beside(producer, consumer)
             did = await member.done()
         each_ms = sum(spent) / did["connections"] * 1e3
         print(f"{encryption}: {did['connections']} openings, {each_ms:.2f} ms; load {os.getloadavg()[0]:.1f}")  # noqa: T201
@@ -333,11 +328,8 @@ async def test_a_member_that_means_harm_makes_a_producer_hold_little(kind, encry
     async with producing(Shape(), **settings) as producer, consuming(**PATIENT, **settings) as consumer:
         await works(producer, consumer, "before")
         async with hosted(harming, kind, HARMFUL, await producer.offer("harm", BLOCKS, 8), settings) as member:
-            samples, until_s = Samples(), time.monotonic() + HARM_S
-            turn = 0
-            while time.monotonic() < until_s:
-                await works(producer, consumer, f"beside {turn}", [[4, 5], [6, 7]])
-                turn += 1
+            samples = Samples()
+            await works_beside(producer, consumer)
             did = await member.done()
             samples.end()
         print(f"{kind}, {encryption}: {did}, {samples.buffered} B buffered, {samples.resident} B more")  # noqa: T201

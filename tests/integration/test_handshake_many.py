@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from contextlib import AsyncExitStack
 from itertools import count
-from pathlib import Path
 
 import pytest
 import zmq
@@ -15,6 +14,7 @@ import handshake.sockets
 from handshake.errors import Closed, SocketsExhausted
 from handshake.limits import Limits
 from handshake.sockets import DESCRIPTORS_OF_A_LINK, open_dialer
+from tests.helpers.limits import files_limited, many_files, open_files
 from tests.helpers.waiting import patiently, until
 from tests.unit.handshake.helpers import LIMITS, SECURITY, connected, serving
 
@@ -26,16 +26,12 @@ PATIENT = Limits(connect_s=60.0, handshake_s=60.0)
 
 
 @pytest.fixture
-def many_files():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < FILES:
-        pytest.skip(f"{hard} open files are too few")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+def files():
+    with many_files(FILES):
+        yield
 
 
-async def test_one_process_has_a_thousand_links(many_files):
+async def test_one_process_has_a_thousand_links(files):
     turn = asyncio.Semaphore(AT_ONCE)
 
     async def link(stack, endpoint):
@@ -58,7 +54,7 @@ TAKEN_AT = 50
 """Of those whose handshake has begun: when they go on, the others are in the middle of theirs."""
 
 
-async def test_a_server_whose_cpu_is_taken_serves_its_whole_herd(many_files):
+async def test_a_server_whose_cpu_is_taken_serves_its_whole_herd(files):
     begun, everyone = count(1), asyncio.Barrier(HERD)
 
     def make_pass(_key, _identity):
@@ -81,10 +77,6 @@ async def test_a_server_whose_cpu_is_taken_serves_its_whole_herd(many_files):
         assert Counter(served) == {"served": HERD}
 
 
-def descriptors():
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 async def dial_until_refused(stack):
     for _ in range(LINKS):
         try:
@@ -95,15 +87,11 @@ async def dial_until_refused(stack):
 
 
 async def test_too_few_open_files_are_named():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(open_dialer("tcp://127.0.0.1:9", SECURITY, LIMITS))
-        limit = descriptors() + 5 * DESCRIPTORS_OF_A_LINK
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        limit = open_files() + 5 * DESCRIPTORS_OF_A_LINK
+        with files_limited(limit):
             refusal = await dial_until_refused(stack)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert (refusal.resource, refusal.limit) == ("open files (RLIMIT_NOFILE)", limit)
     assert "ulimit -n" in refusal.remedy
 
@@ -118,10 +106,6 @@ async def test_too_many_sockets_are_named(monkeypatch):
 
 async def test_as_many_sockets_as_files_may_be_open():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with zmq.Context() as context:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
-            expected = min(hard, context.get(zmq.SOCKET_LIMIT))
-            assert handshake.sockets._sockets_max(context) == expected, "the soft limit may be raised later"
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with zmq.Context() as context, files_limited(min(soft, 512)):
+        expected = min(hard, context.get(zmq.SOCKET_LIMIT))
+        assert handshake.sockets._sockets_max(context) == expected, "the soft limit may be raised later"

@@ -9,6 +9,7 @@ import pytest
 
 import kvflow
 from kvflow import errors
+from tests.helpers.limits import open_files
 
 from .consuming import consuming, until, works
 from .producing import configured, producing
@@ -19,7 +20,7 @@ TIMES = 20
 
 def descriptors():
     gc.collect()
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+    return open_files()
 
 
 def foreign_threads():

@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import os
-import shutil
-import subprocess
 import sys
 import threading
 from contextlib import AsyncExitStack
@@ -18,6 +16,7 @@ from kvflow.events import PeerConnected, PlaneOmitted, TransferCompleted
 from kvflow.leases.tickets import MAC_BYTES, lease_name
 from kvflow.reads.reach import host_facts
 from kvflow.rendezvous.issuer import draw_pair
+from tests.helpers.limits import allowed
 from tests.ports import free_port
 
 from .consuming import consuming, dialing_once, reading, until, works
@@ -76,10 +75,7 @@ async def test_bytes_go_over_the_best_plane_that_both_have(spawn, heard, environ
 @pytest.fixture
 def apart():
     """What starts a process in namespaces of its own, as a container would."""
-    command = ("unshare", "--pid", "--ipc", "--fork", "--kill-child")
-    if shutil.which(command[0]) is None or subprocess.run([*command, "true"], check=False).returncode:
-        pytest.skip("namespaces cannot be made here")
-    return command
+    return allowed("unshare", "--pid", "--ipc", "--fork", "--kill-child")
 
 
 @pytest.mark.nixl
