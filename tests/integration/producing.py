@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 import kvflow
-from kvflow.leases.tickets import Grant
+from kvflow.leases.tickets import Grant, RankAddress
 from kvflow.worker.environment import PRODUCTION
 from tests.helpers.settings import flat_config
 
@@ -95,6 +95,20 @@ async def producing(shape: Shape, *, engine_id="prefill-0", alike=False, hooks=(
     config = configured(engine_id, **settings)
     async with kvflow.open_worker(config, cache, hooks=hooks, environment=environment) as worker:
         yield Producer(worker, cache)
+
+
+async def minting(*producers, changed=(), **how):
+    """Return the mint of some producers' engine, which lives in another process than they; ``changed``: addresses."""
+    addresses = [msgspec.convert(await producer.address(), RankAddress) for producer in producers]
+    addresses = [msgspec.structs.replace(address, **dict(changed)) for address in addresses]
+    return kvflow.TicketMint("prefill-0", addresses, cluster_secret=SECRET, **how)
+
+
+async def write_and_admit(grant, *producers):
+    """Let producers write what a mint has signed, and hold its lease."""
+    for producer in producers:
+        await producer.write(grant.request_id, grant.block_ids, grant.num_tokens[0])
+        await producer.admit(grant)
 
 
 STALLS = {"connect_s": 5.0, "handshake_s": 15.0}  # a busy machine stalls for longer than the defaults allow

@@ -1,19 +1,16 @@
 """What a mint cannot know, and what is no message: refused, nothing is left behind, and the next pull works."""
 
-import msgspec
 import pytest
 
-import kvflow
 from handshake import codec
 from handshake.limits import DEFAULT_LIMITS
 from handshake.messages import Refuse
 from kvflow import errors
-from kvflow.leases.tickets import RankAddress
 from tests.helpers.loops import named
 from tests.unit.handshake.helpers import raw_dealer
 
 from .consuming import works
-from .producing import SECRET
+from .producing import minting
 from .strangers import SECURITY
 
 BLOCKS = [[0, 1], [2, 3]]
@@ -22,8 +19,7 @@ BLOCKS = [[0, 1], [2, 3]]
 async def test_a_minted_ticket_with_one_block_in_two_groups_is_refused(world):
     """A mint does not know which groups share bytes."""
     async with world.producing() as producer, world.consuming() as consumer:
-        address = msgspec.convert(await producer.address(), RankAddress)
-        mint = kvflow.TicketMint("prefill-0", [address], cluster_secret=SECRET)
+        mint = await minting(producer)
         ticket, grant = mint.offer("r", block_ids=[[0, 1], [2, 1]], num_tokens=8)
         assert "block 1 is in groups 0 and 1" in await producer.refusal(grant)
         with pytest.raises(errors.TicketInvalid, match="block 1 is in groups 0 and 1"):

@@ -3,16 +3,14 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-import msgspec
 import pytest
 
 import kvflow
 from kvflow import errors
-from kvflow.leases.tickets import RankAddress
 from kvflow.rendezvous.issuer import draw_pair
 
 from .consuming import until, works
-from .producing import SECRET
+from .producing import minting, write_and_admit
 from .shapes import Shape
 
 BLOCKS = [[0, 1], [2, 3]]
@@ -128,24 +126,20 @@ def named(params):
 async def test_a_worker_that_a_mint_names_otherwise_is_read_under_both_names(world, changes):
     """The tickets of one mint have its endpoint, those of a mint behind a gateway another; or a mint omits the key."""
     async with world.producing() as producer, world.consuming() as consumer:
-        address = msgspec.convert(await producer.address(), RankAddress)
-        mint, params = kvflow.TicketMint("prefill-0", [address], cluster_secret=SECRET), {}
+        mint, params = await minting(producer), {}
         for request, blocks in (("first", BLOCKS), ("last", LAST_BLOCKS)):
             ticket, grant = mint.offer(request, block_ids=blocks, num_tokens=8)
-            await producer.write(request, blocks, 8)
-            await producer.admit(grant)
+            await write_and_admit(grant, producer)
             params[request] = ticket.to_params()
         await consumer.pull(params["first"], BLOCKS)
         assert await producer.outcome("first") == "released"
-        address = msgspec.convert(await producer.address(), RankAddress)
         if changes == "another endpoint":
-            address = msgspec.structs.replace(address, endpoint=address.endpoint.replace("127.0.0.1", "localhost"))
+            changed = {"endpoint": producer.endpoint.replace("127.0.0.1", "localhost")}
         else:
-            address = msgspec.structs.replace(address, public_key=None)
-        mint = kvflow.TicketMint("prefill-0", [address], cluster_secret=SECRET)
+            changed = {"public_key": None}
+        mint = await minting(producer, changed=changed)
         ticket, grant = mint.offer("minted", block_ids=OTHER_BLOCKS, num_tokens=8)
-        await producer.write("minted", OTHER_BLOCKS, 8)
-        await producer.admit(grant)
+        await write_and_admit(grant, producer)
         await consumer.pull(ticket.to_params(), OTHER_BLOCKS)
         assert await producer.outcome("minted") == "released"
         await consumer.pull(params["last"], LAST_BLOCKS)

@@ -3,15 +3,14 @@
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 import kvflow
 from kvflow import errors
 from kvflow.events import TransferRetried
-from kvflow.leases.tickets import RankAddress
 
-from .producing import SECRET
+from .producing import minting, write_and_admit
 from .shapes import Shape
 
 BLOCKS = [[0, 1], [2, 3]]
@@ -19,27 +18,15 @@ TARGETS = [[5, 4], [7, 6]]
 
 
 @asynccontextmanager
-async def engine(open_rank, tp_size, **settings):
+async def engine(open_rank, tp_size, shape=Shape(), **settings):  # noqa: B008 - frozen
     """Open every rank of an engine."""
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(
-                open_rank(Shape(tp_rank=rank, tp_size=tp_size), rank=rank, num_ranks=tp_size, **settings)
+                open_rank(replace(shape, tp_rank=rank, tp_size=tp_size), rank=rank, num_ranks=tp_size, **settings)
             )
             for rank in range(tp_size)
         ]
-
-
-async def minting(ranks):
-    """The scheduler's side of the engine, which lives in another process than its workers."""
-    addresses = [msgspec.convert(await rank.address(), RankAddress) for rank in ranks]
-    return kvflow.TicketMint("prefill-0", addresses, cluster_secret=SECRET)
-
-
-async def write_and_admit(ranks, grant):
-    for rank in ranks:
-        await rank.write(grant.request_id, grant.block_ids, grant.num_tokens[0])
-        await rank.admit(grant)
 
 
 async def leases(ranks):
@@ -49,9 +36,9 @@ async def leases(ranks):
 @pytest.mark.both_loops
 async def test_every_consumer_rank_reads_its_producer_rank_and_is_counted_once(world):
     async with engine(world.producing, 2) as producers, engine(world.consuming, 2) as consumers:
-        mint = await minting(producers)
+        mint = await minting(*producers)
         ticket, grant = mint.offer("r", block_ids=BLOCKS, num_tokens=8)
-        await write_and_admit(producers, grant)
+        await write_and_admit(grant, *producers)
         for _ in range(2):  # the second release of the same rank counts for nothing
             report = await consumers[0].pull(ticket.to_params(), TARGETS)
             assert report.nbytes == 2 * 2 * consumers[0].cache.bytes_per_block
@@ -81,9 +68,9 @@ async def test_one_consumer_rank_reads_all_producer_ranks(world):
 
 async def test_one_stale_rank_fails_the_whole_pull(world):
     async with engine(world.producing, 2) as producers, world.consuming() as consumer:
-        mint = await minting(producers)
+        mint = await minting(*producers)
         ticket, grant = mint.offer("r", block_ids=BLOCKS, num_tokens=8)
-        await write_and_admit(producers, grant)
+        await write_and_admit(grant, *producers)
         await producers[1].recycle("r")
         with pytest.raises(errors.StaleLease):
             await consumer.pull(ticket.to_params(), TARGETS)
@@ -100,12 +87,12 @@ async def test_a_pull_before_the_admission_waits_for_it(world):
             retried.set()
 
     async with engine(world.producing, 1) as producers, world.consuming(hooks=[notice]) as consumer:
-        mint = await minting(producers)
+        mint = await minting(*producers)
         ticket, grant = mint.offer("r", block_ids=BLOCKS, num_tokens=8)
         pull = asyncio.create_task(consumer.pull(ticket.to_params(), TARGETS))
         await asyncio.wait_for(retried.wait(), 60)
         assert not pull.done()
-        await write_and_admit(producers, grant)
+        await write_and_admit(grant, *producers)
         await pull
         consumer.has("r", TARGETS, 8)
         assert await producers[0].outcome("r") == "released"
@@ -113,7 +100,7 @@ async def test_a_pull_before_the_admission_waits_for_it(world):
 
 async def test_a_ticket_that_is_never_admitted_runs_out_of_time(world):
     async with engine(world.producing, 1) as producers, world.consuming(fence_s=0.2) as consumer:
-        mint = await minting(producers)
+        mint = await minting(*producers)
         ticket, _ = mint.offer("r", block_ids=BLOCKS, num_tokens=8)
         with pytest.raises(errors.DeadlineExceeded) as caught:
             await consumer.pull(ticket.to_params(), TARGETS)
@@ -122,4 +109,4 @@ async def test_a_ticket_that_is_never_admitted_runs_out_of_time(world):
         await consumer.worker.quiesced("r")
         consumer.at_rest()
         _, grant = mint.offer("another", block_ids=BLOCKS, num_tokens=8)
-        await write_and_admit(producers, grant)
+        await write_and_admit(grant, *producers)

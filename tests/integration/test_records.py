@@ -5,19 +5,17 @@ import socket
 import threading
 from contextlib import contextmanager
 
-import msgspec
 import pytest
 
 import kvflow
 from kvflow import errors
 from kvflow.events import OfferRefused, PeerConnected, PullFailed, TransferCompleted, TransferStarted
-from kvflow.leases.tickets import RankAddress
 from kvflow.worker import open_pulls
 from tests.ports import free_port
 
 from .conftest import OVER_TCP
 from .consuming import PATIENCE_S, consuming, until, works
-from .producing import SECRET, configured
+from .producing import SECRET, configured, minting, write_and_admit
 from .shapes import Shape
 from .strangers import ticket_to
 
@@ -133,11 +131,9 @@ async def test_a_read_that_hangs(near_world, heard, gate):
 
 async def brief(producer, request):
     """Offer a request whose lease is short."""
-    address = msgspec.convert(await producer.address(), RankAddress)
-    mint = kvflow.TicketMint("prefill-0", [address], cluster_secret=SECRET, lease_s=0.2)
+    mint = await minting(producer, lease_s=0.2)
     ticket, grant = mint.offer(request, block_ids=BLOCKS, num_tokens=8)
-    await producer.write(request, BLOCKS, 8)
-    await producer.admit(grant)
+    await write_and_admit(grant, producer)
     return ticket.to_params()
 
 

@@ -1,13 +1,12 @@
 """Staged reads between workers: the right bytes, and no staging buffer left behind; ``test_stale`` has the fence."""
 
-from contextlib import AsyncExitStack
-
 import pytest
 
 import kvflow
 
 from .shapes import Shape
 from .staging import STAGING, TOKEN_MAJOR, no_buffer_is_taken
+from .test_ranks import engine
 
 SOURCES = [[3, 4, 6, 9, 10, 20], [21, 24, 23, 30, 0, 1]]
 TARGETS = [[7, 8, 1, 30, 31, 2], [20, 11, 12, 13, 25, 26]]
@@ -16,13 +15,7 @@ TOKENS = 6 * 16 - 5
 
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 2), (2, 1), (3, 2)])
 async def test_token_major_pages_are_staged_between_unlike_engines(world, source_tp, target_tp):
-    async with AsyncExitStack() as stack:
-        producers = [
-            await stack.enter_async_context(
-                world.producing(Shape(**TOKEN_MAJOR, tp_rank=rank, tp_size=source_tp), rank=rank, num_ranks=source_tp)
-            )
-            for rank in range(source_tp)
-        ]
+    async with engine(world.producing, source_tp, Shape(**TOKEN_MAJOR)) as producers:
         for rank in range(target_tp):
             reports = []
             for settings in ({"staging_bytes": 0}, STAGING):
