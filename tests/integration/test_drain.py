@@ -16,13 +16,6 @@ BLOCKS = [[0, 1], [2, 3]]
 OTHER_BLOCKS = [[4, 5], [6, 7]]
 
 
-async def drained(worker, deadline_s=60.0):
-    """Begin to drain, and let it come as far as it can by itself."""
-    task = asyncio.create_task(worker.drain(deadline_s))
-    await asyncio.sleep(0)
-    return task
-
-
 @pytest.mark.both_loops
 async def test_readers_of_a_draining_producer_finish(near_world, gate):
     async with near_world.producing() as producer, near_world.consuming() as consumer:
@@ -32,7 +25,8 @@ async def test_readers_of_a_draining_producer_finish(near_world, gate):
         later = await producer.offer("later", OTHER_BLOCKS, 8)
         pull = asyncio.create_task(consumer.pull(params, BLOCKS))
         await until(gate.reached.is_set)
-        drain = await drained(producer.worker)
+        drain = asyncio.create_task(producer.worker.drain(60.0))
+        await asyncio.sleep(0)
         for refused in (
             lambda: producer.worker.offer("new", BLOCKS, 8),
             lambda: producer.worker.admit(grant),

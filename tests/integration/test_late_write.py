@@ -182,23 +182,17 @@ async def test_without_quarantine_the_same_read_overwrites_them(spawn):
 @pytest.mark.parametrize(
     "limit", [{"quarantine_s_max": 0.2}, {"quarantine_bytes_max": 0}], ids=["too long", "too much"]
 )
-async def test_blocks_of_a_read_that_never_ends_are_freed_by_renewing_the_reader(elsewhere, spawn, limit):
-    renewed = []
-
-    def notice(event):
-        if isinstance(event, ReaderReset):
-            renewed.append(event)
-
+async def test_blocks_of_a_read_that_never_ends_are_freed_by_renewing_the_reader(elsewhere, spawn, heard, limit):
     async with (
         elsewhere.producing(FEW) as other,
-        stopped_mid_read(spawn, hooks=[notice], **limit) as (sleepy, producer, consumer, engine),
+        stopped_mid_read(spawn, hooks=[heard], **limit) as (sleepy, producer, consumer, engine),
     ):
         beside = asyncio.create_task(works(other, consumer, "beside", AFTER, 32, sources=[[0, 1], []]))
         await consumer.worker.quiesced("r")
         await beside
         consumer.at_rest()
-        await until(lambda: renewed)
-        (event,) = renewed
+        await until(lambda: heard.of(ReaderReset))
+        (event,) = heard.of(ReaderReset)
         assert event.setting == next(iter(limit))
         assert (event.num_blocks, event.ended > 0) == (500, True)
         engine.reuse(BLOCKS[0])

@@ -28,9 +28,8 @@ def blocks(number):
 
 
 @pytest.mark.usefixtures("late")
-async def test_four_hung_peers_with_all_staging_buffers_do_not_stop_a_fifth(elsewhere, spawn, monkeypatch):
+async def test_four_hung_peers_with_all_staging_buffers_do_not_stop_a_fifth(elsewhere, spawn, heard, monkeypatch):
     monkeypatch.setattr(destinations, "STARVED_S_MAX", 0.2)
-    events = []
     settings = OVER_TCP | STAGING
     async with AsyncExitStack() as stack:
         healthy = await stack.enter_async_context(elsewhere.producing(WHOLE, **OVER_TCP))
@@ -39,7 +38,7 @@ async def test_four_hung_peers_with_all_staging_buffers_do_not_stop_a_fifth(else
             await stack.enter_async_context(sleepy.producing(WHOLE, engine_id=f"sleepy-{number}", **OVER_TCP))
             for number in range(PEERS)
         ]
-        consumer = await stack.enter_async_context(consuming(HALF, hooks=[events.append], **settings))
+        consumer = await stack.enter_async_context(consuming(HALF, hooks=[heard], **settings))
         stack.callback(sleepy.resume)
         for producer in (healthy, *hung):
             await works(producer, consumer, "met", blocks(0), TOKENS)
@@ -51,10 +50,10 @@ async def test_four_hung_peers_with_all_staging_buffers_do_not_stop_a_fifth(else
             pull.cancel()
         await asyncio.wait(pulls)
         await until(lambda: consumer.worker.snapshot().staging.quarantined == 8)
-        assert not [event for event in events if isinstance(event, ReaderReset)]
+        assert not heard.of(ReaderReset)
 
         await works(healthy, consumer, "after", blocks(PEERS), TOKENS, sources=blocks(0))
-        (renewed,) = (event for event in events if isinstance(event, ReaderReset))
+        (renewed,) = heard.of(ReaderReset)
         assert (renewed.setting, renewed.ended > 0) == ("staging_bytes", True)
         await consumer.worker.quiesced("hangs")
         consumer.at_rest()

@@ -69,17 +69,16 @@ async def test_no_report_about_recycled_bytes(world, how):
 
 
 @pytest.mark.parametrize("how", HOW)
-async def test_recycled_when_its_reads_are_handed_over(world, monkeypatch, how):
+async def test_recycled_when_its_reads_are_handed_over(world, heard, monkeypatch, how):
     """No producer is asked by then, so that only the fence can find it."""
     source, target, settings, _, _ = HOW[how]
-    heard, post, tokens = [], ThreadedTransport.post, 8 * source.block_size
+    post, tokens = ThreadedTransport.post, 8 * source.block_size
 
     def recycle_and_post(transport, reads, within_s):
         producer.recycle_now("r")
         return post(transport, reads, within_s)
 
-    hooks = [heard.append]
-    async with world.producing(source) as producer, world.consuming(target, hooks=hooks, **settings) as consumer:
+    async with world.producing(source) as producer, world.consuming(target, hooks=[heard], **settings) as consumer:
         with monkeypatch.context() as patch:
             patch.setattr(ThreadedTransport, "post", recycle_and_post)
             for _ in range(5):
@@ -88,5 +87,5 @@ async def test_recycled_when_its_reads_are_handed_over(world, monkeypatch, how):
                     await consumer.pull(params, BLOCKS)
                 assert (caught.value.request_id, caught.value.quarantined) == ("r", False)
                 at_rest(consumer, how)
-        assert not [event for event in heard if isinstance(event, TransferCompleted)]
+        assert not heard.of(TransferCompleted)
         await works(producer, consumer, blocks=BLOCKS, num_tokens=tokens)
