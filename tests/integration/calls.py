@@ -2,6 +2,8 @@
 
 from functools import partial
 
+from kvflow import errors
+
 BLOCKS = [[0, 1], [2, 3]]
 
 
@@ -45,3 +47,16 @@ def calls_of(worker, ticket, grant, cache):
     public = {name for name in vars(type(worker)) if not name.startswith("_")} - {"endpoint", "close"}
     assert calls.keys() == public, "a call was added, and is to be tried here"
     return calls
+
+
+def refusals(calls, run):
+    """Make every call in the way of ``run``; return the codes of what they raise, and who is named as remedy."""
+    codes = {}
+    for name, call in calls.items():
+        try:
+            run(call)
+        except errors.KvflowError as error:
+            codes[name] = f"{error.code}, see run_worker" if "run_worker" in error.remedy else error.code
+        else:
+            codes[name] = "nothing"
+    return codes

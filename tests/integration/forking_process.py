@@ -8,12 +8,11 @@ import json
 import os
 import select
 import sys
+from contextlib import AsyncExitStack, nullcontext
 
 import kvflow
-from kvflow import errors
 
-from .calls import BLOCKS, calls_of
-from .consuming import consuming
+from .calls import BLOCKS, calls_of, refusals
 from .producing import SECRET, configured
 from .shapes import Shape, write, wrong
 
@@ -58,95 +57,74 @@ def leave(how):
     sys.exit(0)
 
 
-def refusals(calls):
-    """Make every call; return the codes of what they raise at once."""
-    codes = {}
-    for name, call in calls.items():
-        try:
-            made = call()
-            if asyncio.iscoroutine(made):
-                made.send(None)
-        except errors.KvflowError as error:
-            codes[name] = error.code
-        else:
-            codes[name] = "nothing"
-    return codes
+def begun(call):
+    """Make a call as far as it goes at once."""
+    made = call()
+    if asyncio.iscoroutine(made):
+        made.send(None)
 
 
 def tried(worker, mint, ticket, grant, cache):
     calls = calls_of(worker, ticket, grant, cache)
     calls["mint.offer"] = lambda: mint.offer("another", block_ids=BLOCKS, num_tokens=8)
-    return refusals(calls)
+    return refusals(calls, begun)
 
 
-def mint_of(worker):
-    return kvflow.TicketMint("prefill-0", [worker.rank_address], cluster_secret=SECRET)
+async def told(shell, how):
+    """Read, fork, and read on; return what became of both halves. With threads it never waits for a loop."""
+    in_threads = shell == "threads"
 
+    async def opened(stack, name, cache):
+        config = configured(name, transport="nixl")
+        if in_threads:
+            return stack.enter_context(kvflow.run_worker(config, cache))
+        return await stack.enter_async_context(kvflow.open_worker(config, cache))
 
-def in_threads(how):
+    async def wait(what):
+        """Wait for what a worker has returned, or for a function that takes a while."""
+        if in_threads:
+            return what() if callable(what) else what.result(PATIENCE_S)
+        return await (asyncio.to_thread(what) if callable(what) else what)
+
+    async def pulled(request):
+        write(source, request, OTHER_BLOCKS, 8)
+        await wait(consumer.pull(producer.offer(request, OTHER_BLOCKS, 8), OTHER_BLOCKS))
+        assert wrong(target, request, OTHER_BLOCKS, 8) == []
+        return await wait(producer.wait_offer(request))
+
     source, target = Shape().build(), Shape(layout="LBNHC", kv="split").build()
-    with (
-        kvflow.run_worker(configured("prefill-0", transport="nixl"), source) as producer,
-        kvflow.run_worker(configured("decode-0", transport="nixl"), target) as consumer,
-    ):
-
-        def pulled(request):
-            write(source, request, OTHER_BLOCKS, 8)
-            consumer.pull(producer.offer(request, OTHER_BLOCKS, 8), OTHER_BLOCKS).result(PATIENCE_S)
-            assert wrong(target, request, OTHER_BLOCKS, 8) == []
-            return producer.wait_offer(request).result(PATIENCE_S)
-
-        pulled("before")
+    async with AsyncExitStack() as stack:
+        producer, consumer = await opened(stack, "prefill-0", source), await opened(stack, "decode-0", target)
+        await stack.enter_async_context(nullcontext() if in_threads else asyncio.timeout(PATIENCE_S))
+        await pulled("before")
         ticket = producer.offer("r", BLOCKS, 8)
-        mint = mint_of(producer)
+        mint = kvflow.TicketMint("prefill-0", [producer.rank_address], cluster_secret=SECRET)
         _, grant = mint.offer("minted", block_ids=BLOCKS, num_tokens=8)
         fork = Fork()
         if not fork.pid:
             fork.tell([tried(each, mint, ticket, grant, source) for each in (producer, consumer)])
             leave(how)
-        refused = fork.hear()
-        outcomes = [pulled("beside it")]
-        status = fork.end()
-        outcomes.append(pulled("after it"))
-        with kvflow.run_worker(configured("decode-1", transport="nixl"), Shape().build()) as late:
-            late.pull(producer.offer("late", OTHER_BLOCKS, 8), OTHER_BLOCKS).result(PATIENCE_S)
+        refused = await wait(fork.hear)
+        outcomes = [await pulled("beside it")]
+        status = await wait(fork.end)
+        outcomes.append(await pulled("after it"))
+        async with AsyncExitStack() as later:
+            late = await opened(later, "decode-1", Shape().build())
+            await wait(late.pull(producer.offer("late", OTHER_BLOCKS, 8), OTHER_BLOCKS))
         held = producer.snapshot().leases
         producer.revoke("r")
     return {"refused": refused, "status": status, "outcomes": outcomes, "held": held}
 
 
-async def on_a_loop(how):
-    source, target = Shape().build(), Shape(layout="LBNHC", kv="split").build()
-    async with (
-        kvflow.open_worker(configured("prefill-0", transport="nixl"), source) as producer,
-        kvflow.open_worker(configured("decode-0", transport="nixl"), target) as consumer,
-        asyncio.timeout(PATIENCE_S),
-    ):
-
-        async def pulled(request):
-            write(source, request, OTHER_BLOCKS, 8)
-            await consumer.pull(producer.offer(request, OTHER_BLOCKS, 8), OTHER_BLOCKS)
-            assert wrong(target, request, OTHER_BLOCKS, 8) == []
-            return await producer.wait_offer(request)
-
-        await pulled("before")
-        ticket = producer.offer("r", BLOCKS, 8)
-        mint = mint_of(producer)
-        _, grant = mint.offer("minted", block_ids=BLOCKS, num_tokens=8)
-        fork = Fork()
-        if not fork.pid:
-            fork.tell([tried(each, mint, ticket, grant, source) for each in (producer, consumer)])
-            leave(how)
-        refused = await asyncio.to_thread(fork.hear)
-        outcomes = [await pulled("beside it")]
-        status = await asyncio.to_thread(fork.end)
-        outcomes.append(await pulled("after it"))
-        async with consuming(engine_id="decode-1", transport="nixl") as late:
-            await late.worker.pull(producer.offer("late", OTHER_BLOCKS, 8), OTHER_BLOCKS)
-        held = producer.snapshot().leases
-    return {"refused": refused, "status": status, "outcomes": outcomes, "held": held}
+def at_once(coroutine):
+    """Return what a coroutine comes to that waits for no loop."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it waits")
 
 
 if __name__ == "__main__":
-    shell, how = sys.argv[1:]
-    sys.stdout.write(json.dumps(in_threads(how) if shell == "threads" else asyncio.run(on_a_loop(how))) + "\n")
+    run = at_once if sys.argv[1] == "threads" else asyncio.run
+    sys.stdout.write(json.dumps(run(told(*sys.argv[1:]))) + "\n")

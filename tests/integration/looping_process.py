@@ -7,10 +7,9 @@ import threading
 from contextlib import AsyncExitStack
 
 import kvflow
-from kvflow import errors
 from kvflow.events import PullFailed
 
-from .calls import BLOCKS, calls_of
+from .calls import BLOCKS, calls_of, refusals
 from .consuming import consuming
 from .producing import SECRET, producing
 from .shapes import Shape
@@ -33,19 +32,6 @@ async def called(call):
     made = call()
     if asyncio.iscoroutine(made):
         await made
-
-
-def refusals(calls, run):
-    """Make every call in the way of ``run``; return the codes of what they raise, and what the remedy names."""
-    codes = {}
-    for name, call in calls.items():
-        try:
-            run(call)
-        except errors.KvflowError as error:
-            codes[name] = f"{error.code}, see run_worker" if "run_worker" in error.remedy else error.code
-        else:
-            codes[name] = "nothing"
-    return codes
 
 
 async def opened(life, events):
