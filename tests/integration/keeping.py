@@ -59,32 +59,32 @@ class Keeper:
     def stop(self):
         self._stopping.set()
 
+    def counts(self):
+        return {"recycled": self.recycled}
 
-class Kept:
-    """Such an engine, while it runs."""
 
-    def __init__(self, worker, keeper):
-        self._worker = worker
-        self._keeper = keeper
-        self._running = asyncio.create_task(asyncio.to_thread(keeper.run))
-        self._checking = asyncio.create_task(check_often(worker, self._running))
+class Running:
+    """An engine on a thread of its own, while it runs; the references to blocks are checked again and again."""
+
+    def __init__(self, worker, engine):
+        self._worker, self._engine = worker, engine
         self.endpoint = worker.endpoint
+        self._running = asyncio.create_task(asyncio.to_thread(engine.run))
+        self._checking = asyncio.create_task(self._check_often())
 
     async def counted(self):
         """Stop it; return what it has counted."""
-        self._keeper.stop()
+        self._engine.stop()
         await self._running
         await self._checking
         self._worker.check()
         snapshot = self._worker.snapshot()
-        return {"recycled": self._keeper.recycled, "found": snapshot.found, "not_held": snapshot.not_held}
+        return self._engine.counts() | {"found": snapshot.found, "not_held": snapshot.not_held}
 
-
-async def check_often(worker, running):
-    """Check the references to blocks again and again."""
-    while not running.done():
-        worker.check()
-        await asyncio.wait([running], timeout=CHECK_S)
+    async def _check_often(self):
+        while not self._running.done():
+            self._worker.check()
+            await asyncio.wait([self._running], timeout=CHECK_S)
 
 
 @asynccontextmanager
@@ -94,6 +94,6 @@ async def keeping(transport, seed=0):
     logging.getLogger("kvflow").setLevel(logging.CRITICAL)  # lease.ended, thousands of times a second
     cache = TARGET.build()
     async with kvflow.open_worker(configured("keeper", transport=transport), cache) as worker:
-        kept = Kept(worker, Keeper(worker, Words(cache), seed))
+        kept = Running(worker, Keeper(worker, Words(cache), seed))
         yield kept
         await kept.counted()

@@ -14,7 +14,7 @@ import kvflow
 from kvflow.events import LeaseEnded, OnlyEvents
 from tests.world.words import Words, digests_of
 
-from .keeping import SWITCH_S, check_often
+from .keeping import SWITCH_S, Running
 from .producing import configured
 from .recycling import NUM_BLOCKS, TARGET
 
@@ -68,6 +68,12 @@ class Computer:
                     self._preempt(prompt)
                 else:
                     self._step(prompt)
+
+    def stop(self):
+        self.todo.put(None)
+
+    def counts(self):
+        return {"preempted": self.preempted, "sealed": self.sealed}
 
     def _begin(self, number, num_blocks):
         digests = digests_of(number, num_blocks)
@@ -124,34 +130,18 @@ class Computer:
         self._free += blocks[0] + blocks[1]
 
 
-class Opener:
+class Opener(Running):
     """Such an engine, while it runs."""
 
     def __init__(self, worker, computer, ended):
-        self._worker = worker
-        self._computer = computer
-        self._running = asyncio.create_task(asyncio.to_thread(computer.run))
-        self._checking = asyncio.create_task(check_often(worker, self._running))
+        super().__init__(worker, computer)
         self._ended = ended
-        self.endpoint = worker.endpoint
 
     async def compute(self, number, num_blocks):
         """Offer one more prompt of so many blocks; return when its lease has ended."""
         ended = self._ended[str(number)] = asyncio.get_running_loop().create_future()
-        self._computer.todo.put((number, num_blocks))
+        self._engine.todo.put((number, num_blocks))
         await asyncio.wait([ended, self._running], return_when=asyncio.FIRST_COMPLETED)
-
-    async def counted(self):
-        """Stop it; return what it has counted."""
-        self._computer.todo.put(None)
-        await self._running
-        await self._checking
-        self._worker.check()
-        return {
-            "preempted": self._computer.preempted,
-            "sealed": self._computer.sealed,
-            "found": self._worker.snapshot().found,
-        }
 
 
 @asynccontextmanager
