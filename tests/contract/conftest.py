@@ -44,7 +44,7 @@ from tests.world.node import Node
 
 PATIENCE_S = 60.0
 SLOTS = 64
-
+BLOCK = 4096
 
 FIRST_READ = 1 << 40
 """Ids of the reads and prepared lists that a world makes for itself, from here on."""
@@ -162,6 +162,16 @@ class End:
         for answer in answers:
             self.sink(answer)
         return answers
+
+    def prepare(self, prepared_list):
+        """Prepare a list, and return it."""
+        self.transport.prepare(prepared_list)
+        return prepared_list
+
+    def answer(self, read):
+        """Post one read, and return its answer."""
+        self.post(read)
+        return self.sink.wait(("read", read.read_id))[0]
 
     def go(self):
         self.transport.close()
@@ -290,7 +300,6 @@ class World:
         # Whether the exporter compares leases before it sends bytes, or peers read its memory by themselves.
         self.serves = kind == "tcp"
         self.patience_s = PATIENCE_S
-        self.Recorder = Recorder
         self._numbers = itertools.count(FIRST_READ)
         self._ends = []
         self._shared = []
@@ -479,3 +488,11 @@ def world(request):
 def far_world(request):
     """With exporters in other processes."""
     yield from world_of(request.param)
+
+
+@pytest.fixture
+def pair(world):
+    """A reader with an empty cache, and an exporter of random bytes: 64 blocks each."""
+    reader, exporter = world.end(64 * BLOCK), world.exporter(64 * BLOCK, seed=1)
+    world.connect(reader, exporter, "p")
+    return reader, exporter

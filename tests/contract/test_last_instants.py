@@ -28,9 +28,7 @@ def joined(world, reader, exporter, block):
     """Start the exporter, connect, and prepare a list of all blocks."""
     exporter.start()
     world.connect(reader, exporter, "p")
-    prepared_list = world.dense(1, "p", exporter.region, reader.region, block=block, count=COUNT)
-    reader.transport.prepare(prepared_list)
-    return prepared_list
+    return reader.prepare(world.dense(1, "p", exporter.region, reader.region, block=block, count=COUNT))
 
 
 def blocks_of(end, block):
@@ -58,8 +56,7 @@ def test_a_lease_that_ends_as_its_last_bytes_are_copied_is_not_held(world, monke
     last = LastBytes(world, exporter, block, numbers, end)
     prepared_list = joined(world, reader, exporter, block)
     last.watch(monkeypatch, prepared_list)
-    reader.post(world.read(1, prepared_list, numbers, numbers, slot=5, epoch=1))
-    (answer,) = reader.sink.wait(("read", 1))
+    answer = reader.answer(world.read(1, prepared_list, numbers, numbers, slot=5, epoch=1))
     assert last.happened
     assert (answer.verdict, answer.observed) == ("stale", 2)
 
@@ -127,8 +124,8 @@ def test_the_read_thread_waits_for_sockets_and_never_naps(world, monkeypatch):
 
     monkeypatch.setattr(bell, "wait", note)
     for read_id, numbers in enumerate(([3], range(COUNT), [1, 5])):
-        reader.post(world.read(read_id, prepared_list, numbers, numbers, epoch=1, check_first=True))
-        assert reader.sink.wait(("read", read_id))[0].verdict == "held"
+        read = world.read(read_id, prepared_list, numbers, numbers, epoch=1, check_first=True)
+        assert reader.answer(read).verdict == "held"
     assert pauses
     assert not [pause_s for pause_s in pauses if 0 < pause_s < threaded.IDLE_PROGRESS_S]
 
@@ -141,8 +138,7 @@ def test_an_hour_without_a_read_ends_no_connection(world, monkeypatch):
     other = world.end(COUNT * SMALL)
 
     def read(read_id):
-        reader.post(world.read(read_id, prepared_list, [read_id], [read_id], epoch=1))
-        (answer,) = reader.sink.wait(("read", read_id))
+        answer = reader.answer(world.read(read_id, prepared_list, [read_id], [read_id], epoch=1))
         assert (answer.verdict, answer.detail) == ("held", "")
 
     read(0)
@@ -153,10 +149,8 @@ def test_an_hour_without_a_read_ends_no_connection(world, monkeypatch):
             clock.move(3600.0)
         peer = f"visit {number}"
         world.connect(other, exporter, peer)
-        visited = world.dense(number, peer, exporter.region, other.region, block=SMALL, count=COUNT)
-        other.transport.prepare(visited)
-        other.post(world.read(number, visited, [0], [0], epoch=1))
-        assert other.sink.wait(("read", number))[0].verdict == "held"
+        visited = other.prepare(world.dense(number, peer, exporter.region, other.region, block=SMALL, count=COUNT))
+        assert other.answer(world.read(number, visited, [0], [0], epoch=1)).verdict == "held"
         other.transport.remove_peer(peer)
     for _ in range(2):
         world.flush_commands(reader)
@@ -178,8 +172,7 @@ def test_an_exporter_is_closed_only_when_nothing_copies_its_memory(world, monkey
     last = LastBytes(world, exporter, SMALL, range(COUNT), close)
     prepared_list = joined(world, reader, exporter, SMALL)
     last.watch(monkeypatch, prepared_list)
-    reader.post(world.read(1, prepared_list, range(COUNT), range(COUNT), epoch=1))
-    (answer,) = reader.sink.wait(("read", 1))
+    answer = reader.answer(world.read(1, prepared_list, range(COUNT), range(COUNT), epoch=1))
     world.join([closing])
     assert waits == [True]
     assert answer.verdict == "failed" or np.array_equal(reader.cache.bytes(), exporter.cache.bytes())

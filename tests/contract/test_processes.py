@@ -6,7 +6,6 @@ import sys
 import textwrap
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from kvflow.reads.contract import PeerAdded, PeerFailed
 from kvflow.reads.nixl.binding import Agent
 from tests.contract.conftest import NIXL_KIND, TCP_KINDS
 from tests.helpers.waiting import wait_until
+from tests.world.measuring import sample
 
 pytestmark = pytest.mark.processes
 
@@ -39,9 +39,7 @@ def reader(world):
 def prepare(world, reader, peer, exporter, number, *, chunk=16):
     """Prepare a list of all blocks of an exporter, in chunks of 1 MiB."""
     regions = exporter.region, reader.cache.region
-    prepared_list = world.dense(number, peer, *regions, block=BLOCK, count=COUNT, chunk=chunk)
-    reader.transport.prepare(prepared_list)
-    return prepared_list
+    return reader.prepare(world.dense(number, peer, *regions, block=BLOCK, count=COUNT, chunk=chunk))
 
 
 def join(world, reader, peer, number):
@@ -53,8 +51,7 @@ def join(world, reader, peer, number):
 
 def read_all(world, reader, exporter, prepared_list, read_id, *, epoch=0):
     """Read everything in chunks and compare it; return what the slot held."""
-    reader.post(world.read(read_id, prepared_list, range(COUNT), range(COUNT), slot=3, epoch=epoch))
-    (answer,) = reader.sink.wait(("read", read_id))
+    answer = reader.answer(world.read(read_id, prepared_list, range(COUNT), range(COUNT), slot=3, epoch=epoch))
     assert answer.verdict == "held", answer
     assert np.array_equal(reader.cache.bytes(), exporter.content)
     return answer.observed
@@ -79,8 +76,7 @@ def test_a_peer_that_hangs_before_it_was_read_from_is_read(world, reader):
     exporter, prepared_list = join(world, reader, "p", 1)
     exporter.stop()
     index = range(COUNT)
-    reader.post(world.read(1, prepared_list, index, index))
-    assert reader.sink.wait(("read", 1))[0].verdict == "held"
+    assert reader.answer(world.read(1, prepared_list, index, index)).verdict == "held"
     assert np.array_equal(reader.cache.bytes(), exporter.content)
 
 
@@ -132,10 +128,8 @@ def test_a_peer_that_died_before_it_was_added_fails(world, reader):
     reader.transport.add_peer(exporter.address("p"))
     (event,) = reader.sink.wait(("peer", "p"))
     if not isinstance(event, PeerFailed):  # found out only by the first read
-        prepared_list = world.dense(1, "p", exporter.region, reader.cache.region, block=BLOCK, count=1)
-        reader.transport.prepare(prepared_list)
-        reader.post(world.read(1, prepared_list, [0], [0]))
-        assert reader.sink.wait(("read", 1))[0].code == "peer_lost"
+        prepared_list = reader.prepare(world.dense(1, "p", exporter.region, reader.cache.region, block=BLOCK, count=1))
+        assert reader.answer(world.read(1, prepared_list, [0], [0])).code == "peer_lost"
         event = reader.sink.failed("p")
     assert event.code == "peer_lost"
 
@@ -160,21 +154,17 @@ def test_a_peer_that_lives_can_be_removed_and_added_again(world, reader):
     read_all(world, reader, exporter, prepared_list, 4)
 
 
-def descriptors(pid):
-    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-
-
 def test_a_peer_that_comes_and_goes_leaves_no_descriptor_on_either_side(world, reader):
     exporter, prepared_list = join(world, reader, "p", 1)
     most: dict[int, int] = {}
     for number in range(1, 6):
         read_all(world, reader, exporter, prepared_list, number)
-        most = most or {pid: descriptors(pid) for pid in (os.getpid(), exporter.process.pid)}
+        most = most or {pid: sample(pid).descriptors.total() for pid in (os.getpid(), exporter.process.pid)}
         reader.transport.remove_peer("p")
         world.connect_again(reader, exporter, "p")
         reader.transport.prepare(prepared_list)
     # An exporter sees later that a connection has ended, and a reader opens as many connections as its load needs.
-    wait_until(lambda: all(descriptors(pid) <= count for pid, count in most.items()))
+    wait_until(lambda: all(sample(pid).descriptors.total() <= count for pid, count in most.items()))
 
 
 @only_nixl
@@ -209,8 +199,7 @@ def test_a_removed_peer_that_died_fails_when_it_is_added_again(world, reader):
         reader.sink.forget(("peer", "lost"))
         reader.transport.add_peer(lost.address("lost"))
         reader.transport.prepare(prepared_list)
-        reader.post(world.read(read_id, prepared_list, [0], [0]))
-        assert reader.sink.wait(("read", read_id))[0].code == "peer_lost"
+        assert reader.answer(world.read(read_id, prepared_list, [0], [0])).code == "peer_lost"
         world.flush_commands(reader)
     read_all(world, reader, alive, alive_list, 12)
 
@@ -289,10 +278,8 @@ def test_peers_that_read_from_us_are_not_disturbed_when_our_reader_fails(world, 
     prepared_list = world.dense(7, "middle", middle.cache.region, reader.cache.region, block=BLOCK, count=COUNT)
     reader.transport.prepare(prepared_list)
     lost.kill()
-    middle.post(world.read(1, lost_list, [0], [0]))
-    assert middle.sink.wait(("read", 1))[0].verdict == "failed"
-    reader.post(world.read(2, prepared_list, range(COUNT), range(COUNT)))
-    assert reader.sink.wait(("read", 2))[0].verdict == "held"
+    assert middle.answer(world.read(1, lost_list, [0], [0])).verdict == "failed"
+    assert reader.answer(world.read(2, prepared_list, range(COUNT), range(COUNT))).verdict == "held"
     assert np.array_equal(reader.cache.bytes(), middle.cache.bytes())
 
 

@@ -146,11 +146,6 @@ class QuestionsMachine(RuleBasedStateMachine):
 
     # What is to be expected.
 
-    def settled(self, name, known):
-        """Return what is said of a lease, and whether a question above its tokens waits for it."""
-        lease = next(each for each in self.leases if each.name[:2] == name[:2]) if isinstance(name, tuple) else name
-        return lease, known
-
     def state(self, lease, mac, known, most):
         if lease.ended:
             return Settled(ended=lease.ended)

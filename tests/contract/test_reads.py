@@ -8,21 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.contract.conftest import INLINE_KINDS, WITH_APART
+from tests.contract.conftest import BLOCK, INLINE_KINDS, WITH_APART
 
-BLOCK = 4096
 VERDICTS = {41: "early", 42: "held", 43: "stale"}
 
 with_apart = pytest.mark.parametrize("world", WITH_APART, indirect=True)
 observed_beside_42 = pytest.mark.parametrize("observed", VERDICTS, ids=["below", "equal", "above"])
-
-
-@pytest.fixture
-def pair(world):
-    """A reader with an empty cache, and an exporter of random bytes: 64 blocks each."""
-    reader, exporter = world.end(64 * BLOCK), world.exporter(64 * BLOCK, seed=1)
-    world.connect(reader, exporter, "p")
-    return reader, exporter
 
 
 def blocks_of(world, reader, exporter, **options):
@@ -91,8 +82,7 @@ def test_the_verdict_compares_the_lease_with_its_slot_after_the_bytes(world, pai
     exporter.epochs[:] = 1 << 63
     exporter.epochs[9] = observed
     prepared_list = blocks_of(world, reader, exporter)
-    reader.post(world.read(1, prepared_list, [0], [0], slot=9, epoch=42))
-    (answer,) = reader.sink.wait(("read", 1))
+    answer = reader.answer(world.read(1, prepared_list, [0], [0], slot=9, epoch=42))
     assert (answer.verdict, answer.observed, answer.code) == (VERDICTS[observed], observed, "")
     served = not world.serves or observed == 42
     wanted = exporter.cache.bytes()[:BLOCK] if served else np.zeros(BLOCK, np.uint8)
@@ -105,8 +95,7 @@ def test_a_first_check_that_does_not_find_the_lease_held_reads_no_byte(world, pa
     exporter.epochs[9] = observed
     prepared_list = blocks_of(world, reader, exporter)
     before = reader.cache.bytes().copy()
-    reader.post(world.read(1, prepared_list, [0], [0], slot=9, epoch=42, check_first=True))
-    (answer,) = reader.sink.wait(("read", 1))
+    answer = reader.answer(world.read(1, prepared_list, [0], [0], slot=9, epoch=42, check_first=True))
     assert (answer.verdict, answer.observed) == (VERDICTS[observed], observed)
     if observed == 42:
         assert np.array_equal(reader.cache.bytes()[:BLOCK], exporter.cache.bytes()[:BLOCK])
@@ -120,8 +109,7 @@ def test_an_epoch_has_all_64_bits(world, pair):
     reader, exporter = pair
     exporter.epochs[63] = 2**64 - 1
     prepared_list = blocks_of(world, reader, exporter)
-    reader.post(world.read(1, prepared_list, [0], [0], slot=63, epoch=42))
-    (answer,) = reader.sink.wait(("read", 1))
+    answer = reader.answer(world.read(1, prepared_list, [0], [0], slot=63, epoch=42))
     assert (answer.verdict, answer.observed) == ("stale", 2**64 - 1)
 
 
@@ -130,8 +118,7 @@ def test_the_fence_sees_what_ended_while_the_read_was_under_way(world, pair):
     reader, exporter = pair
     exporter.epochs[0] = 1
     prepared_list = blocks_of(world, reader, exporter)
-    late = world.dense(2, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
-    reader.transport.prepare(late)
+    late = reader.prepare(world.dense(2, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64))
     late.binding.on_bind = lambda: exporter.set_epoch(0, 2)  # when half of the bytes were posted
     reader.post(world.read_of(1, [(prepared_list, [0], [0]), (late, [1], [1])], epoch=1))
     (answer,) = reader.sink.wait(("read", 1))
@@ -145,8 +132,7 @@ def test_all_parts_of_a_read_have_arrived_when_it_is_answered(world, pair):
     reader, exporter = pair
     prepared_list = blocks_of(world, reader, exporter, chunk=5)
     small = world.rows(exporter.cache.region, (0, 512, 512, 512)), world.rows(reader.cache.region, (0, 512, 512, 512))
-    other = world.prepared_list(2, "p", *small, chunk=3)
-    reader.transport.prepare(other)
+    other = reader.prepare(world.prepared_list(2, "p", *small, chunk=3))
     parts = [
         (prepared_list, range(30), range(30)),
         (other, range(256, 300), range(256, 300)),
@@ -355,8 +341,7 @@ def test_a_read_is_inline_only_if_its_peer_is_known_and_the_plane_is_idle(world,
     stranger = world.exporter(64 * BLOCK, seed=2)
     reader.transport.add_peer(stranger.address("q"))
     reader.sink.wait(("peer", "q"))
-    other = world.dense(2, "q", stranger.cache.region, reader.cache.region, block=BLOCK, count=64)
-    reader.transport.prepare(other)
+    other = reader.prepare(world.dense(2, "q", stranger.cache.region, reader.cache.region, block=BLOCK, count=64))
     assert reader.post(world.read(2, other, [1], [1])) == [], "the first read of a connection"
     reader.sink.wait(("read", 2))
     with world.holding(reader):
@@ -387,8 +372,7 @@ def test_commands_of_other_threads_run_beside_inline_reads(world, pair):
     for read_id in range(400):
         turns.release()
         unit = read_id % 64
-        reader.post(world.read(read_id, prepared_list, [unit], [unit]))
-        assert reader.sink.wait(("read", read_id))[0].verdict == "held"
+        assert reader.answer(world.read(read_id, prepared_list, [unit], [unit])).verdict == "held"
     world.join(threads)
     assert np.array_equal(reader.cache.bytes(), exporter.cache.bytes())
     reads = [key for key in reader.sink.order() if key[0] == "read"]

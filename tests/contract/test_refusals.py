@@ -16,19 +16,11 @@ from kvflow.leases.tickets import LeaseName
 from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.contract import Part, PeerAdded, PeerFailed, RankRead
-from tests.contract.conftest import TCP_KINDS
+from tests.contract.conftest import BLOCK, TCP_KINDS
 from tests.contract.kinds import serving
 
-BLOCK = 4096
 FAR = 1 << 62
 NUMBERS = count()
-
-
-@pytest.fixture
-def pair(world):
-    reader, exporter = world.end(64 * BLOCK), world.exporter(64 * BLOCK, seed=1)
-    world.connect(reader, exporter, "p")
-    return reader, exporter
 
 
 def all_blocks(world, reader, exporter, number=1, peer="p"):
@@ -36,10 +28,8 @@ def all_blocks(world, reader, exporter, number=1, peer="p"):
 
 
 def still_works(world, reader, exporter, peer="p", number=1000):
-    prepared_list = all_blocks(world, reader, exporter, number, peer)
-    reader.transport.prepare(prepared_list)
-    reader.post(world.read(number, prepared_list, range(64), range(64)))
-    (answer,) = reader.sink.wait(("read", number))
+    prepared_list = reader.prepare(all_blocks(world, reader, exporter, number, peer))
+    answer = reader.answer(world.read(number, prepared_list, range(64), range(64)))
     assert answer.verdict == "held", answer
     assert np.array_equal(reader.cache.bytes(), exporter.cache.bytes())
 
@@ -69,8 +59,7 @@ def test_rows_outside_the_memory_break_their_prepared_list(world, pair):
     for number, (side, row) in enumerate(product(good, OUTSIDE), start=2):
         prepared_list = world.prepared_list(number, "p", **rows)
         reader.transport.prepare(replace(prepared_list, **{f"{side}_rows": world.rows(good[side], row)}))
-        reader.post(world.read(number, prepared_list, [0], [0]))
-        assert reader.sink.wait(("read", number))[0].code == "bounds", (side, row)
+        assert reader.answer(world.read(number, prepared_list, [0], [0])).code == "bounds", (side, row)
         assert not reader.cache.bytes().any(), (side, row)
     still_works(world, reader, exporter)
 
@@ -83,8 +72,7 @@ def test_a_list_without_a_binding_or_rows_is_broken(world, pair, change):
     reader, exporter = pair
     prepared_list = all_blocks(world, reader, exporter, 2)
     reader.transport.prepare(replace(prepared_list, **change))
-    reader.post(world.read(1, prepared_list, [0], [0]))
-    assert reader.sink.wait(("read", 1))[0].code == "bounds"
+    assert reader.answer(world.read(1, prepared_list, [0], [0])).code == "bounds"
     still_works(world, reader, exporter)
 
 
@@ -103,8 +91,7 @@ UNITS = {
 
 def test_units_out_of_range_fail_their_read_alone(world, pair):
     reader, exporter = pair
-    prepared_list = all_blocks(world, reader, exporter, 2)
-    reader.transport.prepare(prepared_list)
+    prepared_list = reader.prepare(all_blocks(world, reader, exporter, 2))
     for number, (kind, (source, target, dtype)) in enumerate(UNITS.items(), start=1):
         pairs = UnitPairs(np.array(source, dtype), np.array(target, dtype))
         good = world.read(2 * number, prepared_list, [5], [5])
@@ -118,8 +105,7 @@ def test_units_out_of_range_fail_their_read_alone(world, pair):
 
 def test_a_read_of_nothing_is_refused(world, pair):
     reader, exporter = pair
-    reader.post(RankRead(1, "p", LeaseName(0, 0), ()))
-    assert reader.sink.wait(("read", 1))[0].code == "bounds"
+    assert reader.answer(RankRead(1, "p", LeaseName(0, 0), ())).code == "bounds"
     still_works(world, reader, exporter)
 
 
@@ -144,21 +130,18 @@ CHANGES = [
 
 def test_what_a_binding_makes_of_good_units_is_checked(world, pair):
     reader, exporter = pair
-    prepared_list = all_blocks(world, reader, exporter, 2)
-    reader.transport.prepare(prepared_list)
+    prepared_list = reader.prepare(all_blocks(world, reader, exporter, 2))
     bind = prepared_list.binding.bind
     for number, change in enumerate(CHANGES, start=1):
         parts = BOUND | change
         arrays = {name: np.array(parts[name], dtype=kind) for name, kind in KINDS.items()}
         made = Bound(nbytes=parts["nbytes"], **arrays)
         prepared_list.binding.bind = lambda *_, made=made, **__: made
-        reader.post(world.read(number, prepared_list, [0, 1], [0, 1]))
-        (answer,) = reader.sink.wait(("read", number))
+        answer = reader.answer(world.read(number, prepared_list, [0, 1], [0, 1]))
         assert (answer.verdict, answer.code) == ("failed", "bounds"), change
         assert not reader.cache.bytes().any(), change
     prepared_list.binding.bind = bind
-    reader.post(world.read(100, prepared_list, [0, 1], [0, 1]))
-    assert reader.sink.wait(("read", 100))[0].verdict == "held"
+    assert reader.answer(world.read(100, prepared_list, [0, 1], [0, 1])).verdict == "held"
 
 
 def test_descriptors_of_different_lengths_do_not_pair(world, pair):
@@ -166,8 +149,7 @@ def test_descriptors_of_different_lengths_do_not_pair(world, pair):
     source = world.rows(exporter.cache.region, (0, 512, 512, 4), (BLOCK, 1024, 1024, 4))
     prepared_list = world.prepared_list(2, "p", source, world.rows(reader.cache.region, (0, 512, 512, 4)))
     reader.transport.prepare(prepared_list)
-    reader.post(world.read(1, prepared_list, [0, 4], [0, 1]))
-    assert reader.sink.wait(("read", 1))[0].code == "bounds"
+    assert reader.answer(world.read(1, prepared_list, [0, 4], [0, 1])).code == "bounds"
     still_works(world, reader, exporter)
 
 
@@ -175,8 +157,7 @@ def test_a_list_must_be_prepared_and_belong_to_the_peer(world, pair):
     reader, exporter = pair
     other = world.exporter(64 * BLOCK, seed=2)
     world.connect(reader, other, "q")
-    prepared_list = all_blocks(world, reader, other, 2, "q")
-    reader.transport.prepare(prepared_list)
+    prepared_list = reader.prepare(all_blocks(world, reader, other, 2, "q"))
     wrong_peer = all_blocks(world, reader, exporter, 2)
     reader.post(world.read(1, wrong_peer, [0], [0]))
     reader.post(world.read(2, replace(prepared_list, list_id=9), [0], [0]))
@@ -190,8 +171,7 @@ def test_removing_a_peer_cancels_what_waits_and_it_can_come_back(world, pair):
     reader, exporter = pair
     other = world.exporter(64 * BLOCK, seed=2)
     world.connect(reader, other, "q")
-    prepared_list = all_blocks(world, reader, exporter)
-    reader.transport.prepare(prepared_list)
+    prepared_list = reader.prepare(all_blocks(world, reader, exporter))
     with world.holding(reader):
         reader.post(world.read(1, prepared_list, [1], [1]))
         reader.transport.remove_peer("p")
@@ -202,15 +182,13 @@ def test_removing_a_peer_cancels_what_waits_and_it_can_come_back(world, pair):
     assert (waiting.code, late.code) == ("cancelled", "peer_lost")
     still_works(world, reader, other, "q", 1001)
     world.connect(reader, exporter, "p")
-    reader.post(world.read(3, prepared_list, [3], [3]))
-    assert reader.sink.wait(("read", 3))[0].code == "program_unknown"
+    assert reader.answer(world.read(3, prepared_list, [3], [3])).code == "program_unknown"
     still_works(world, reader, exporter)
 
 
 def test_adding_a_peer_twice_is_harmless(world, pair):
     reader, exporter = pair
-    prepared_list = all_blocks(world, reader, exporter)
-    reader.transport.prepare(prepared_list)
+    prepared_list = reader.prepare(all_blocks(world, reader, exporter))
     with reader.sink.holding(("peer", "p")):
         reader.transport.add_peer(exporter.address("p"))
         reader.post(world.read(1, prepared_list, [1], [1]))
@@ -279,8 +257,7 @@ def test_an_epoch_table_that_cannot_be_one_is_refused(world, pair):
 
 def test_a_sink_that_raises_loses_its_event_and_nothing_else(world, pair, caplog):
     reader, exporter = pair
-    prepared_list = all_blocks(world, reader, exporter)
-    reader.transport.prepare(prepared_list)
+    prepared_list = reader.prepare(all_blocks(world, reader, exporter))
 
     def explode():
         raise RuntimeError("loop is closed")
@@ -307,8 +284,7 @@ def test_commands_that_break_the_contract_fail_reads_not_the_transport(world, pa
 
 def test_close_ends_pending_reads_once_and_further_calls_do_nothing(world, pair):
     reader, exporter = pair
-    prepared_list = all_blocks(world, reader, exporter)
-    reader.transport.prepare(prepared_list)
+    prepared_list = reader.prepare(all_blocks(world, reader, exporter))
     with world.holding(reader):
         reader.post(*(world.read(number, prepared_list, [number], [number]) for number in (1, 2, 3)))
         closers = world.threads(3, reader.transport.close)
@@ -335,13 +311,11 @@ def test_blocks_that_are_not_leased_are_refused_where_the_exporter_serves(world)
     given = replace(everything, tracks=(tracks,), blocks_of=lambda slot, epoch: leased.get((slot, epoch)))
     exporter.transport.start([exporter.region], exporter.epochs_region, given)
     world.connect(reader, exporter, "p")
-    prepared_list = all_blocks(world, reader, exporter)
-    reader.transport.prepare(prepared_list)
+    prepared_list = reader.prepare(all_blocks(world, reader, exporter))
     one, other = {"slot": 1, "epoch": 7}, {"slot": 2, "epoch": 9}
     cases = [([10], one), ([9, 19], one), ([29, 0], other), ([63], other)]
     for read_id, (blocks, lease) in enumerate(cases):
-        reader.post(world.read(read_id, prepared_list, blocks, blocks, **lease))
-        assert reader.sink.wait(("read", read_id))[0].code == "bounds", blocks
+        assert reader.answer(world.read(read_id, prepared_list, blocks, blocks, **lease)).code == "bounds", blocks
     assert not reader.cache.bytes().any()
     # Of one batch, whose reads share a chunk, those are refused that name what is not leased to them.
     batch = {9: ([9], one), 10: ([10], one), 20: ([20], other), 30: ([30], other)}

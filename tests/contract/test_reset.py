@@ -30,8 +30,7 @@ def test_a_reader_with_nothing_in_flight_is_kept(world):
     reader.transport.prepare(prepared_list)
     for read_id in (1, 2):
         assert reset(reader).ended == 0
-        reader.post(world.read(read_id, prepared_list, range(COUNT), range(COUNT)))
-        assert reader.sink.wait(("read", read_id))[0].verdict == "held"
+        assert reader.answer(world.read(read_id, prepared_list, range(COUNT), range(COUNT))).verdict == "held"
     assert np.array_equal(reader.cache.bytes(), exporter.cache.bytes())
 
 
@@ -54,8 +53,7 @@ def join(world, reader, peer, number, *, half=0, chunk=CHUNK):
     world.connect(reader, exporter, peer)
     source = world.rows(exporter.region, (0, BLOCK, BLOCK, COUNT))
     target = world.rows(reader.cache.region, (half * COUNT * BLOCK, BLOCK, BLOCK, COUNT))
-    prepared_list = world.prepared_list(number, peer, source, target, chunk=chunk)
-    reader.transport.prepare(prepared_list)
+    prepared_list = reader.prepare(world.prepared_list(number, peer, source, target, chunk=chunk))
     return exporter, prepared_list
 
 
@@ -138,8 +136,8 @@ def test_peers_that_read_from_us_notice_nothing(world, reader, hung, no_drain):
     )
     downstream.transport.prepare(prepared_list)
     for read_id in (1, 2):
-        downstream.post(world.read(read_id, prepared_list, range(2 * COUNT), range(2 * COUNT)))
-        assert downstream.sink.wait(("read", read_id))[0].verdict == "held"
+        read = world.read(read_id, prepared_list, range(2 * COUNT), range(2 * COUNT))
+        assert downstream.answer(read).verdict == "held"
         if read_id == 1:
             assert reset(reader).ended > 0
     assert np.array_equal(downstream.cache.bytes(), reader.cache.bytes())

@@ -54,8 +54,7 @@ def pair(world):
     """A reader with staging buffers and an exporter of random bytes, a prepared list between them."""
     reader, exporter = world.end(TARGET, seed=9, staging_bytes=STAGING), world.exporter(SOURCE, seed=1)
     world.connect(reader, exporter, "p")
-    prepared_list = staged_list(world, 1, "p", exporter.cache.region, reader.cache.region)
-    reader.transport.prepare(prepared_list)
+    prepared_list = reader.prepare(staged_list(world, 1, "p", exporter.cache.region, reader.cache.region))
     return reader, exporter, prepared_list
 
 
@@ -79,8 +78,7 @@ def at_rest(reader):
 def test_units_arrive_and_nothing_else_changes(world, source, target):
     reader, exporter, prepared_list = pair(world)
     before = reader.cache.bytes()
-    reader.post(world.read(1, prepared_list, source, target, slot=3))
-    (answer,) = reader.sink.wait(("read", 1))
+    answer = reader.answer(world.read(1, prepared_list, source, target, slot=3))
     assert (answer.verdict, answer.nbytes) == ("held", len(source) * LAYERS * PAGE // 2)
     assert answer.scatter_s > 0
     assert np.array_equal(reader.cache.bytes(), expected(exporter.cache.bytes(), before, source, target))
@@ -105,8 +103,7 @@ def test_staged_and_direct_reads_of_two_peers_go_on_beside_each_other(world):
     after = expected(exporter.cache.bytes(), before, low, low)
     after = expected(other.cache.bytes(), after, high, high)
     assert np.array_equal(reader.cache.bytes(), after)
-    reader.post(world.read(30, direct, range(8), range(8)))
-    assert reader.sink.wait(("read", 30))[0].verdict == "held"
+    assert reader.answer(world.read(30, direct, range(8), range(8))).verdict == "held"
     assert at_rest(reader)
 
 
@@ -121,8 +118,7 @@ def test_a_cancelled_read_scatters_nothing_more(world):
     assert reader.sink.wait(("read", 1))[0].code == "cancelled"
     assert np.array_equal(reader.cache.bytes(), expected(exporter.cache.bytes(), before, [0], [0]))
     assert at_rest(reader)
-    reader.post(world.read(2, prepared_list, [1], [1]))
-    assert reader.sink.wait(("read", 2))[0].verdict == "held"
+    assert reader.answer(world.read(2, prepared_list, [1], [1])).verdict == "held"
 
 
 def changed(prepared_list, **fields):
@@ -172,8 +168,7 @@ def test_copies_out_of_bounds_are_refused_before_anything_is_read(world):
     for number, (kind, make) in enumerate(REFUSED.items(), start=2):
         bad = changed(make(prepared_list), list_id=number)
         reader.transport.prepare(bad)
-        reader.post(world.read(number, bad, [0], [0]))
-        (answer,) = reader.sink.wait(("read", number))
+        answer = reader.answer(world.read(number, bad, [0], [0]))
         assert (answer.verdict, answer.code) == ("failed", "bounds"), (kind, answer.detail)
         assert np.array_equal(reader.cache.bytes(), before), kind
         assert at_rest(reader), kind
@@ -184,8 +179,7 @@ def test_copies_out_of_bounds_are_refused_before_anything_is_read(world):
 )
 def test_units_that_are_not_there_are_refused(world, source, target):
     reader, _, prepared_list = pair(world)
-    reader.post(world.read(1, prepared_list, source, target))
-    assert reader.sink.wait(("read", 1))[0].code == "bounds"
+    assert reader.answer(world.read(1, prepared_list, source, target)).code == "bounds"
     assert at_rest(reader)
 
 
@@ -198,18 +192,20 @@ def test_what_a_binding_makes_of_units_must_fit_the_buffers(world, count, cuts, 
     reader, _, prepared_list = pair(world)
     index = np.arange(count, dtype=np.int32)
     prepared_list.binding.bind = lambda *_, **__: Bound(index, index, np.array(cuts), nbytes)
-    reader.post(world.read(1, prepared_list, range(count if count != 2 else 1), range(count if count != 2 else 1)))
-    assert reader.sink.wait(("read", 1))[0].code == "bounds"
+    assert (
+        reader.answer(
+            world.read(1, prepared_list, range(count if count != 2 else 1), range(count if count != 2 else 1))
+        ).code
+        == "bounds"
+    )
     assert at_rest(reader)
 
 
 def test_a_transport_without_staging_refuses_staged_lists(world):
     reader, exporter = world.end(TARGET), world.exporter(SOURCE, seed=1)
     world.connect(reader, exporter, "p")
-    prepared_list = staged_list(world, 1, "p", exporter.cache.region, reader.cache.region)
-    reader.transport.prepare(prepared_list)
-    reader.post(world.read(1, prepared_list, [0], [0]))
-    assert reader.sink.wait(("read", 1))[0].code == "bounds"
+    prepared_list = reader.prepare(staged_list(world, 1, "p", exporter.cache.region, reader.cache.region))
+    assert reader.answer(world.read(1, prepared_list, [0], [0])).code == "bounds"
     assert reader.transport.staging() == StagingUse()
 
 
@@ -218,13 +214,10 @@ def test_a_peer_that_ends_fails_staged_reads_and_frees_their_buffers(world):
     # Over shared memory the memory of a process is readable as long as that process lives.
     exporter = world.elsewhere(SOURCE, seed=1) if world.kind == "nixl" else world.end(SOURCE, seed=1)
     world.connect(reader, exporter, "p")
-    prepared_list = staged_list(world, 1, "p", exporter.region, reader.cache.region)
-    reader.transport.prepare(prepared_list)
-    reader.post(world.read(1, prepared_list, [0], [0]))
-    assert reader.sink.wait(("read", 1))[0].verdict == "held"
+    prepared_list = reader.prepare(staged_list(world, 1, "p", exporter.region, reader.cache.region))
+    assert reader.answer(world.read(1, prepared_list, [0], [0])).verdict == "held"
     exporter.go()
-    reader.post(world.read(2, prepared_list, range(40), range(40)))
-    assert reader.sink.wait(("read", 2))[0].code == "peer_lost"
+    assert reader.answer(world.read(2, prepared_list, range(40), range(40))).code == "peer_lost"
     reader.sink.failed("p")
     assert at_rest(reader)
 

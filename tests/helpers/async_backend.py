@@ -131,7 +131,7 @@ class AsyncBackend(LoopbackBackend):
         self._exporter.regions = (*regions, epochs)
         self._clock, self._spend = clock, spend or _call
         self.link = Link(self.model, clock)
-        self.chunks_ended = self.bytes_ended = 0
+        self.bytes_ended = 0
         # Or the kernel makes each of the short pauses below 50 us longer.
         _libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
@@ -176,7 +176,6 @@ class AsyncBackend(LoopbackBackend):
         self._spend(self.model.call_s)  # to release the handle
         self._copy(posted.peer, posted.runs)
         if posted.slots is None:
-            self.chunks_ended += 1
             self.bytes_ended += posted.transfer.nbytes
             return 0
         first, last = posted.slots
