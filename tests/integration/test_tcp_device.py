@@ -310,14 +310,14 @@ def test_a_worker_that_does_not_reach_its_device_refuses(ends, source, target):
     assert (consumer.blocks() == OLD).all()
 
 
+def fail(_number):
+    raise RuntimeError("the device is gone")
+
+
 def test_a_device_that_fails_at_the_source_fails_one_read(ends):
     producer = ends("VRAM", content_of(2))
     consumer = ends("DRAM", blank(2)).meet(producer)
     producer.lease(1, 5, range(2))
-
-    def fail(number):
-        raise RuntimeError("the device is gone")
-
     producer.device.on_fetch = fail  # each time: a reader asks once again where nothing of an answer has come
     assert consumer.read([(0, 0)], 1, 5).code == "peer_lost"
     assert (consumer.blocks() == OLD).all()
@@ -333,10 +333,6 @@ def test_a_device_that_fails_at_the_target_fails_the_read(ends):
     producer = ends("VRAM", content_of(2))
     consumer = ends("VRAM", blank(2)).meet(producer)
     producer.lease(1, 5, range(2))
-
-    def fail(number):
-        raise RuntimeError("the device is gone")
-
     consumer.device.on_store = fail
     assert consumer.read([(0, 0)], 1, 5).verdict == "failed"
     assert (consumer.blocks() == OLD).all()

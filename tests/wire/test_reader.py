@@ -54,6 +54,12 @@ class Reading:
         with np.load(self._out) as arrays:
             return dict(arrays)
 
+    def wrong(self, cache):
+        """Name what it should have found in a cache, by layer and role, and has not; it has nothing else."""
+        expected, found = held_by(cache), self.found()
+        assert found.keys() == expected.keys()
+        return [name for name in found if not np.array_equal(found[name], expected[name])]
+
 
 @asynccontextmanager
 async def reading(folder, *arguments, params=None, secret=SECRET):
@@ -110,9 +116,7 @@ async def test_it_reads_any_layout(layout, kv, tmp_path):
             assert said[1:] == [{"asked": TOKENS, "sealed": True, "ended": ""}, {"released": "request"}]
             assert "read" in await reader.end()
         assert await producer.outcome("request") == "released"
-        expected, found = held_by(producer.cache), reader.found()
-        assert found.keys() == expected.keys()
-        assert [name for name in found if not np.array_equal(found[name], expected[name])] == []
+        assert reader.wrong(producer.cache) == []
 
 
 def of_blocks(cache, group, layer, part, ids):
@@ -161,8 +165,7 @@ async def test_it_joins_the_heads_of_two_ranks_of_unequal_layouts(tmp_path):
         params = kvflow.join_tickets(tickets).to_params()
         async with reading(tmp_path, "read", params=params) as reader:
             assert "read" in await reader.end()
-        expected, found = held_by(undivided), reader.found()
-        assert [name for name in expected if not np.array_equal(found[name], expected[name])] == []
+        assert reader.wrong(undivided) == []
 
 
 @pytest.mark.processes
@@ -179,8 +182,7 @@ async def test_it_waits_until_the_lease_is_admitted(tmp_path):
             write(producer.cache, "request", BLOCKS, TOKENS)
             producer.worker.admit(grant)
             assert "read" in await reader.end()
-        expected, found = held_by(producer.cache), reader.found()
-        assert [name for name in expected if not np.array_equal(found[name], expected[name])] == []
+        assert reader.wrong(producer.cache) == []
 
 
 @pytest.mark.processes
@@ -240,5 +242,4 @@ async def test_it_finds_and_reads_what_is_kept(tmp_path):
         assert held["count"] == 3
         async with reading(tmp_path, "read", params=held) as reader:
             assert "read" in await reader.end()
-        expected, found = held_by(producer.cache), reader.found()
-        assert [name for name in expected if not np.array_equal(found[name], expected[name])] == []
+        assert reader.wrong(producer.cache) == []
