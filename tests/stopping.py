@@ -32,7 +32,7 @@ def stop_process(pid: int) -> None:
     core the others go on, a data plane's among them.
     """
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: all(_state(task) in "TtZX" for task in Path(f"/proc/{pid}/task").iterdir()))
+    wait_until(lambda: all(state_of(task) in "TtZX" for task in Path(f"/proc/{pid}/task").iterdir()))
 
 
 @contextmanager
@@ -46,8 +46,8 @@ def stopped(pid: int) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def _state(task: Path) -> str:
-    """Return the letter of a thread's state, that of a dead one if it has ended meanwhile. Source: proc(5)."""
+def state_of(task: Path) -> str:
+    """Return the letter of a thread's or process's state, that of a dead one if it has ended. Source: proc(5)."""
     try:
         return (task / "stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

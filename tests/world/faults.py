@@ -48,11 +48,11 @@ async def killed(victim, _rng):
 
 
 @asynccontextmanager
-async def stopped(victim, rng, longest_s=1.5):
+async def stopped(victim, rng):
     victim.node.stop()
     try:
         yield
-        await asyncio.sleep(rng.uniform(0.1, longest_s))
+        await asyncio.sleep(rng.uniform(0.1, 1.5))
     finally:
         victim.node.resume()
 
@@ -119,10 +119,10 @@ async def half_closed(victim, rng):
 
 
 @asynccontextmanager
-async def stalled(victim, rng, longest_s=1.0):
+async def stalled(victim, rng):
     victim.proxy.stall()
     yield
-    await asyncio.sleep(rng.uniform(0.1, longest_s))
+    await asyncio.sleep(rng.uniform(0.1, 1.0))
     victim.proxy.flow()
 
 

@@ -11,8 +11,10 @@ import time
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 from kvflow.errors import StaleLease
+from tests.stopping import state_of
 
 from .engine import HELD, RIGHT, engine
 from .faults import LOST, Fault
@@ -258,9 +260,5 @@ class Interrupted(Victim):
 
 
 def state(pid):
-    """Return the letter of a process's state; X if it is gone. Source: proc(5)."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
-            return stat.read().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "X"
+    """Return the letter of a process's state."""
+    return state_of(Path(f"/proc/{pid}"))

@@ -9,9 +9,8 @@ import sys
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from .engine import engine
 from .faults import HARMLESS, HUNG, Fault
-from .node import NodeDied, environment_of_children
+from .node import environment_of_children
 from .victims import BRIEF_LEASE_S, LOAD, OFFERED, PATIENCE_S, Victim
 from .wire import address, namespaces
 
@@ -127,29 +126,16 @@ class Netted(Victim):
     def pair(self):
         return self._producer, self.node
 
-    async def attempt(self):
-        try:
-            return await self.chaos.moves_all(self._producer, self.node)
-        except NodeDied:
-            dead = self._producer if self._producer.process.poll() is not None else self.node
-            await self.crashed(dead)
-            await (self._restart_producer() if dead is self._producer else self._restart_reader())
-            return "died"
+    async def restart_one(self, node):
+        await (self._restart_producer() if node is self._producer else self._restart_reader())
 
     async def _restart_producer(self):
-        if self._producer is not None:
-            self.chaos.end(self._producer)
-        self._producer = self._start("far producer", 0)
-        bind = f"tcp://{address(0)}:{PORT}"
-        await self._producer.open(
-            engine, self._producer.name, num_offered=OFFERED, bind=bind, lease_s=2 * BRIEF_LEASE_S, transport="tcp"
-        )
+        how = {"num_offered": OFFERED, "bind": f"tcp://{address(0)}:{PORT}", "lease_s": 2 * BRIEF_LEASE_S}
+        self._producer = await self._restarted(self._producer, "far producer", 0, **how)
 
     async def _restart_reader(self):
-        if self.node is not None:
-            self.chaos.end(self.node)
-        self.node = self._start("far reader", 1)
-        await self.node.open(engine, self.node.name, num_slots=4 * LOAD, transport="tcp", follow_bytes_min=1, **PATIENT)
+        how = {"num_slots": 4 * LOAD, "follow_bytes_min": 1, **PATIENT}
+        self.node = await self._restarted(self.node, "far reader", 1, **how)
 
-    def _start(self, name, side):
-        return self.chaos.start(name, namespace=self._wire.namespaces[side])
+    def _restarted(self, node, name, side, **how):
+        return self.chaos.restarted(node, name, namespace=self._wire.namespaces[side], transport="tcp", **how)

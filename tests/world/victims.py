@@ -60,6 +60,14 @@ class Chaos:
         self.nodes.append(Node(name, words=words, **options))
         return self.nodes[-1]
 
+    async def restarted(self, node, name, *, namespace="", **settings):
+        """Start an engine in a process of its own; anew, and end the old process, if there is one."""
+        if node is not None:
+            self.end(node)
+        started = self.start(name, namespace=namespace)
+        await started.open(engine, name, **settings)
+        return started
+
     def end(self, node):
         """End a process, and forget it."""
         self.nodes.remove(node)
@@ -186,8 +194,18 @@ class Victim:
             await asyncio.sleep(RETRY_S)
 
     async def attempt(self):
-        """Try one new pull."""
-        raise NotImplementedError
+        """Try new pulls, one of each kind; who has died is started again."""
+        producer, reader = self.pair()
+        try:
+            return await self.chaos.moves_all(producer, reader, endpoint=self.endpoint())
+        except NodeDied as died:
+            await self.crashed(died.node)
+            await self.restart_one(died.node)
+            return "died"
+
+    async def restart_one(self, _node):
+        """Start a process again that has died."""
+        await self.restart()
 
     async def crashed(self, node):
         """Complain of a process that nobody has killed, and that has ended."""
@@ -234,9 +252,8 @@ class DoomedProducer(Victim):
         """Start it again, at the same address; a ticket of its earlier life remains."""
         if self.node is not None:
             self._outlived, self._ticket = self._ticket, None
-            self.chaos.end(self.node)
-        self.node = self.chaos.start(self.name)
-        await self.node.open(engine, self.name, num_offered=OFFERED, lease_s=BRIEF_LEASE_S, **self._settings)
+        how = {"num_offered": OFFERED, "lease_s": BRIEF_LEASE_S, **self._settings}
+        self.node = await self.chaos.restarted(self.node, self.name, **how)
 
     def pair(self):
         return self.node, self._reader
@@ -258,14 +275,6 @@ class DoomedProducer(Victim):
         number = self.chaos.numbers.take()
         return number, await self.node.offer(number, self.chaos.numbers.take(), FEW), FEW
 
-    async def attempt(self):
-        try:
-            return await self.chaos.moves_all(self.node, self._reader, endpoint=self.endpoint())
-        except NodeDied:
-            await self.crashed(self.node)
-            await self.restart()
-            return "died"
-
 
 class DoomedReader(Victim):
     """A consumer that is harmed while it reads from a producer that must survive."""
@@ -281,23 +290,13 @@ class DoomedReader(Victim):
         yield self
 
     async def restart(self):
-        if self.node is not None:
-            self.chaos.end(self.node)
-        self.node = self.chaos.start(self.name)
-        await self.node.open(engine, self.name, num_slots=2 * LOAD, follow_bytes_min=1)
+        self.node = await self.chaos.restarted(self.node, self.name, num_slots=2 * LOAD, follow_bytes_min=1)
+
+    async def restart_one(self, node):
+        await (self._producer if node is self._producer.node else self).restart()
 
     def pair(self):
         return self._producer.node, self.node
-
-    async def attempt(self):
-        producer = self._producer
-        try:
-            return await self.chaos.moves_all(producer.node, self.node)
-        except NodeDied:
-            dead = producer if producer.node.process.poll() is not None else self
-            await self.crashed(dead.node)
-            await dead.restart()
-            return "died"
 
 
 class Served:
@@ -316,7 +315,4 @@ class Served:
 
     async def restart(self):
         """Start it, or start it anew."""
-        if self.node is not None:
-            self._chaos.end(self.node)
-        self.node = self._chaos.start(self.name)
-        await self.node.open(engine, self.name, num_offered=OFFERED, **self._settings)
+        self.node = await self._chaos.restarted(self.node, self.name, num_offered=OFFERED, **self._settings)
