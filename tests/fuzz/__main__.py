@@ -5,9 +5,10 @@ import asyncio
 import os
 import sys
 import time
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anybody loads torch, whose threads spin
+
+from tests.world.measuring import sample
 
 from .dialer import KINDS, lie
 from .fuzzed import fuzzed
@@ -186,17 +187,13 @@ def reading(options):
         options.seed,
         encryption=options.tcp_encryption,
         first=options.first,
-        rss=own_rss,
+        rss=lambda: sample("self").rss,
         tell=progress(),
     )
     rate = found.answers / found.seconds
     say(f"  {found.answers} answers over {found.connections} connections, {rate:.0f} per second")
     say("  reads: " + ", ".join(f"{word} {count}" for word, count in found.said.most_common()))
     return memory("reading over TCP", found.rss_warm, found.rss_end)
-
-
-def own_rss():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def main():

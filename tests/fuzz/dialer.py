@@ -8,8 +8,10 @@ from contextlib import AsyncExitStack, suppress
 
 from msgspec import Struct
 
+from tests.world.measuring import sample
+
 from .liar import Truth, mutated_blob, mutated_blocks, mutated_manifest, mutated_ticket, open_liars, ticket
-from .processes import PATIENCE_S, WARM, Died, asked, rss_of
+from .processes import PATIENCE_S, WARM, Died, asked
 
 AT_ONCE = 6
 NOTHING = {"pulls": 0, "quarantined": 0, "defects": []}
@@ -69,13 +71,13 @@ class Lies:
             raise Died(f"after all that, an honest pull ended as {said}, and {left} is left")
 
 
-async def lie(worker, count, seed, *, kinds=KINDS, first=0, tell=lambda *_: None):
+async def lie(worker, count, seed, *, first=0, tell=lambda *_: None):
     """Tell so many lies of each kind to a worker that dials.
 
     Raises:
         Died: the worker has, or has logged a defect; says the input.
     """
-    lied = Lied({kind: Counter() for kind in kinds})
+    lied = Lied({kind: Counter() for kind in KINDS})
     told = itertools.count(1)
     async with AsyncExitStack() as stack:
         truth = Truth()
@@ -87,11 +89,11 @@ async def lie(worker, count, seed, *, kinds=KINDS, first=0, tell=lambda *_: None
 
         async def be(liar):
             for number in numbers:
-                for kind in kinds:  # in turns, so that memory is judged after some of each
+                for kind in KINDS:  # in turns, so that memory is judged after some of each
                     lied.said[kind][await lies.tell(liar, kind, number)] += 1
                 so_far = next(told)
                 if not lied.rss_warm and so_far >= count * WARM:
-                    lied.rss_warm = rss_of(worker)
+                    lied.rss_warm = sample(worker.pid).rss
                 tell(so_far, count)
 
         async with asyncio.TaskGroup() as group:
@@ -99,5 +101,5 @@ async def lie(worker, count, seed, *, kinds=KINDS, first=0, tell=lambda *_: None
                 group.create_task(be(liar))
         lied.seconds = time.monotonic() - begun_at
         await lies.end(liars[0], first + count)
-        lied.rss_end = rss_of(worker)
+        lied.rss_end = sample(worker.pid).rss
     return lied

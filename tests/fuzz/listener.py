@@ -9,10 +9,11 @@ from msgspec import Struct
 
 import handshake
 from tests.unit.handshake.helpers import connected
+from tests.world.measuring import sample
 
 from .attacker import attacking
 from .mutations import Mutator
-from .processes import SECRET, Died, asked, attacked, rss_of
+from .processes import SECRET, Died, asked, attacked
 
 RAW_AT_ONCE = 50
 BETWEEN_HONEST_S = 0.1
@@ -44,7 +45,7 @@ async def attack(worker, messages, seed, *, raw=2000, first=0, tell=lambda *_: N
     begun_at = time.monotonic()
 
     async def warm():
-        found.rss_warm = rss_of(worker)
+        found.rss_warm = sample(worker.pid).rss
 
     async with asyncio.TaskGroup() as group:
         honest = group.create_task(_be_honest(worker.endpoint, found))
@@ -58,7 +59,7 @@ async def attack(worker, messages, seed, *, raw=2000, first=0, tell=lambda *_: N
     found.received, found.invalid = sum(received.values()), received["invalid"]
     if defects := (await asked(worker.left()))["defects"]:
         raise Died("\n".join(defects))
-    found.rss_end = rss_of(worker)
+    found.rss_end = sample(worker.pid).rss
     found.mutated, found.conversations, found.unanswered = told["said"], told["conversations"], told["unanswered"]
     return found
 

@@ -1,9 +1,7 @@
 """The processes that fuzz and are fuzzed."""
 
 import asyncio
-import os
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
 from tests.world.node import NodeDied, NodeFailed, hosted
 
@@ -40,12 +38,6 @@ async def apart(kind, *arguments):
             yield node
     except (NodeDied, NodeFailed, AssertionError) as error:
         raise Died(repr(error)) from error
-
-
-def rss_of(node):
-    """Return the resident bytes of a process."""
-    pages = int(Path(f"/proc/{node.pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 async def attacked(victim, attacking, goal, drawn, *, warm, tell):

@@ -2,12 +2,12 @@
 
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.certificates import draw_identity
 from kvflow.reads.tcp.exporter import TcpExporter
 from tests.unit.kvflow.reads.tcp.peers import certificate_of, region_of, settings
+from tests.world.measuring import sample
 from tests.world.process import logged_errors
 
 from .tcp_ends import Leases
@@ -44,14 +44,12 @@ class Counted:
 
     def now(self):
         """Return all of it, and what the process has of memory, files and threads."""
-        status = Path("/proc/self/status").read_text().split()
-        rss = int(status[status.index("VmRSS:") + 1]) << 10
-        files = len([*Path("/proc/self/fd").iterdir()])
+        found = sample("self")
         return {
             **self.told,
             "defects": [*self.raised, *logged_errors()][:5],
-            "rss": rss,
-            "files": files,
+            "rss": found.rss,
+            "files": found.descriptors.total(),
             "threads": threading.active_count(),
         }
 
