@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -287,8 +287,11 @@ class Line:
 class _Wire:
     """One socket of one process."""
 
-    def __init__(self, wires: Wires, process: Process, endpoint: str, limits: Limits) -> None:
+    def __init__(
+        self, wires: Wires, process: Process, endpoint: str, security: ClusterSecurity | None, limits: Limits
+    ) -> None:
         self.endpoint = endpoint
+        self.security = security
         self.process = process
         self.limits = limits
         self._wires = wires
@@ -317,11 +320,8 @@ class _Wire:
 class ListeningWire(_Wire):
     """A socket that listens. See ``handshake.sockets.ListeningChannel``."""
 
-    def __init__(
-        self, wires: Wires, process: Process, endpoint: str, security: ClusterSecurity | None, limits: Limits
-    ) -> None:
-        super().__init__(wires, process, endpoint, limits)
-        self.security = security
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.connections: dict[bytes, Line] = {}
         self.keys: dict[bytes, PublicKey] = {}
         self.strangers: Mapping[str, int] = {}
@@ -348,11 +348,8 @@ class ListeningWire(_Wire):
 class DialedWire(_Wire):
     """A socket that dials once. See ``handshake.sockets.DialedChannel``."""
 
-    def __init__(
-        self, wires: Wires, process: Process, endpoint: str, security: ClusterSecurity | None, limits: Limits
-    ) -> None:
-        super().__init__(wires, process, endpoint, limits)
-        self.security = security
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._connection: Line | None = None
         self._seen: asyncio.Queue[LinkEvent] = asyncio.Queue()
 

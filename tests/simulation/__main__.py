@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kvflow.tools.cli.arguments import ProgressLine, at_least, print_json
+from kvflow.tools.cli.arguments import ProgressLine, at_least
 from tests.simulation.runner import Summary, run_seeds
 from tests.simulation.scenario import simulate
 
@@ -27,23 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--jobs", type=at_least(0), default=0, help="processes; 0 for one per core (default: %(default)s)"
     )
     parser.add_argument("--calm", action="store_true", help="inject no faults; only callers cancel, release and revoke")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     options = parser.parse_args(arguments)
     if options.replay is not None:
         outcome = simulate(options.replay, calm=options.calm, recording=True)
-        if options.json:
-            print_json(outcome)
-        else:
-            print(*outcome.record, sep="\n")
+        print(*outcome.record, sep="\n")
         print(f"seed {outcome.seed}: {outcome.violation or 'every promise was kept'}", file=sys.stderr)
         return 1 if outcome.violation else 0
-    jobs, progress = options.jobs or os.cpu_count() or 1, _Progress(as_json=options.json)
+    jobs, progress = options.jobs or os.cpu_count() or 1, _Progress()
     summary = run_seeds(options.first, options.seeds, jobs=jobs, calm=options.calm, on_progress=progress)
     progress.end()
-    if options.json:
-        print_json(summary)
-    else:
-        _print(summary, calm=options.calm)
+    _print(summary, calm=options.calm)
     return 1 if summary.broken or summary.interrupted else 0
 
 
@@ -68,9 +61,8 @@ def _print(summary: Summary, *, calm: bool) -> None:
 class _Progress:
     """Tells how far a series is: a terminal in one line, a log now and then. A broken seed is told at once."""
 
-    def __init__(self, *, as_json: bool) -> None:
-        self._line = ProgressLine(as_json=as_json)
-        self._as_json = as_json
+    def __init__(self) -> None:
+        self._line = ProgressLine()
         self._lines = 0
         self._told: set[int] = set()
 
@@ -83,7 +75,7 @@ class _Progress:
         text = f"{summary.scenarios} scenarios, {summary.scenarios_per_s:.1f} per second, {len(summary.broken)} broken"
         if self._line.is_shown:
             self._line(text)
-        elif not self._as_json and summary.scenarios // SCENARIOS_PER_LINE > self._lines:
+        elif summary.scenarios // SCENARIOS_PER_LINE > self._lines:
             self._lines = summary.scenarios // SCENARIOS_PER_LINE
             print(text, file=sys.stderr, flush=True)
 
