@@ -267,7 +267,7 @@ async def test_the_record_has_what_operators_look_for(world):
     assert call.engine_id == "prefill-0"
     issued_at = ticket.grants[0].issued_at
     assert call.context(1e9) == {
-        "called_at": round(1e9 + call.called_at, 6),
+        "called_at": pytest.approx(1e9 + call.called_at, rel=0, abs=1.1e-6),
         "issued_at": issued_at,
         "remote_endpoint": world.producer.endpoint,
         "num_remote_blocks": 2,
