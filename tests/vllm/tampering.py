@@ -65,12 +65,6 @@ def with_text(change: Callable[[str], str]) -> Callable[[Params], Params]:
     return lambda params: params | {"kvflow": change(params["kvflow"])}
 
 
-def without_in_grant(*names: str) -> Callable[[Params], Params]:
-    """Return what takes fields of the ticket's grant away."""
-
-    return lambda params: forge(params, lambda grant: [grant.pop(name) for name in names])
-
-
 def at_address(endpoint: str) -> Callable[[Params], Params]:
     """Return what sends the reader elsewhere, in the grant and beside it."""
 

@@ -6,12 +6,10 @@ import socket
 import pytest
 
 from handshake.security import ClusterSecurity, sign
-from kvflow.leases.tickets import MAC_BYTES
 from tests.simulation.tickets import forge
 
 from .checks import LENGTH, failed, reason_of, serves
 from .engines import PREFILL_PARAMS
-from .pairs import LEASE_S
 from .prompts import prompt_of
 from .tampering import (
     at_address,
@@ -23,28 +21,16 @@ from .tampering import (
     with_mac,
     with_text,
     without,
-    without_in_grant,
 )
 
 OTHER_SECRET = "0123456789abcdef" * 4
 
 FORGED = {
     "other blocks": in_grant(block_ids=[[1001, 1002, 1003]]),
-    "no block ids": in_grant(block_ids=[[]]),
-    "no groups": in_grant(block_ids=[]),
-    "another slot": in_grant(slot=7),
-    "another epoch": in_grant(epoch=1),
-    "a longer lease": in_grant(lease_ms=86_400_000),
-    "more tokens": in_grant(num_tokens=[LENGTH + 1000]),
-    "a billion tokens": in_grant(num_tokens=[2**30]),
     "more tokens than there is memory for": in_grant(num_tokens=[2**40]),
-    "blocks of one token": in_grant(contents=[{"block_size": 1, "digests": [b"x"] * 3}], num_tokens=[2**40]),
-    "another engine": in_grant(engine_id="somebody"),
-    "another request": in_grant(request_id="a,b:1"),
     "another format": with_text(lambda text: f"kvf1{text[4:]}"),
     "no signature": with_mac(b""),
     "half a surrogate pair": with_text(lambda text: f"{text}\ud800"),
-    "a signature of zeros": with_mac(bytes(MAC_BYTES)),
     "another secret": lambda params: signed_with(params, OTHER_SECRET),
 }
 TRUNCATED = {
@@ -54,9 +40,6 @@ TRUNCATED = {
     "a ticket of text": changed(kvflow="ticket"),
     "a ticket of nothing": changed(kvflow=None),
     "no grant": with_text(lambda text: text.split(".")[0]),
-    "no epoch": without_in_grant("epoch"),
-    "no ranks": without_in_grant("ranks"),
-    "no ranks in the list": in_grant(ranks=[]),
     "half a mac": with_mac(b"ab" * 8),
 }
 ABSURD = {
@@ -81,26 +64,14 @@ ABSURD = {
     "a ticket of a million letters": changed(kvflow="kvf3." + "a" * 1_000_000),
 }
 BESIDE = {
-    "other block ids": changed(remote_block_ids=[[1001, 1002, 1003]]),
     "block ids of no group": changed(remote_block_ids=[]),
     "too many groups": changed(remote_block_ids=[[1], [2], [3], [4], [5], [6], [7], [8]]),
-    "another host": changed(remote_host="192.0.2.1"),
-    "another port": changed(remote_port=1),
-    "another engine id": changed(remote_engine_id="somebody"),
-    "another request id": changed(remote_request_id="3,4:1000"),
-    "more ranks": changed(tp_size=2),
-    "numbers as doubles": lambda params: params | {"remote_port": float(params["remote_port"]), "tp_size": 1.0},
-    "nothing but the ticket": lambda params: only(do_remote_prefill=True, kvflow=params["kvflow"])(params),
-    "block ids of text": changed(remote_block_ids="1, 2, 3"),
-    "block ids of an object": changed(remote_block_ids={"0": [1]}),
     "block ids below zero": changed(remote_block_ids=[[-5, -6]]),
     "block ids beyond all pools": changed(remote_block_ids=[[1 << 62]]),
-    "a port of text": changed(remote_port="5600; rm"),
     "half a rank": changed(tp_size=0.5),
     "a nest": changed(remote_block_ids=nested(50)),
     "a host of a million letters": changed(remote_host="a" * 1_000_000),
     "a million block ids": changed(remote_block_ids=[list(range(1_000_000))]),
-    "a field that nobody knows": changed(color="green"),
 }
 NOT_OBJECTS = {"a text": "kvflow", "a number": 7, "a list": [1, 2], "a switch": True}
 NOTHING_ASKED = {
@@ -154,13 +125,12 @@ def test_a_small_request_does_not_end_an_engine(pair, signed, num_tokens):
     serves(pair)
 
 
-@pytest.mark.parametrize("error", ["MemoryError", "RecursionError", "ValueError"])
 @pytest.mark.parametrize("method", ["_read_params", "loading.announce", "loading.matched", "loading.allocated"])
 @pytest.mark.parametrize("pair", ["llama"], indirect=True)
-def test_a_defect_of_the_connector_costs_one_request(pair, method, error):
+def test_a_defect_of_the_connector_costs_one_request(pair, method):
     prompt = prompt_of(LENGTH)
     ticket = pair.ticket(prompt)
-    pair.decode.sabotage(method, error)
+    pair.decode.sabotage(method, "RecursionError")
     answer = pair.decode.generate(prompt, ticket)
     assert failed(answer), answer
     assert reason_of(pair, answer) == "defect_found"
@@ -245,13 +215,3 @@ def test_a_ticket_of_the_beginning_of_a_prompt_serves_as_far_as_it_goes(pair, le
     prompt = prompt_of(LENGTH)
     answer = pair.decode.generate(prompt, pair.ticket(prompt[:length]))
     assert answer["tokens"] == pair.monolithic(prompt)
-
-
-@pytest.mark.parametrize("pair", ["llama"], indirect=True)
-def test_a_ticket_of_a_longer_prompt_is_refused_and_given_back(pair):
-    prompt = prompt_of(LENGTH)
-    answer = pair.decode.generate(prompt[:40], pair.ticket(prompt))
-    assert failed(answer)
-    assert reason_of(pair, answer) == "content_mismatch"
-    pair.prefill.wait_state(lambda state: state["held"] == 0, LEASE_S / 2)
-    serves(pair)
