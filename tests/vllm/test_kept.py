@@ -110,7 +110,7 @@ def test_what_one_rank_refuses_is_kept_by_none(keeper):
     assert name_of(keeper, after)
 
 
-@pytest.mark.parametrize("name", list(ENGINES) if FULL else ["llama", "gptoss"])
+@pytest.mark.parametrize("name", list(ENGINES) if FULL else ["gptoss"])
 def test_neither_free_blocks_nor_the_order_of_eviction_change(pairs, name):
     pairs.stop()
     options = ENGINES[name]

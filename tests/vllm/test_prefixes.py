@@ -29,8 +29,8 @@ if FULL:
         Kind("gptoss-chat", 32, 128, asking_ranks=2),
     ]
     TALKS, KILLED = list(product(KINDS, FRONTS)), KINDS
-else:  # each model with the front that differs
-    TALKS, KILLED = [(LLAMA, "vllm-router"), (GPTOSS, "kvflow proxy")], [LLAMA]
+else:  # ``test_windows`` has engines of a model with windows, and ``test_chat`` the proxy
+    TALKS, KILLED = [(LLAMA, "vllm-router")], [LLAMA]
 
 
 @pytest.fixture(scope="module")
