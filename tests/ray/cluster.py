@@ -13,12 +13,12 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.docs.pages import blocks
 from tests.ports import free_port
-from tests.vllm.engines import ANSWER_S, ENVIRONMENT, PYTHON, EngineFailed
-from tests.vllm.servers import LOG_TAIL, LOGS, PATIENCE, PAUSE_S, Server, Together, fetch
+from tests.vllm.engines import PAUSE_S, PYTHON, SERVERS_ENVIRONMENT, EngineFailed, log_tail, look, records
+from tests.vllm.howto import ROUTERS_PAGE, blocks
+from tests.vllm.pairs import await_all
+from tests.vllm.servers import LOGS, PATIENCE, Server, Together, fetch
 
-PAGE = "docs/howto/routers.md"
 MODEL = "tiny"
 NODES = ("127.0.0.2", "127.0.0.3")
 """Addresses of this host. kvflow listens at neither by itself, and Ray takes 127.0.0.1 for the outer address."""
@@ -41,13 +41,13 @@ SLOW = {
 
 def command(*words: str) -> str:
     """Return the one block of the page's shell commands that has all of these words."""
-    [found] = [block for block in blocks(PAGE, "sh") if all(word in block for word in words)]
+    [found] = [block for block in blocks("sh", ROUTERS_PAGE) if all(word in block for word in words)]
     return found.strip()
 
 
 def application(model: Path, log_file: Path) -> str:
     """Return the page's application for a model in a folder, on CPUs, with records elsewhere."""
-    [text] = blocks(PAGE, "python")
+    [text] = blocks("python", ROUTERS_PAGE)
     for written, meant in {
         '"MODEL"}': f'"{MODEL}", "model_source": "{model}"}}',
         '"/tmp/kvflow.jsonl"': f'"{log_file}", {json.dumps(PATIENCE)[1:-1]}',
@@ -66,6 +66,8 @@ class Cluster(Together):
         folder: for the application and the records.
     """
 
+    model = MODEL
+
     def __init__(self, model: Path, folder: Path) -> None:
         super().__init__()
         self.log_file = folder / "kvflow.jsonl"
@@ -75,22 +77,13 @@ class Cluster(Together):
         self._folder = folder
         (folder / "app.py").write_text(application(model, self.log_file))
 
-    def records(self) -> list[dict[str, Any]]:
-        """Return the records that the replicas of both nodes have written."""
-        return [json.loads(line) for line in self.log_file.read_text().splitlines()]
+    def records(self, event: str = "") -> list[dict[str, Any]]:
+        """Return the records that the replicas of both nodes have written, of one event or of all."""
+        return records(self.log_file, event)
 
-    def events(self, event: str) -> list[dict[str, Any]]:
-        """Return the records of one event."""
-        return [each for each in self.records() if each["event"] == event]
-
-    def wait_events(self, event: str, number: int) -> list[dict[str, Any]]:
+    def wait_records(self, event: str, number: int) -> list[dict[str, Any]]:
         """Return the records of one event as soon as there are so many."""
-        deadline = time.monotonic() + ANSWER_S
-        while len(found := self.events(event)) < number:
-            if time.monotonic() > deadline:
-                raise EngineFailed(f"{event} was recorded {len(found)} times and not {number}")
-            time.sleep(PAUSE_S)
-        return found
+        return await_all(lambda: self.records(event), number)
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric that Ray serves to Prometheus, over the replicas of both nodes."""
@@ -100,11 +93,7 @@ class Cluster(Together):
 
     def wait_metric(self, name: str, value: float) -> None:
         """Wait until a metric has a value: Ray collects them every few seconds."""
-        deadline = time.monotonic() + ANSWER_S
-        while (found := self.metric(name)) != value:
-            if time.monotonic() > deadline:
-                raise EngineFailed(f"{name} is {found} and not {value}")
-            time.sleep(PAUSE_S)
+        look(lambda: self.metric(name), lambda found: found == value, lambda found: f"{name} is {found}, not {value}")
 
     def start(self) -> Iterable[Server]:
         """See ``Together.start``. It returns when all are ready."""
@@ -159,15 +148,14 @@ class Cluster(Together):
         while ready not in log.read_text(errors="replace"):
             if process.poll() is not None or time.monotonic() > deadline:
                 stop(process)
-                raise EngineFailed(f"{name} is not ready\n{log.read_text(errors='replace')[-LOG_TAIL:]}")
+                raise EngineFailed(f"{name} is not ready\n{log_tail(log)}")
             time.sleep(PAUSE_S)
 
 
 def environment() -> dict[str, str]:
     """Return the environment of what the page starts, but for what a node has alone."""
-    engines = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     paths = {"PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}"}
-    return {**os.environ, **engines, **SLOW, **paths, "RAY_USAGE_STATS_ENABLED": "0"}
+    return {**os.environ, **SERVERS_ENVIRONMENT, **SLOW, **paths, "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:

@@ -2,11 +2,10 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
 import pytest
 
 from tests.ports import free_port
-from tests.vllm.clients import BLOCK_BYTES, BLOCK_TOKENS
+from tests.vllm.clients import BLOCK_BYTES, TOKENS, blocks_of, client_of, tokens_of
 from tests.vllm.engines import PYTHON
 from tests.vllm.pairs import model_folder
 from tests.vllm.prompts import prompt_of
@@ -15,30 +14,15 @@ from tests.vllm.test_serve import LENGTHS
 
 from .cluster import MODEL, NODES, Cluster, environment
 
-TOKENS = 32
 PROMPTS = {f"{length}-{turn}": prompt_of(length, f"ray {turn}") for length in LENGTHS for turn in range(4)}
 """So many that a replica which gets none of them is broken: Ray chooses between two at random."""
 
 QUESTION = [{"role": "user", "content": "Why does a cache travel? " * 30}]
 
 
-def tokens_of(url, prompt):
-    """Return the tokens that a server streams for a prompt."""
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        streamed = client.completions.create(
-            model=MODEL,
-            prompt=prompt,
-            max_tokens=TOKENS,
-            temperature=0,
-            stream=True,
-            extra_body={"return_token_ids": True},
-        )
-        return [token for chunk in streamed for choice in chunk.choices for token in choice.token_ids or ()]
-
-
-def said_by(url):
+def said_by(server):
     """Return what a server answers to a question, as a whole."""
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    with client_of(server) as client:
         answer = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=TOKENS, temperature=0)
     return answer.choices[0].message.content, answer.usage.prompt_tokens
 
@@ -54,7 +38,7 @@ def alone(tmp_path_factory):
     )
     try:
         server.wait_ready()
-        return {name: tokens_of(server.url, prompt) for name, prompt in PROMPTS.items()}, said_by(server.url)
+        return {name: tokens_of(Cluster, server, prompt) for name, prompt in PROMPTS.items()}, said_by(server)
     finally:
         server.stop()
 
@@ -66,7 +50,7 @@ def cluster(alone, tmp_path_factory):
 
 
 def test_replicas_listen_at_the_addresses_of_their_nodes(cluster):
-    opened = [each["endpoint"] for each in cluster.events("worker.opened")]
+    opened = [each["endpoint"] for each in cluster.records("worker.opened")]
     assert len(set(opened)) == 4
     assert sorted(endpoint.rpartition(":")[0] for endpoint in opened) == [
         f"tcp://{node}" for node in NODES for _ in range(2)
@@ -75,14 +59,14 @@ def test_replicas_listen_at_the_addresses_of_their_nodes(cluster):
 
 def test_streams_are_the_tokens_of_one_engine_and_every_block_has_moved(alone, cluster):
     with ThreadPoolExecutor(6) as threads:
-        asked = {name: threads.submit(tokens_of, cluster.url, prompt) for name, prompt in PROMPTS.items()}
+        asked = {name: threads.submit(tokens_of, cluster, cluster, prompt) for name, prompt in PROMPTS.items()}
         told = {name: answer.result() for name, answer in asked.items()}
     assert told == alone[0]
     assert all(len(set(tokens)) > TOKENS // 4 for tokens in told.values())
 
-    pulls = cluster.wait_events("transfer.completed", len(PROMPTS))
+    pulls = cluster.wait_records("transfer.completed", len(PROMPTS))
     assert len(pulls) == len(PROMPTS)
-    nbytes = sum(-(-len(prompt) // BLOCK_TOKENS) for prompt in PROMPTS.values()) * BLOCK_BYTES
+    nbytes = sum(blocks_of(len(prompt)) for prompt in PROMPTS.values()) * BLOCK_BYTES
     assert sum(each["nbytes"] for each in pulls) == nbytes
     producers = {each["remote_endpoint"] for each in pulls}
     consumers = {each["engine_id"] for each in pulls}
@@ -91,12 +75,12 @@ def test_streams_are_the_tokens_of_one_engine_and_every_block_has_moved(alone, c
 
 
 def test_a_chat_is_what_one_engine_says(alone, cluster):
-    before = len(cluster.events("transfer.completed"))
-    assert said_by(cluster.url) == alone[1]
-    assert len(cluster.wait_events("transfer.completed", before + 1)) == before + 1
+    before = len(cluster.records("transfer.completed"))
+    assert said_by(cluster) == alone[1]
+    assert len(cluster.wait_records("transfer.completed", before + 1)) == before + 1
 
 
 def test_nothing_failed_and_every_lease_was_released(cluster):
-    ended = cluster.wait_events("lease.ended", len(PROMPTS) + 1)
+    ended = cluster.wait_records("lease.ended", len(PROMPTS) + 1)
     assert {each["outcome"] for each in ended} == {"released"}
     assert {each["level"] for each in cluster.records()} == {"info"}

@@ -2,12 +2,12 @@
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 from .engines import PREFILL_PARAMS, Request
 from .prompts import prompt_of
-from .tables import FAULTS, TABLES
 from .victims import Cluster, Victim
 
 LENGTH = 300
@@ -25,16 +25,7 @@ def ticket(prefill: Victim, prompt: Sequence[int], **named: Any) -> dict[str, An
 
 
 class Asked:
-    """One prompt for each decode engine, with a ticket of its own, sent with ``submit``.
-
-    Args:
-        cluster: whose decode engines they are sent to.
-        prefill: hands out the tickets.
-        name: of the prompt.
-        decodes: engines that are asked; both if none is named.
-        tickets: to use, instead of new ones.
-        max_tokens: of each answer.
-    """
+    """One prompt for each decode engine, with a ticket of its own unless some are given; ``submit`` sends them."""
 
     def __init__(
         self,
@@ -64,6 +55,16 @@ class Asked:
             self.requests.append(request)
         return self.count()
 
+    @contextmanager
+    def held(self, at: str) -> Iterator[None]:
+        """Send them, and hold their reads before the ``data`` or before the ``fence``."""
+        with ExitStack() as stack:
+            reads = [stack.enter_context(decode.held(at)) for decode in self.decodes]
+            self.submit()
+            for read in reads:
+                read.reached()
+            yield
+
     def count(self) -> Self:
         """Count seconds from now on."""
         self._since_s = time.monotonic()
@@ -83,24 +84,18 @@ class Asked:
             assert not (reason := request.engine.reason(request.request_id)), reason
             assert answer["tokens"] == self.alone
 
-    def expect_policy(self, fault: str, reasons: set[str], bound_s: float) -> None:
-        """Check that none could read the cache, why, and what each has made of it within the bound."""
-        self._expect(fault, reasons, bound_s)
+    def expect_policy(self, reasons: set[str], bound_s: float) -> None:
+        """Check why each could not read the cache, and what it has made of it within the bound.
 
-    def expect_right_or_policy(self, fault: str, reasons: set[str], bound_s: float) -> None:
-        """Check the same, but for those that could read the cache: they say what one engine says."""
-        self._expect(fault, {"", *reasons}, bound_s)
-
-    def _expect(self, fault: str, reasons: set[str], bound_s: float) -> None:
+        With an empty reason among them, some may have read it: they say what one engine says.
+        """
         for request in self.requests:
             answer = request.wait()
             took_s = self._ended_s[request.request_id] - self._since_s
             reason = request.engine.reason(request.request_id)
-            policy = request.engine.options.failure_policy
-            TABLES[FAULTS].append((fault, policy, reason, answer["finish_reason"], f"{took_s:.1f}", f"{bound_s:g}"))
             assert reason in reasons, answer
             assert took_s < bound_s + PATIENCE_S
-            if policy == "recompute" or not reason:
+            if request.engine.options.failure_policy == "recompute" or not reason:
                 assert answer["tokens"] == self.alone
             else:
                 assert answer["finish_reason"] == "error"

@@ -106,12 +106,12 @@ class Chats(Deployment):
 
     def start_keeping(self) -> None:
         """Start the decode engine, for the first time or again; it is not ready yet."""
-        shell = command("vllm serve", "kv_consumer", page=SHARING_PAGE).strip()
+        shell = command("vllm serve", "kv_consumer", page=SHARING_PAGE)
         self.decode = self.serve("decode", self.fitted(shell) + self.keeping_flags, self.ports[DECODE_PORT])
 
     def start_asking(self, name: str, port: int, flags: str) -> Server:
         """Start a prefill engine, whose records are in a file of its name; it is not ready yet."""
-        shell = command("vllm serve", "kv_producer", page=SHARING_PAGE).strip()
+        shell = command("vllm serve", "kv_producer", page=SHARING_PAGE)
         shell = shell.replace("prefill.jsonl", f"{name}.jsonl")
         return self.serve(name, self.fitted(shell, {PREFILL_PORT: port}) + flags, port)
 

@@ -1,9 +1,9 @@
 """What clients ask of servers, and what the servers of a deployment have counted meanwhile."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import openai
 
@@ -19,6 +19,7 @@ BLOCK_BYTES = 4 * 2 * 2 * BLOCK_TOKENS * 64 * 2
 
 ENDED = "vllm:request_success_total"
 TRANSFERS, LEASES = "vllm:kvflow_transfer_seconds_count", "vllm:kvflow_leases_ended_total"
+BYTES = "vllm:kvflow_transfer_bytes_sum"
 GENERATED = "vllm:generation_tokens_total"
 UNTAGGED = "vllm:kvflow_untagged_requests_total"
 RELEASED = {"outcome": "released"}
@@ -28,22 +29,7 @@ GREEDY_ENOUGH = 0.01
 TWO_SAMPLES = {"n": 2, "temperature": GREEDY_ENOUGH, "seed": 7}
 """Without a seed the samples differ from run to run where two tokens are equally likely."""
 
-WORDS = (
-    "once",
-    "upon",
-    "a",
-    "time",
-    "there",
-    "was",
-    "cache",
-    "that",
-    "wanted",
-    "to",
-    "travel",
-    "from",
-    "where",
-    "made",
-)
+WORDS = ["once", "upon", "a", "time", "there", "cache", "that", "wanted", "to", "travel", "from", "where"]
 
 
 def text_of(words: int, name: str) -> str:
@@ -71,11 +57,27 @@ def tokens_of(deployment: Deployment, server: Server, prompt: Sequence[int], *, 
         return [token for chunk in streamed for choice in chunk.choices for token in choice.token_ids or ()]
 
 
-def completed(deployment: Deployment, server: Server, **asked: Any) -> list[Any]:
-    """Return what a server answers as a whole."""
+def asked(
+    deployment: Deployment,
+    server: Server,
+    params: Mapping[str, Any] | None = None,
+    *,
+    chat: bool = False,
+    salt: str = "",
+    **named: Any,
+) -> Any:
+    """Return what a server answers as a whole, with these ``kv_transfer_params`` as a router sends them."""
     usual = {"model": deployment.model, "max_tokens": TOKENS, "temperature": 0}
+    extra = {"return_token_ids": True} | ({"kv_transfer_params": params} if params is not None else {})
+    extra |= {"cache_salt": salt} if salt else {}
     with client_of(server) as client:
-        return client.completions.create(**usual | asked, extra_body={"return_token_ids": True}).choices
+        create = client.chat.completions.create if chat else client.completions.create
+        return create(**usual | named, extra_body=extra)
+
+
+def ticket_of(answer: Any) -> Any:
+    """Return the ``kv_transfer_params`` of an answer."""
+    return answer.model_extra.get("kv_transfer_params")
 
 
 @dataclass(frozen=True)
@@ -153,11 +155,39 @@ def hang_up(deployment: Deployment, server: Server, prompt: str | list[int]) -> 
     raise AssertionError(f"the decode server finished each of {TRIES} answers that nobody read")
 
 
-def moved(deployment: Deployment) -> list[float]:
+def totals(deployment: Deployment) -> list[float]:
     """Return how many transfers there were, their bytes and descriptors, and the leases that ended well."""
-    names = (TRANSFERS, "vllm:kvflow_transfer_bytes_sum", "vllm:kvflow_transfer_descriptors_sum")
-    read = [deployment.decode.metric(name) for name in names]
+    read = [deployment.decode.metric(name) for name in (TRANSFERS, BYTES, "vllm:kvflow_transfer_descriptors_sum")]
     return [*read, deployment.prefill.metric(LEASES, **RELEASED)]
+
+
+class Moved:
+    """Checks how many transfers a block of code causes, and that their bytes are those of its prompts.
+
+    Use it as a context manager.
+
+    Attributes:
+        prompts: lengths of the prompts that must have moved, to be added to.
+    """
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self.prompts: list[int] = []
+
+    def __enter__(self) -> Self:
+        self._before = totals(self._deployment)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            return
+        transfers, nbytes, _, leases = self._before
+        self._deployment.decode.wait_metric(transfers + len(self.prompts), TRANSFERS)
+        self._deployment.prefill.wait_metric(leases + len(self.prompts), LEASES, **RELEASED)
+        moved = self._deployment.decode.metric(BYTES) - nbytes
+        assert bool(moved) == bool(self.prompts)
+        if "llama" in self._deployment.model:  # which keeps every token
+            assert moved == sum(map(blocks_of, self.prompts)) * BLOCK_BYTES
 
 
 def blocks_of(tokens: int) -> int:

@@ -1,7 +1,6 @@
 """These tests need vLLM and minutes: ``make test-vllm`` runs them, ``make test`` leaves them out."""
 
 import os
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ elif os.environ["KVFLOW_TEST_VLLM"] != "full":
 
 from .engines import Nursery
 from .pairs import FLOAT8, FULL, PAIRS, REFUSED_FLOAT8, Pairs, model_folder
-from .tables import TABLES
 
 SERVING = (
     "test_chat.py",
@@ -64,7 +62,6 @@ def pairs():
 @pytest.fixture
 def pair(request, pairs):
     """A pair of engines by name. After every test both live, and every block of both is free again."""
-    request.node.user_properties.append(("pair", request.param))
     flags = set(Path("/proc/cpuinfo").read_text().split())
     if request.param in FLOAT8 | REFUSED_FLOAT8 and not flags & {"avx512f", "amx_tile"}:
         pytest.skip("vLLM has no fp8 caches on a CPU without AVX-512 and AMX")
@@ -88,29 +85,3 @@ def settled(deployment):
     """The servers of the tests; after each test nothing runs, and no block is taken."""
     yield deployment
     deployment.settle()
-
-
-def outcomes(terminalreporter):
-    """Return a row for each pair: how its sides keep their caches, and how many tests have passed with it."""
-    passed, failed = Counter(), Counter()
-    for outcome, counter in (("passed", passed), ("failed", failed), ("error", failed)):
-        for report in terminalreporter.stats.get(outcome, []):
-            counter.update(value for name, value in getattr(report, "user_properties", ()) if name == "pair")
-    rows = [("pair", "connector", "prefill", "decode", "on failure", "passed", "failed")]
-    for name, (prefill, decode) in PAIRS.items():
-        if passed[name] + failed[name]:
-            sides = (str(prefill), str(decode))
-            rows.append((name, prefill.connector, *sides, decode.failure_policy, passed[name], failed[name]))
-    return rows
-
-
-def pytest_terminal_summary(terminalreporter):
-    tables = {"pairs of engines": outcomes(terminalreporter)} | TABLES
-    for title, rows in tables.items():
-        if len(rows) < 2:
-            continue
-        terminalreporter.section(title)
-        widths = [max(len(str(row[column])) for row in rows) for column in range(len(rows[0]))]
-        for row in rows:
-            cells = (str(cell).ljust(width) for cell, width in zip(row, widths, strict=True))
-            terminalreporter.write_line("  ".join(cells).rstrip())

@@ -1,8 +1,6 @@
 """Prints where vLLM's scheduler defers the reuse of blocks, and where the connector lets loads wait: a row for each."""
 
 import itertools
-import os
-import subprocess
 import sys
 import warnings
 from types import SimpleNamespace
@@ -15,7 +13,7 @@ with warnings.catch_warnings(action="ignore"):  # of torch
 
 from kvflow.integrations.vllm.engine import writes_late
 
-from .engines import ENVIRONMENT, ROOT
+from .engines import run_with_vllm
 from .pairs import model_folder
 
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
@@ -43,9 +41,8 @@ def rows(model, patch=setattr):
 
 def rows_of(python):
     """Return the rows of the release that an interpreter has."""
-    command = [python, "-m", "tests.vllm.deferral", str(model_folder("llama"))]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, check=True, capture_output=True, text=True)
-    lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("row ")]
+    said = run_with_vllm("-m", "tests.vllm.deferral", str(model_folder("llama")), python=python)
+    lines = [line.split()[1:] for line in said.splitlines() if line.startswith("row ")]
     return [tuple(each == "1" for each in line) for line in lines]
 
 

@@ -16,6 +16,7 @@ sleep     id, beneath: whether vLLM's scheduler is left out   id, or error
 wake      id, beneath                                         id, or error
 ranks     id, broken, of a rank, held: a rank and a kind      id, ranks: one object each, see ``rank_process``
 sabotage  id, method, error: name of an exception             id; the next call of that method of kvflow's raises it
+drafts    id                                                  id, draft, accepted: how many tokens so far
 stop                                                          none; the engine is shut down
 ========  ==================================================  =========================================================
 
@@ -103,7 +104,7 @@ class Served:
         ops: commands that are methods of the same name.
     """
 
-    ops = frozenset({"generate", "abort", "state", "reset", "sleep", "wake", "ranks", "sabotage"})
+    ops = frozenset({"generate", "abort", "state", "reset", "sleep", "wake", "ranks", "sabotage", "drafts"})
 
     def __init__(self, settings: dict[str, Any], answers: TextIO) -> None:
         rank_process.watch()
@@ -216,6 +217,11 @@ class Served:
 
         setattr(target, name, broken)
         self.answer(id=command["id"])
+
+    def drafts(self, command: dict[str, Any]) -> None:
+        counts = {metric.name: getattr(metric, "value", None) for metric in self.llm.get_metrics()}
+        names = {name: f"vllm:spec_decode_num_{name}_tokens" for name in ("draft", "accepted")}
+        self.answer(id=command["id"], **{name: counts.get(metric, 0) for name, metric in names.items()})
 
     def step(self) -> None:
         """Run one step and answer what has ended in it."""

@@ -31,6 +31,7 @@ OUT = ROOT / os.environ.get("KVFLOW_TEST_VLLM_OUT", "out/vllm")
 """Models and logs."""
 START_S = 480.0
 """An engine is ready in 10 s when nothing else runs."""
+PROGRAM_S = 850.0
 ANSWER_S = 120.0
 STOP_S = 60.0
 PAUSE_S = 0.05
@@ -38,17 +39,18 @@ PAUSE_S = 0.05
 
 T = TypeVar("T")
 
-ENVIRONMENT = {
+SERVERS_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise all engines of a host are bound to the same core
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",  # no AMX: see plain_cpu/sitecustomize.py
     "PYTHONPATH": f"{ROOT / 'tests/vllm/plain_cpu'}{os.pathsep}{ROOT}",
 }
-"""Of every engine, from before vLLM is imported."""
+"""Of every server and engine, from before vLLM is imported."""
+ENVIRONMENT = SERVERS_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Of engines that are in a process of ours."""
 
 KVFLOW = os.environ.get("KVFLOW_TEST_VLLM_CONNECTOR", "KVFlowConnector")
 """What is proved. vLLM's own passes what does not speak of tickets, which is how the proofs are proved."""
@@ -67,6 +69,16 @@ class EngineFailed(AssertionError):
     """An engine has ended, or does not answer; the message has the end of its log."""
 
 
+def run_with_vllm(*words: str, python: str = PYTHON) -> str:
+    """Run a program of Python in a process that may import vLLM, and return what it prints."""
+    environment = os.environ | ENVIRONMENT
+    done = subprocess.run(
+        [python, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PROGRAM_S, check=False
+    )
+    assert not done.returncode, done.stderr[-LOG_TAIL:]
+    return done.stdout
+
+
 def look(
     find: Callable[[], T], wanted: Callable[[T], object], missing: Callable[[T], str], patience_s: float = ANSWER_S
 ) -> T:
@@ -81,6 +93,18 @@ def look(
             raise EngineFailed(f"{missing(found)} after {patience_s} s")
         time.sleep(PAUSE_S)
     return found
+
+
+def log_tail(log: Path) -> str:
+    """Return the end of a log."""
+    return log.read_text(errors="replace")[-LOG_TAIL:]
+
+
+def records(path: Path, event: str = "", having: str = "") -> list[dict[str, Any]]:
+    """Return the records of a log file, of one event or of all, whose text has a part; none without the file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [json.loads(line) for line in lines if event in line and having in line]
+    return [record for record in found if event in ("", record["event"])]
 
 
 @dataclass(frozen=True)
@@ -133,15 +157,6 @@ class Options:
         """Whether the connector is kvflow's, by whatever name."""
         return self.connector == "KVFlowConnector" or self.module_path.startswith("kvflow.")
 
-    def __str__(self) -> str:
-        block_size = str(self.block_size) if self.block_size else "usual"
-        ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""
-        ranks += f", {self.stages} stages" if self.stages > 1 else ""
-        dtype = f", {self.dtype}" if self.dtype else ""
-        beside = f", beside {' '.join(self.beside)}" if self.beside else ""
-        cached = ", cached" if self.prefix_caching else ""
-        return f"{self.layout or 'usual'}, blocks {block_size}{cached}{ranks}{dtype}{beside}"
-
 
 def disk_of(engine_id: str) -> Path:
     """Return the folder in which ``DISK`` keeps the prompts of one engine."""
@@ -181,15 +196,7 @@ def transfer_config(options: Options, role: str, engine_id: str, secret: str) ->
 class Engine:
     """A child process with one engine.
 
-    Use it as a context manager: leaving it ends the process.
-
-    Args:
-        options: how it is started.
-        folder: of the model.
-        role: ``kv_producer``, ``kv_consumer`` or ``kv_both``.
-        name: for the log and as the engine's id.
-        secret: of the cluster.
-        nursery: forks it.
+    Use it as a context manager: leaving it ends the process. ``folder`` is the model's, and ``name`` the engine's id.
     """
 
     def __init__(
@@ -246,7 +253,7 @@ class Engine:
         return self._reader.is_alive()
 
     def log_tail(self) -> str:
-        return self.log.read_text(errors="replace")[-LOG_TAIL:]
+        return log_tail(self.log)
 
     def reason(self, request_id: str) -> str:
         """Return the code of the error that the connector has logged for a request; empty if none."""
@@ -296,8 +303,10 @@ class Engine:
         return self.submit(prompt, params, **named).wait()
 
     def obey(self, op: str, **fields: Any) -> dict[str, Any]:
-        """Send a command of its process, and wait for the answer."""
-        return self._await(self._command(op, f"{op}-{next(self._ids)}", **fields), ANSWER_S)
+        """Send a command of its process, and wait for the answer, which must be no error."""
+        answer = self._await(self._command(op, f"{op}-{next(self._ids)}", **fields), ANSWER_S)
+        assert "error" not in answer, answer["error"]
+        return answer
 
     def state(self) -> dict[str, Any]:
         """Return the blocks and requests of the engine, and the descriptors of reads since the last call."""
@@ -306,9 +315,7 @@ class Engine:
     def ranks(self, *, broken: int | None = None, held: tuple[int, str] | None = None) -> list[dict[str, Any]]:
         """Return what each rank says of itself: see ``rank_process.describe``.
 
-        Args:
-            broken: rank whose next read fails before NIXL has seen it; None for none.
-            held: rank, and which of its reads waits: see ``rank_process.Reads.hold``; None changes nothing.
+        The next read of the rank ``broken`` fails before NIXL has seen it; a read of the rank ``held`` waits.
         """
         return list(self.obey("ranks", broken=broken, held=held)["ranks"])
 
@@ -318,28 +325,18 @@ class Engine:
 
     def reset_prefix_cache(self, *, running: bool = False, external: bool = False) -> bool:
         """Return whether vLLM has reset its cache; with ``external`` also the connector, with ``running`` by force."""
-        answer = self.obey("reset", running=running, external=external)
-        assert "error" not in answer, answer["error"]
-        return bool(answer["reset"])
+        return bool(self.obey("reset", running=running, external=external)["reset"])
 
     def forget(self) -> None:
         """Forget the prompts that ``DISK`` keeps."""
         shutil.rmtree(disk_of(self.name), ignore_errors=True)
 
     def sleep(self, *, beneath: bool = False) -> None:
-        """Have it sleep.
-
-        Args:
-            beneath: only its workers, whatever its scheduler waits for; that would otherwise refuse.
-        """
-        self._change("sleep", beneath)
+        """Have it sleep, or ``beneath`` only its workers, whatever its scheduler waits for, which may refuse."""
+        self.obey("sleep", beneath=beneath)
 
     def wake(self, *, beneath: bool = False) -> None:
-        self._change("wake", beneath)
-
-    def _change(self, op: str, beneath: bool) -> None:
-        answer = self.obey(op, beneath=beneath)
-        assert "error" not in answer, answer["error"]
+        self.obey("wake", beneath=beneath)
 
     def wait_state(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """Ask until the state is as wanted."""
@@ -423,9 +420,6 @@ class Nursery:
     """The process that forks engines, started by the first who needs it unless the environment names another.
 
     Use it as a context manager.
-
-    Args:
-        python: interpreter of its environment.
     """
 
     def __init__(self, python: str = PYTHON) -> None:
@@ -506,16 +500,9 @@ PREFILL_PARAMS = {
 
 
 class Pair:
-    """A prefill and a decode engine, started at once.
+    """A prefill and a decode engine, started at once; the latter like the former unless it is told otherwise.
 
     Use it as a context manager.
-
-    Args:
-        prefill: how the one is started.
-        decode: how the other is; None for the same.
-        folder: of the model.
-        nursery: forks them.
-        decode_nursery: forks the decode engine; None for the same.
     """
 
     def __init__(

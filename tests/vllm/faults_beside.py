@@ -31,7 +31,7 @@ from .engines import KVFLOW, NIXL, PYTHON, ROOT, EngineFailed, Nursery, Request
 from .pairs import model_folder
 from .prompts import prompt_of
 from .tiny_models import CONTEXT
-from .victims import BLOCK_SIZE, LEASE_S, SETTINGS, Cluster, Victim
+from .victims import LEASE_S, SETTINGS, Cluster, Victim
 
 LIMIT_S = 45.0
 """A request that has not ended by then hangs; blocks that are not back by then are lost."""
@@ -117,12 +117,11 @@ class Harm:
         for request in asked.requests:
             self.row.ends[request.engine.options.failure_policy] = end_of(request, asked.alone, self.since_s)
 
-    def hold(self, asked: Asked, stack: ExitStack) -> None:
-        """Send requests, and hold their reads before the data."""
-        reads = [stack.enter_context(decode.held("data")) for decode in asked.decodes]
+    def ask(self, asked: Asked) -> None:
+        """Send requests now, and note how they have ended."""
+        self.done()
         asked.submit()
-        for read in reads:
-            read.reached()
+        self.ends(asked)
 
     def next_request(self, prefill: Victim) -> str:
         """Ask for something that nothing is wrong with."""
@@ -166,16 +165,13 @@ class Harm:
 def killed_then_asked(harm: Harm) -> None:
     asked = Asked(harm.cluster, harm.cluster.first, "killed")
     harm.cluster.first.kill()
-    harm.done()
-    asked.submit()
-    harm.ends(asked)
+    harm.ask(asked)
     harm.restart("first")
 
 
 def killed_during(harm: Harm) -> None:
     asked = Asked(harm.cluster, harm.cluster.first, "killed")
-    with ExitStack() as stack:
-        harm.hold(asked, stack)
+    with asked.held("data"):
         harm.cluster.first.kill()
         harm.done()
     harm.ends(asked)
@@ -186,27 +182,21 @@ def restarted(harm: Harm) -> None:
     asked = Asked(harm.cluster, harm.cluster.first, "restarted")
     harm.cluster.first.kill()
     harm.restart("first")
-    harm.done()
-    asked.submit()
-    harm.ends(asked)
+    harm.ask(asked)
 
 
 def restarted_as_it_was(harm: Harm) -> None:
     asked = Asked(harm.cluster, harm.cluster.first, "restarted")
     harm.cluster.first.kill()
     harm.cluster.restart("first", harm.cluster.first.name)
-    harm.done()
-    asked.submit()
-    harm.ends(asked)
+    harm.ask(asked)
 
 
 def stopped_met(harm: Harm) -> None:
     asked = Asked(harm.cluster, harm.cluster.first, "stopped")
     harm.cluster.first.generate(asked.prompt, max_tokens=1)  # kvflow admits a lease in the step after its ticket's
     with stopped(harm.cluster.first.pid):
-        harm.done()
-        asked.submit()
-        harm.ends(asked)
+        harm.ask(asked)
     harm.done()
 
 
@@ -227,8 +217,7 @@ def stopped_not_met(harm: Harm) -> None:
 
 def decode_killed(harm: Harm) -> None:
     asked = Asked(harm.cluster, harm.cluster.first, "reading", decodes=[harm.cluster.failing])
-    with ExitStack() as stack:
-        harm.hold(asked, stack)
+    with asked.held("data"):
         harm.cluster.failing.kill()
         harm.done()
     harm.cluster.first.wait_state(lambda state: state["held"] == 0, LIMIT_S)
@@ -236,20 +225,11 @@ def decode_killed(harm: Harm) -> None:
     harm.restart("failing")
 
 
-def overwrite(engine: Victim) -> None:
-    """Compute other prompts until every block of the pool has been used again."""
-    length = CONTEXT - BLOCK_SIZE
-    for number in range(-(-engine.state()["blocks"] * BLOCK_SIZE // length)):
-        engine.generate(prompt_of(length, f"overwrite {number}"), max_tokens=1)
-
-
 def late(harm: Harm) -> None:
     asked = Asked(harm.cluster, harm.cluster.first, "late")
     harm.cluster.first.wait_state(lambda state: state["held"] == 0, LIMIT_S)
-    overwrite(harm.cluster.first)
-    harm.done()
-    asked.submit()
-    harm.ends(asked)
+    harm.cluster.first.overwrite()
+    harm.ask(asked)
 
 
 def late_in_the_middle(harm: Harm) -> None:
@@ -257,10 +237,9 @@ def late_in_the_middle(harm: Harm) -> None:
     harm.next_request(cluster.second)  # nobody can be met over a wire that is stalled
     asked = Asked(cluster, cluster.second, "late")
     with cluster.wire.stalled():
-        with ExitStack() as stack:
-            harm.hold(asked, stack)
+        with asked.held("data"):
             cluster.second.wait_state(lambda state: state["held"] == 0, LIMIT_S)
-            overwrite(cluster.second)
+            cluster.second.overwrite()
             harm.done()
         harm.ends(asked)
 
@@ -294,8 +273,7 @@ def rejected(harm: Harm) -> None:
 
 def aborted(harm: Harm) -> None:
     asked = Asked(harm.cluster, harm.cluster.first, "aborted")
-    with ExitStack() as stack:
-        harm.hold(asked, stack)
+    with asked.held("data"):
         for request in asked.requests:
             request.abort()
         harm.done()
@@ -328,9 +306,7 @@ def garbage(harm: Harm) -> None:
     harm.restart("failing")
     harm.restart("recomputing")
     asked = Asked(cluster, cluster.first, "garbage")
-    harm.done()
-    asked.submit()
-    harm.ends(asked)
+    harm.ask(asked)
 
 
 def flood(harm: Harm) -> None:
@@ -339,9 +315,7 @@ def flood(harm: Harm) -> None:
     with subprocess.Popen([*command, "faults"], cwd=ROOT, stdout=subprocess.DEVNULL) as member:
         try:
             asked = Asked(harm.cluster, harm.cluster.first, "flood")
-            harm.done()
-            asked.submit()
-            harm.ends(asked)
+            harm.ask(asked)
         finally:
             member.kill()
 
@@ -349,9 +323,7 @@ def flood(harm: Harm) -> None:
 def absurd(harm: Harm) -> None:
     """What any client may write into its request."""
     asked = Asked(harm.cluster, harm.cluster.first, "absurd", tickets=[{"do_remote_prefill": True}] * 2)
-    harm.done()
-    asked.submit()
-    harm.ends(asked)
+    harm.ask(asked)
 
 
 def mixed_up(harm: Harm) -> None:
@@ -359,9 +331,7 @@ def mixed_up(harm: Harm) -> None:
     cluster = harm.cluster
     tickets = Asked(cluster, cluster.first, "a prompt of its own").tickets
     asked = Asked(cluster, cluster.second, "shared", tickets=tickets)
-    harm.done()
-    asked.submit()
-    harm.ends(asked)
+    harm.ask(asked)
     others = Asked(cluster, cluster.second, "shared", tickets=[{}, {}]).submit()
     since_s = time.monotonic()
     ends = {end_of(request, others.alone, since_s).partition(",")[0] for request in others.requests}

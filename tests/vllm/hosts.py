@@ -3,23 +3,20 @@
 It takes root, ``ip`` and ``unshare``. What a host runs shares with the other hosts its files, and nothing else.
 """
 
-import json
 import os
 import re
 import secrets
 import shlex
 import subprocess
-import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from .engines import ANSWER_S, ENVIRONMENT, PYTHON, ROOT, START_S
+from .engines import ROOT, SERVERS_ENVIRONMENT
 from .pairs import model_folder
 from .servers import LOGS, Server, Together
 
-TOKENS = 16
 CONTROL_PORT = 5600
 """Of the first rank of an engine."""
 
@@ -32,14 +29,7 @@ BOOT = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && mount --bind "$1" /etc
 class Hosts:
     """Hosts with the addresses ``198.18.16.1`` and so on, which this process reaches, too; by address, not by name.
 
-    Use it as a context manager: leaving it removes the hosts.
-
-    Args:
-        names: under which the hosts know each other.
-        folder: for what the hosts read.
-
-    Attributes:
-        addresses: name -> address.
+    Use it as a context manager: leaving it removes the hosts. They know each other by ``names``.
     """
 
     def __init__(self, names: Sequence[str], folder: Path) -> None:
@@ -93,16 +83,7 @@ class Hosts:
 
 
 class FarServer(Server):
-    """A server on one of the hosts.
-
-    Args:
-        hosts: that it is one of.
-        name: of its host.
-        command: that starts it, as words.
-        port: at which it will serve.
-        variables: of its environment, beside the usual ones.
-        folder: in which it runs.
-    """
+    """A server on one of the hosts; ``name`` is that of the host."""
 
     def __init__(
         self,
@@ -115,25 +96,9 @@ class FarServer(Server):
         folder: Path,
     ) -> None:
         LOGS.mkdir(parents=True, exist_ok=True)
-        usual = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-        environment = {**os.environ, **usual, **variables}
+        environment = {**os.environ, **SERVERS_ENVIRONMENT, **variables}
         super().__init__(name, hosts.command(name, command), port, environment, folder)
         self.url = f"http://{hosts.addresses[name]}:{port}"
-
-    def complete(self, prompt: Sequence[int], *, model: str, max_tokens: int = TOKENS, **fields: Any) -> dict[str, Any]:
-        """Return what it answers to a prompt, at temperature 0 and with the ids of the tokens."""
-        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body | fields).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-            answered: dict[str, Any] = json.load(answer)
-        return answered
-
-    def tokens(self, prompt: Sequence[int], **fields: Any) -> list[int]:
-        """Return the tokens that it makes of a prompt."""
-        made: list[int] = self.complete(prompt, **fields)["choices"][0]["token_ids"]
-        return made
 
     def stop(self) -> int:
         """End the processes of the host at once: their first one takes no other signal."""
@@ -141,17 +106,7 @@ class FarServer(Server):
 
 
 class FarServers(Together):
-    """Servers on hosts of their own.
-
-    Args:
-        names: of the hosts.
-        folder: for programs, records and lists of names.
-
-    Attributes:
-        hosts: on which they are.
-        model: its folder.
-        secret: of their cluster.
-    """
+    """Servers on hosts of their own; ``folder`` is for programs, records and lists of names."""
 
     def __init__(self, names: Sequence[str], folder: Path) -> None:
         super().__init__()
@@ -176,21 +131,6 @@ class FarServers(Together):
         address = f"tcp://{self.hosts.addresses[name]}:{CONTROL_PORT + rank}"
         assert len(re.findall(f"rank {rank} of {num_ranks} of engine \\S+ is at {address}: ", said)) == 1, said
         assert "no address of this host" not in said
-
-
-def run_with_vllm(program: str, *words: str) -> str:
-    """Run a program of Python in a process that may import vLLM, and return what it prints."""
-    done = subprocess.run(
-        [PYTHON, "-c", program, *words],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | ENVIRONMENT,
-        timeout=START_S,
-        check=False,
-    )
-    assert not done.returncode, done.stderr
-    return done.stdout
 
 
 def ip(*words: str) -> None:

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from tests.docs import pages
+
 HOWTO = Path(__file__).parents[2] / "docs" / "howto"
 PAGE = HOWTO / "vllm.md"
 ROUTERS_PAGE = HOWTO / "routers.md"
@@ -15,7 +17,7 @@ PREFILL_PORT, DECODE_PORT, PROXY_PORT, SOURCE_PORT = 8100, 8200, 8000, 5600
 
 def blocks(language: str, page: Path = PAGE) -> list[str]:
     """Return the blocks of a language, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return pages.blocks(str(page), language)
 
 
 def members(key: str, page: Path = READING_PAGE) -> str:
@@ -44,4 +46,4 @@ def command(*words: str, page: Path = PAGE) -> str:
     [found] = [
         block for block in blocks("sh", page) if block.startswith(words[0]) and all(word in block for word in words[1:])
     ]
-    return found
+    return found.strip()

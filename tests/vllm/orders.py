@@ -12,13 +12,13 @@ from functools import partial
 from random import Random
 
 from . import first_runner, second_runner
+from .engines import PREFILL_PARAMS
 from .pairs import model_folder
 from .second_runner import BLOCK_SIZE
 
 EXECUTORS = {"first": first_runner.Executor, "second": second_runner.Executor}
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 PATIENCE_S = 120.0
-OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 PREFIXES = 4
 PREFIX = 5 * BLOCK_SIZE
 REST = 3 * BLOCK_SIZE  # longest rest of a prompt behind its prefix
@@ -183,7 +183,7 @@ class World:
             for engine in self.engines:
                 if engine.has_work:
                     engine.step()
-                    self.happened["step" if engine is self.engine else "step of the source"] += 1
+                    self.happened["step"] += engine is self.engine
                 self._work(engine)
 
     def settle(self):
@@ -226,14 +226,14 @@ class World:
         if not self.opens and len(busy) < 2 and self.draw.random() < (0.2 if self._finder else 0.6):
             asks = self.takes_tickets and len(self.tickets) < 4
             name, prompt = f"s{next(NAMES)}", self.prompt()
-            self.source.ask(name, prompt, OFFER if asks else None, max_tokens=1)
+            self.source.ask(name, prompt, PREFILL_PARAMS if asks else None, max_tokens=1)
             self.wanted[name] = prompt
             self.asked += [name] if asks else []
 
     def _ask(self):
         name, prompt, params = f"e{next(NAMES)}", self.prompt(), None
         if self.opens and self.draw.random() < 0.6:
-            params = OFFER
+            params = PREFILL_PARAMS
         if self.tickets and self.draw.random() < 0.7:
             prompt, params = self.tickets.pop(0)
         self.engine.ask(name, prompt, params, max_tokens=self.draw.randrange(1, ANSWER))
@@ -308,7 +308,7 @@ def crowded(runner):
         while engine.free_blocks > spare:
             assert time.monotonic() < deadline
             engine.step()
-        engine.ask("offered", [7] * 16 * spare, OFFER)
+        engine.ask("offered", [7] * 16 * spare, PREFILL_PARAMS)
         is_open = threading.Event()
         side.offering.submit(is_open.set)  # behind what opens the offer
         assert is_open.wait(PATIENCE_S)

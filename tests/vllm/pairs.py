@@ -1,13 +1,12 @@
 """The pairs of engines that tests talk about, by name, and one of them running at a time."""
 
 import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .engines import DISK, KVFLOW, NIXL, OUT, PYTHON, ROOT, EngineFailed, Nursery, Options, Pair, look
+from .engines import DISK, KVFLOW, NIXL, OUT, EngineFailed, Nursery, Options, Pair, look, run_with_vllm
 from .tiny_models import CONFIGS, DRAFT, folder_of
 
 FULL = os.environ.get("KVFLOW_TEST_VLLM") == "full"
@@ -140,6 +139,7 @@ E4M3 = replace(LLAMA, dtype="float32", llm={"kv_cache_dtype": "fp8_e4m3"})
 E5M2 = replace(LLAMA, dtype="float32", llm={"kv_cache_dtype": "fp8_e5m2"})
 # On CPUs only AVX-512 and AMX have fp8 caches. In float32 both have the same kernel.
 FLOAT8 = {"llama-fp8-e4m3": (E4M3, E4M3), "llama-fp8-e5m2": (E5M2, E5M2)}
+USUAL_FLOAT8 = "llama-fp8-e4m3"
 PAIRS |= FLOAT8
 REFUSED_FLOAT8 = {"llama-fp8-e4m3-to-e5m2": (E4M3, E5M2)}
 """A byte of one fp8 means another number in the other."""
@@ -177,11 +177,7 @@ SPECULATIVE = {
     "model": str(folder_of("llama-drafted", OUT / "models") / DRAFT),
     "num_speculative_tokens": 2,
 }
-DRAFTING = replace(
-    ALONE,
-    llm={"speculative_config": SPECULATIVE, "disable_log_stats": False},
-    served="tests.vllm.drafting_engine",
-)
+DRAFTING = replace(ALONE, llm={"speculative_config": SPECULATIVE, "disable_log_stats": False})
 DRAFTS = {
     "llama-drafts-both": (DRAFTING, DRAFTING),
     "llama-drafts-decode": (ALONE, DRAFTING),
@@ -194,7 +190,7 @@ PAIRS |= DRAFTS | REFUSED
 
 def chosen(*names: str) -> list[str]:
     """Return those of the pairs that this run starts: all, or only the usual ones."""
-    return [name for name in names if FULL or name in (*USUAL, *USUAL_PARALLEL, *USUAL_MULTI, *FLOAT8)]
+    return [name for name in names if FULL or name in (*USUAL, *USUAL_PARALLEL, *USUAL_MULTI, USUAL_FLOAT8)]
 
 
 def model_folder(name: str) -> Path:
@@ -203,8 +199,7 @@ def model_folder(name: str) -> Path:
     if not folder.exists():
         # All at once: half a minute is mostly imports.
         names = list(CONFIGS) if FULL else sorted({*USUAL, name})
-        command = [PYTHON, "-m", "tests.vllm.tiny_models", str(folder.parent), *names]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+        run_with_vllm("-m", "tests.vllm.tiny_models", str(folder.parent), *names)
     return folder
 
 

@@ -148,15 +148,7 @@ def post(url: str, path: str, headers: Iterable[tuple[str, str]], body: bytes) -
 
 
 class Replay:
-    """A router, by its transcript.
-
-    Args:
-        transcript: of ``tests/data/routers``.
-        prefill: URL of the prefill server, as the router names it.
-        decode: URL of the decode server.
-        variant: of the prefill request; empty for the usual.
-        tamper: changes the parameters for the decode server after the router has.
-    """
+    """A router, by its transcript, before two servers; ``tamper`` changes what it has made of the parameters."""
 
     def __init__(
         self,

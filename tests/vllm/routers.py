@@ -11,7 +11,7 @@ from .servers import Deployment, Server, fetch
 def start_vllm_router(deployment: Deployment, second: Server | None = None) -> Server:
     """Start ``vllm-router``, if need be with a second prefill server."""
     further = f" --prefill {second.url}" if second else ""
-    return _launch(deployment, "vllm-router", command("vllm-router", page=ROUTERS_PAGE).strip() + further)
+    return _launch(deployment, "vllm-router", command("vllm-router", page=ROUTERS_PAGE) + further)
 
 
 def start_smg(deployment: Deployment, second: Server | None = None) -> Server:
@@ -29,7 +29,7 @@ def start_smg(deployment: Deployment, second: Server | None = None) -> Server:
 def start_unlabeled_smg(deployment: Deployment, prefill: Server) -> Server:
     """Start ``smg`` with the servers on its command line, which says nothing of a connector."""
     servers = f" --prefill {prefill.url} --decode {deployment.decode.url}"
-    front = _launch(deployment, "smg-unlabeled", command("smg launch", page=ROUTERS_PAGE).strip() + servers)
+    front = _launch(deployment, "smg-unlabeled", command("smg launch", page=ROUTERS_PAGE) + servers)
     _wait_workers(front, 2)
     return front
 
@@ -46,7 +46,7 @@ def _launch(deployment: Deployment, name: str, shell: str) -> Server:
     port = free_port()
     # All routers have one port for metrics unless they are told otherwise.
     metrics = f" --prometheus-host 127.0.0.1 --prometheus-port {free_port()}"
-    front = deployment.serve(name, deployment.fitted(shell, {PROXY_PORT: port}).strip() + metrics, port)
+    front = deployment.serve(name, deployment.fitted(shell, {PROXY_PORT: port}) + metrics, port)
     front.wait_ready()
     return front
 

@@ -156,7 +156,6 @@ class Worker:
         self.wrong = []
         self.order = []
         self.between = lambda: None
-        self.num_read = 0
         self._guess = Random(0)
         self._blocks = {}
         self._states = {}
@@ -329,7 +328,6 @@ class Worker:
         """Read the state of each request, and write the next one."""
         for row in rows:
             cells = self.cells[0, row.state * BLOCK_SIZE : (row.state + 1) * BLOCK_SIZE]
-            self.num_read += 1
             if row.start and (cells != state(row.tokens[: row.start], self._numbers[1:])).any():
                 self.wrong.append((row.name, self.layers[1], row.start))
             cells[:] = state(row.tokens, self._numbers[1:])
@@ -344,7 +342,6 @@ class Worker:
             positions = np.arange(row.stop)
             found = self.cells[layers, row.slots(positions)]
             right = (found == contents(row.tokens, positions, self._numbers[layers])).all(axis=2)
-            self.num_read += right.size
             if not right.all():
                 self.wrong += [(row.name, self.layers[layers][layer], int(at)) for layer, at in np.argwhere(~right)]
 

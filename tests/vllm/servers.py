@@ -16,12 +16,24 @@ from typing import Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from .engines import ANSWER_S, ENVIRONMENT, OUT, PAUSE_S, PYTHON, ROOT, START_S, EngineFailed, free_port, look
+from .engines import (
+    ANSWER_S,
+    OUT,
+    PAUSE_S,
+    PYTHON,
+    ROOT,
+    SERVERS_ENVIRONMENT,
+    START_S,
+    EngineFailed,
+    free_port,
+    log_tail,
+    look,
+    records,
+)
 from .howto import DECODE_PORT, PAGE, PREFILL_PORT, PROXY_PORT, command
 
 LOGS = OUT / "logs"
 STOP_S = 30.0
-LOG_TAIL = 6000
 
 ROUTERS = Path(os.environ.get("KVFLOW_TEST_ROUTERS", ROOT / ".venv-routers"))
 """An environment with what requirements-routers.txt names."""
@@ -55,15 +67,7 @@ def fetch(url: str | urllib.request.Request) -> bytes:
 
 
 class Server:
-    """A process that serves HTTP.
-
-    Args:
-        name: for its log.
-        shell: the command that starts it.
-        port: at which it will serve.
-        environment: of the process, whole.
-        folder: in which it runs.
-    """
+    """A process that serves HTTP; ``name`` is for its log."""
 
     def __init__(self, name: str, shell: str, port: int, environment: Mapping[str, str], folder: Path) -> None:
         self.name = name
@@ -96,7 +100,7 @@ class Server:
                 fetch(f"{self.url}/health")
                 return
             if not self.alive or time.monotonic() > deadline:
-                raise EngineFailed(f"{self.name} does not serve\n{self.log.read_text(errors='replace')[-LOG_TAIL:]}")
+                raise EngineFailed(f"{self.name} does not serve\n{log_tail(self.log)}")
             time.sleep(PAUSE_S)
 
     def stop(self) -> int:
@@ -175,33 +179,40 @@ class Deployment(Together):
         folder: for programs and records.
 
     Attributes:
-        ran: the blocks of the page that have run, in the order in which they ran first.
+        page: whose commands start them.
+        flags: of both servers, behind those of the page.
+        has_alone: whether there is a server alone.
+        ran: the blocks of pages that have run, in the order in which they ran first.
     """
+
+    page = PAGE
+    flags = ""
+    has_alone = True
 
     def __init__(self, model: Path, folder: Path) -> None:
         super().__init__()
-        self.ran: list[str] = []
+        self.ran = [command("export", "kvflow keys"), command("export", "VLLM_CPU")]
         self.folder = folder
         self.model = str(model)
         self.ports = {port: free_port() for port in (PREFILL_PORT, DECODE_PORT, PROXY_PORT)}
         self.alone_port = free_port()
         self._environment = self._make_environment()
-        exports = self._page("export", "kvflow keys") + self._page("export", "VLLM_CPU")
-        self._environment |= dict(
-            zip(EXPORTED, self.run(f"{exports}printenv {' '.join(EXPORTED)}").split(), strict=True)
-        )
+        exported = self.run("\n".join([*self.ran, f"printenv {' '.join(EXPORTED)}"])).split()
+        self._environment |= dict(zip(EXPORTED, exported, strict=True))
 
     def start(self) -> Iterable[Server]:
         """See ``Together.start``."""
         self.start_prefill()
-        self.decode = self._start("decode", self._page("vllm serve", "kv_consumer"), DECODE_PORT)
+        self.decode = self._start("decode", f"{self._page('vllm serve', 'kv_consumer')} {self.flags}", DECODE_PORT)
+        self.proxy = self._start("proxy", f"{self._page('kvflow proxy')} --listen 127.0.0.1:8000", PROXY_PORT)
+        if not self.has_alone:
+            return self.prefill, self.decode, self.proxy
         self.alone = self.serve("alone", f"vllm serve {self.model} --port {self.alone_port}", self.alone_port)
-        self.proxy = self._start("proxy", f"{self._page('kvflow proxy').strip()} --listen 127.0.0.1:8000", PROXY_PORT)
-        return self.prefill, self.decode, self.alone, self.proxy
+        return self.prefill, self.decode, self.proxy, self.alone
 
     def start_prefill(self) -> None:
         """Start the server that prefills, for the first time or again; it is not ready yet."""
-        self.prefill = self._start("prefill", self._page("vllm serve", "kv_producer"), PREFILL_PORT)
+        self.prefill = self._start("prefill", f"{self._page('vllm serve', 'kv_producer')} {self.flags}", PREFILL_PORT)
 
     def restart_prefill(self) -> None:
         """Start it again, and wait until it is ready."""
@@ -249,11 +260,11 @@ class Deployment(Together):
 
     def records(self, side: str) -> list[dict[str, Any]]:
         """Return the records that one side's ``log_file`` has."""
-        return [json.loads(line) for line in (self.folder / f"{side}.jsonl").read_text().splitlines()]
+        return records(self.folder / f"{side}.jsonl")
 
     def _page(self, *words: str) -> str:
-        """Return a block of the page that is about to run, and note it."""
-        block = command(*words)
+        """Return a command of the page that is about to run, and note its block."""
+        block = command(*words, page=self.page)
         if block not in self.ran:
             self.ran.append(block)
         return block
@@ -275,28 +286,4 @@ class Deployment(Together):
             (programs / name).write_text(f"#!/bin/sh\n{script}\n")
             (programs / name).chmod(0o755)
         paths = {"PATH": f"{programs}:{os.environ['PATH']}"}
-        servers = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-        return {**os.environ, **servers, **paths, "VLLM_SERVER_DEV_MODE": "1"}
-
-
-class PagePair(Deployment):
-    """The two servers and the proxy of a page, and no server alone.
-
-    Attributes:
-        page: whose commands start them.
-        flags: of both servers, behind those of the page.
-    """
-
-    page = PAGE
-    flags = ""
-
-    def start(self) -> Iterable[Server]:
-        """See ``Together.start``."""
-        prefill, decode, proxy = (
-            command(*words, page=self.page).strip()
-            for words in (("vllm serve", "kv_producer"), ("vllm serve", "kv_consumer"), ("kvflow proxy",))
-        )
-        self.prefill = self._start("prefill", f"{prefill} {self.flags}", PREFILL_PORT)
-        self.decode = self._start("decode", f"{decode} {self.flags}", DECODE_PORT)
-        self.proxy = self._start("proxy", f"{proxy} --listen 127.0.0.1:8000", PROXY_PORT)
-        return self.prefill, self.decode, self.proxy
+        return {**os.environ, **SERVERS_ENVIRONMENT, **paths, "VLLM_SERVER_DEV_MODE": "1"}

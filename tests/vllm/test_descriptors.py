@@ -2,9 +2,8 @@
 
 import pytest
 
-from .pairs import BESIDE, FULL, PAIRS, chosen
+from .pairs import BESIDE, FULL, chosen
 from .prompts import prompt_of
-from .tables import DESCRIPTORS, TABLES
 
 LENGTHS = (40, 150, 333)
 """One block of 128 tokens, two, and three."""
@@ -39,14 +38,6 @@ def reads_of(pair, length):
     return pair.decode.state()["descriptors"]
 
 
-def note(name, connector, cells):
-    """Put a row into the table, which has a head above the first."""
-    table = TABLES[DESCRIPTORS]
-    if not table:
-        table.append(("pair", "connector", *(f"{length} tokens" for length in LENGTHS)))
-    table.append((name, connector, *cells))
-
-
 @pytest.mark.proves("packed layouts (`BLHNC`, `BHLNC`)", engine="real", pairs="-packed-heads-first")
 @pytest.mark.parametrize("pair", MEASURED, indirect=True)
 def test_no_more_descriptors_than_the_engines_own_connector(pair, request):
@@ -54,18 +45,8 @@ def test_no_more_descriptors_than_the_engines_own_connector(pair, request):
     own = OWN[name.removesuffix("-nixl")]
     requests = [reads_of(pair, length) for length in LENGTHS]
     if name in BESIDE:
-        note(name, PAIRS[name][0].connector, [" ".join(map(str, reads)) for reads in requests])
         assert [sum(reads) for reads in requests] == list(own)
         return
-    note(name, PAIRS[name][0].connector, [shown(reads) for reads in requests])
-    if not FULL:
-        note(name, "NixlConnector, as measured", own)
     for reads, limit in zip(requests, own, strict=True):
         assert reads[0] == reads[-1] == 1, "the fences"
         assert sum(reads[1:-1]) <= limit
-
-
-def shown(reads):
-    """Return what a reader of the table sees of one request: the epoch is read before the groups, and again after."""
-    look, *data, fence = reads
-    return f"{sum(data)} (+{look} before, +{fence} after)"

@@ -1,9 +1,8 @@
 """Draft models on both sides or on one: tokens are those of one engine, and what is accepted tells what was read."""
 
-import json
-
 import pytest
 
+from .engines import records
 from .pairs import DRAFTS, FULL, RANKS_LOG, await_all, chosen
 from .prompts import prompt_of
 from .test_refused import refused
@@ -41,9 +40,7 @@ def accepted(pair):
 
 def omitted(pair):
     """Return the warnings of the decode engine about layers of one side."""
-    with RANKS_LOG.open() as lines:
-        records = [json.loads(line) for line in lines if "layers.omitted" in line]
-    return [each for each in records if each["engine_id"] == pair.decode.name]
+    return [each for each in records(RANKS_LOG, "layers.omitted") if each["engine_id"] == pair.decode.name]
 
 
 @pytest.mark.proves("draft models", engine="real", pairs="llama-drafts")
@@ -58,18 +55,16 @@ def test_both_engines_say_what_one_says(pair, length):
 
 
 @pytest.mark.parametrize("pair", chosen("llama-drafts-both"), indirect=True)
-def test_as_many_drafts_are_accepted_as_by_one_engine(pair, record_property):
+def test_as_many_drafts_are_accepted_as_by_one_engine(pair):
     alone, both = accepted(pair)
-    record_property("accepted", f"{both} of {alone}")
     assert both == pytest.approx(alone, rel=0.02)
     assert alone > len(LENGTHS) * TOKENS / 4
     assert not omitted(pair)
 
 
 @pytest.mark.parametrize("pair", chosen("llama-drafts-decode"), indirect=True)
-def test_drafts_of_the_decode_engine_alone_are_accepted_less(pair, record_property):
+def test_drafts_of_the_decode_engine_alone_are_accepted_less(pair):
     alone, both = accepted(pair)
-    record_property("accepted", f"{both} of {alone}")
     assert 0 < both < alone
     (warning,) = await_all(lambda: omitted(pair))
     assert (warning["level"], warning["side"], warning["layers"]) == ("warning", "target", DRAFT_LAYER)

@@ -4,8 +4,7 @@ import threading
 
 import pytest
 
-from .checks import LENGTH, expect_policy, failed, serves
-from .engines import PREFILL_PARAMS
+from .checks import LENGTH, abort_prefills, abort_reads, expect_policy, failed, serves
 from .howto import log_line
 from .pairs import LEASE_S, chosen
 from .prompts import prompt_of
@@ -43,12 +42,7 @@ def test_a_ticket_that_nobody_uses_expires(pair):
 
 @pytest.mark.parametrize("pair", chosen("llama", "gptoss", "granite", RANKS), indirect=True)
 def test_a_decode_request_is_aborted_before_and_while_it_reads(pair):
-    prompt = prompt_of(700)
-    for delay_s in (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1):
-        request = pair.decode.submit(prompt, pair.ticket(prompt))
-        threading.Event().wait(delay_s)
-        request.abort()
-        assert request.wait()["finish_reason"] in ("abort", "length")
+    abort_reads(pair)
     serves(pair)
 
 
@@ -67,14 +61,7 @@ def test_a_decode_request_is_aborted_while_it_decodes(pair):
 
 @pytest.mark.parametrize("pair", chosen("llama", "gptoss", "granite", RANKS), indirect=True)
 def test_a_prefill_request_is_aborted(pair):
-    prompt = prompt_of(700)
-    requests = [pair.prefill.submit(prompt, PREFILL_PARAMS, max_tokens=1) for _ in range(4)]
-    for request in requests:
-        request.abort()
-    for request in requests:
-        answer = request.wait()
-        if answer["finish_reason"] != "abort":  # it was faster; its ticket must not keep blocks for long
-            assert pair.decode.generate(prompt, answer["kv_transfer_params"])["finish_reason"] == "length"
+    abort_prefills(pair)
     serves(pair)
 
 

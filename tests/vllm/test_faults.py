@@ -55,24 +55,6 @@ def cluster(engines):
     engines.settle()
 
 
-@contextmanager
-def held(asked, at):
-    """Send requests, and hold their reads before the data or before the fence."""
-    with ExitStack() as stack:
-        reads = [stack.enter_context(decode.held(at)) for decode in asked.decodes]
-        asked.submit()
-        for read in reads:
-            read.reached()
-        yield
-
-
-def overwrite(engine):
-    """Compute other prompts until every block of the pool has been used again."""
-    length = CONTEXT - BLOCK_SIZE
-    for number in range(-(-engine.state()["blocks"] * BLOCK_SIZE // length)):
-        engine.generate(prompt_of(length, f"overwrite {number}"), max_tokens=1)
-
-
 @pytest.mark.proves("restart of prefill", engine="real")
 @pytest.mark.parametrize("at", ["data", "fence"])
 def test_a_prefill_engine_is_killed_and_started_again(cluster, at):
@@ -80,18 +62,18 @@ def test_a_prefill_engine_is_killed_and_started_again(cluster, at):
     after = Asked(cluster, cluster.first, "after", max_tokens=LONG).submit().wait_begun()
     before = Asked(cluster, cluster.first, "before")
     during = Asked(cluster, cluster.first, "during")
-    with held(during, at):
+    with during.held(at):
         cluster.first.kill()
         during.count()
     before.submit()
     elsewhere = Asked(cluster, cluster.second, "elsewhere").submit()
-    during.expect_policy(f"prefill killed before the {at} is read", GONE, SETTINGS["fence_s"])
-    before.expect_policy("prefill killed before it is asked", GONE, SETTINGS["connect_s"])
+    during.expect_policy(GONE, SETTINGS["fence_s"])
+    before.expect_policy(GONE, SETTINGS["connect_s"])
     elsewhere.expect_right()
     after.expect_right()
     cluster.restart("first", engine_id="" if at == "data" else f"{cluster.prefix}-another")
     again = Asked(cluster, cluster.first, "before", tickets=before.tickets).submit()
-    again.expect_policy("ticket from before a restart", GONE, SETTINGS["handshake_s"])
+    again.expect_policy(GONE, SETTINGS["handshake_s"])
 
 
 def test_a_connected_prefill_engine_that_stops_affects_only_its_readers(cluster):
@@ -103,7 +85,7 @@ def test_a_connected_prefill_engine_that_stops_affects_only_its_readers(cluster)
     with stopped(cluster.first.pid):
         asked.submit()
         elsewhere.submit().expect_right()
-        asked.expect_right_or_policy("prefill stopped after it was met", SILENT, SETTINGS["wire_s"])
+        asked.expect_policy({"", *SILENT}, SETTINGS["wire_s"])
 
 
 @full
@@ -111,13 +93,13 @@ def test_a_prefill_engine_stopped_before_connecting_fails_its_readers(cluster):
     old = Asked(cluster, cluster.first, "old")
     cluster.first.stop()  # in order: nobody dials it again until there is a ticket
     cluster.restart("first")
-    old.submit().expect_policy("ticket of a prefill that has ended in order", GONE, SETTINGS["handshake_s"])
+    old.submit().expect_policy(GONE, SETTINGS["handshake_s"])
     asked = Asked(cluster, cluster.first, "frozen")
     elsewhere = Asked(cluster, cluster.second, "elsewhere")
     with stopped(cluster.first.pid):
         asked.submit()
         elsewhere.submit().expect_right()
-        asked.expect_policy("prefill stopped before it is met", SILENT, SETTINGS["handshake_s"])
+        asked.expect_policy(SILENT, SETTINGS["handshake_s"])
 
 
 @full
@@ -131,11 +113,11 @@ def test_a_prefill_engine_that_hangs_during_a_tcp_read_costs_no_blocks(pairs):
             serves(cluster, prefill)
         asked = Asked(cluster, cluster.first, "hanging")
         with ExitStack() as stack:
-            with held(asked, "data"):
+            with asked.held("data"):
                 stack.enter_context(stopped(cluster.first.pid))
                 asked.count()
             elsewhere = Asked(cluster, cluster.second, "elsewhere").submit()
-            asked.expect_policy("prefill stopped before the data is read, TCP", SILENT, bound_s)
+            asked.expect_policy(SILENT, bound_s)
             elsewhere.expect_right()
             cluster.first.kill()  # awake again it may be aborted by UCX: see the known limits
         cluster.restart("first")
@@ -171,19 +153,19 @@ def test_an_expired_lease_frees_its_blocks_unless_a_read_renews_it(cluster, late
     late, other = sorted(cluster.decodes, key=lambda decode: decode is not cluster.engines[late])
     stale = Asked(cluster, cluster.second, "stale", decodes=[late])
     renewed = Asked(cluster, cluster.first, "renewed", decodes=[other])
-    with held(renewed, "data"), cluster.wire.stalled():
-        with held(stale, "data"):
+    with renewed.held("data"), cluster.wire.stalled():
+        with stale.held("data"):
             unused = Asked(
                 cluster, cluster.first, "unused", tickets=[ticket(cluster.first, prompt_of(LENGTH, "unused"))] * 2
             )
             cluster.second.wait_state(lambda state: state["held"] == 0, LEASE_S + PATIENCE_S)
             cluster.first.wait_state(lambda state: state["held"] == 1, LEASE_S + PATIENCE_S)
-            overwrite(cluster.second)
-        stale.count().expect_policy("lease over, blocks used again before the data is read", {"stale_lease"}, 1.0)
+            cluster.second.overwrite()
+        stale.count().expect_policy({"stale_lease"}, 1.0)
         assert [cluster.second.lease_end(params) for params in stale.tickets] == ["expired"]
         assert [cluster.first.lease_end(params) for params in unused.tickets] == ["expired"] * 2
     renewed.expect_right()
-    unused.submit().expect_policy("lease over before it is asked", {"stale_lease"}, SETTINGS["handshake_s"])
+    unused.submit().expect_policy({"stale_lease"}, SETTINGS["handshake_s"])
 
 
 @pytest.mark.proves("leases, renewed", engine="real")
@@ -302,3 +284,27 @@ def test_a_request_rejected_before_its_admission_releases_its_ticket(cluster):
     cluster.second.wait_state(lambda state: state["held"] == 0)
     assert cluster.second.lease_end(params) == "released"
     assert cluster.failing.stages() == []
+
+
+@pytest.mark.parametrize("ended", ["loading", "aborted", "waiting"])
+def test_a_load_in_flight_is_dropped_and_its_prompt_computed(cluster, ended):
+    """Whatever ``kv_load_failure_policy`` says."""
+    for decode in cluster.decodes:
+        prompt = prompt_of(LENGTH, f"reset during {ended}")
+        alone = cluster.second.generate(prompt)["tokens"]
+        given = ticket(cluster.first, prompt)
+        with decode.held("data") as read:
+            request = decode.submit(prompt, given)
+            read.reached()
+            with decode.paused():
+                if ended == "aborted":
+                    request.abort()
+                if ended == "waiting":
+                    read.let_go()
+                reset = decode._command("reset", f"reset-{ended}", running=True, external=True)
+                read.let_go()
+                assert decode._await(reset, 60.0)["reset"]
+                assert decode.state()["free_blocks"] == decode.free_blocks
+            answer = request.wait()
+        assert answer["tokens"] == ([] if ended == "aborted" else alone)
+        assert decode.generate(prompt, ticket(cluster.first, prompt))["tokens"] == alone

@@ -5,13 +5,11 @@ ranks; opaque pages, between engines whose pages differ; and caches of two forma
 """
 
 import json
-import os
 import re
-import subprocess
 
 import pytest
 
-from .engines import PYTHON, ROOT
+from .engines import run_with_vllm
 from .gpu_models import BACKENDS, MODELS, OPAQUE
 from .pairs import FULL
 
@@ -25,7 +23,6 @@ formats whose elements are all of the same size."""
 
 PAGE = r"\S+\.(components|cpu_\w+_\d+x\d+x\d+(nh|hn)\.shape\[0\]) differs: source has .* Opaque pages also need"
 FORMAT = r"\S+ differs: source has .*, target has .*\[layout_mismatch\] Serve the same model with the same cache dtype"
-PATIENCE_S = 850
 
 
 def refusal(row):
@@ -47,12 +44,7 @@ def page_of(told):
 
 def run(module, *arguments):
     """Run a module in vLLM's environment; return its answers."""
-    ran = subprocess.run(
-        [PYTHON, "-m", module, *arguments], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    return [json.loads(line) for line in ran.stdout.splitlines()]
+    return [json.loads(line) for line in run_with_vllm("-m", module, *arguments).splitlines()]
 
 
 @pytest.mark.proves("MLA, sparse indexers", "caches of fp8, NVFP4, int8, int4, with scales per head", engine="bytes")

@@ -6,9 +6,9 @@ import pytest
 
 from kvflow import Ticket
 
-from .clients import BLOCK_BYTES, blocks_of
-from .engines import PREFILL_PARAMS, PYTHON
-from .hosts import TOKENS, FarServers, run_with_vllm
+from .clients import BLOCK_BYTES, TOKENS, asked, blocks_of, ticket_of
+from .engines import PREFILL_PARAMS, PYTHON, records, run_with_vllm
+from .hosts import FarServers
 from .howto import blocks
 from .prompts import prompt_of
 from .servers import PATIENCE
@@ -59,12 +59,11 @@ class Deployed(FarServers):
         port = DECODE_PORT if role == "kv_consumer" else PREFILL_PORT
         return self.serve(name, command=command, port=port, variables=variables)
 
-    def tokens(self, prompt, **fields):
-        return self.decode.tokens(prompt, model=self.model, **fields)
+    def tokens(self, prompt, params=None, *, salt=""):
+        return asked(self, self.decode, params, prompt=prompt, salt=salt).choices[0].token_ids
 
     def ticket(self, prompt):
-        fields = {"max_tokens": 1, "kv_transfer_params": PREFILL_PARAMS}
-        return self.prefill.complete(prompt, model=self.model, **fields)["kv_transfer_params"]
+        return ticket_of(asked(self, self.prefill, PREFILL_PARAMS, prompt=prompt, max_tokens=1))
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +84,11 @@ def test_ranks_on_two_hosts_are_read_from_a_third_host(deployed):
     first, second, _ = deployed.hosts.addresses.values()
     for length in LENGTHS:
         prompt = prompt_of(length, "hosts")
-        alone = deployed.tokens(prompt, cache_salt="alone")  # no other request reads these blocks
+        alone = deployed.tokens(prompt, salt="alone")  # no other request reads these blocks
         params = deployed.ticket(prompt)
         (grant,) = Ticket.from_params(params).grants
         assert [rank.endpoint for rank in grant.ranks] == [f"tcp://{first}:5600", f"tcp://{second}:5601"]
-        assert deployed.tokens(prompt, kv_transfer_params=params) == alone
+        assert deployed.tokens(prompt, params) == alone
         assert len(alone) == TOKENS
     deployed.decode.wait_metric(len(LENGTHS), "vllm:kvflow_transfer_seconds_count")
     # Both ranks end a lease for each prompt.
@@ -97,8 +96,7 @@ def test_ranks_on_two_hosts_are_read_from_a_third_host(deployed):
     nbytes = sum(map(blocks_of, LENGTHS)) * FLOAT32_BYTES
     assert deployed.decode.metric("vllm:kvflow_transfer_bytes_sum") == nbytes
     assert deployed.decode.metric("vllm:kvflow_failed_transfers_total") == 0
-    records = [json.loads(line) for line in (deployed.folder / "kv_consumer.jsonl").read_text().splitlines()]
-    assert {each["plane"] for each in records if each["event"] == "transfer.completed"} == {"tcp"}
+    assert {each["plane"] for each in records(deployed.folder / "kv_consumer.jsonl", "transfer.completed")} == {"tcp"}
 
 
 ASKING = """
@@ -115,6 +113,6 @@ for text in sys.argv[1:]:
 def test_a_wrong_setting_is_refused_when_vllm_asks_about_cuda_graphs():
     right = extra() | {"cluster_secret": "x" * 32}
     wrong = right | {"bind": "tcp://{host}:70000"}
-    answers = run_with_vllm(ASKING, json.dumps(right), json.dumps(wrong)).splitlines()
+    answers = run_with_vllm("-c", ASKING, json.dumps(right), json.dumps(wrong)).splitlines()
     assert answers[-2] == "False"
     assert "no port is above 65535 [config_invalid]" in answers[-1]

@@ -9,9 +9,9 @@ import pytest
 
 from tests.docs.manifests import ENGINES, container, ports, transfer_config, workload
 
-from .clients import BLOCK_BYTES, blocks_of
+from .clients import BLOCK_BYTES, TOKENS, asked, blocks_of
 from .engines import look
-from .hosts import TOKENS, FarServers
+from .hosts import FarServers
 from .prompts import prompt_of
 from .servers import PATIENCE, PROGRAMS
 
@@ -59,6 +59,9 @@ class Cluster(FarServers):
             case {"secretKeyRef": _}:
                 return self.secret
 
+    def tokens(self, pod, prompt, **named):
+        return asked(self, self.servers[pod], prompt=prompt, **named).choices[0].token_ids
+
     def total(self, kind, metric, **labels):
         """Return the sum of a metric over all servers of a kind."""
         return sum(server.metric(metric, **labels) for pod, server in self.servers.items() if pod.startswith(kind))
@@ -87,9 +90,9 @@ def test_each_engine_is_at_the_address_of_its_pod(cluster):
 
 def test_the_router_has_every_prompt_prefilled_and_its_cache_read(cluster):
     prompts = [prompt_of(length, "cluster") for length in LENGTHS]
-    alone = [cluster.servers["decode-0"].tokens(each, model=cluster.model, cache_salt="alone") for each in prompts]
+    alone = [cluster.tokens("decode-0", prompt, salt="alone") for prompt in prompts]
     assert all(len(tokens) == TOKENS for tokens in alone)
-    assert [cluster.servers["router"].tokens(each, model=cluster.model) for each in prompts] == alone
+    assert [cluster.tokens("router", prompt) for prompt in prompts] == alone
     cluster.wait_total(len(prompts), "decode", "vllm:kvflow_transfer_seconds_count")
     assert cluster.total("decode", "vllm:kvflow_transfer_bytes_sum") == sum(map(blocks_of, LENGTHS)) * BLOCK_BYTES
     assert cluster.total("decode", "vllm:kvflow_failed_transfers_total") == 0

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from .clients import TOKENS, TRANSFERS, tokens_of
-from .engines import ANSWER_S, free_port
+from .engines import ANSWER_S, free_port, records
 from .howto import PROXY_PORT, command
 from .prompts import prompt_of
 from .routers import STARTS
@@ -58,7 +58,7 @@ def test_the_doctor_tells_a_server_without_the_connector(settled):
 def test_the_logs_of_proxy_and_servers_are_one_request(settled):
     """As docs/howto/debug.md says: ``log_file`` of each engine, and ``kvflow proxy --log FILE``."""
     port = free_port()
-    shell = settled.fitted(f"{command('kvflow proxy').strip()} --listen 127.0.0.1:8000", {PROXY_PORT: port})
+    shell = settled.fitted(f"{command('kvflow proxy')} --listen 127.0.0.1:8000", {PROXY_PORT: port})
     proxy = settled.serve("proxy-logged", f"{shell} --log router.jsonl", port)
     proxy.wait_ready()
     transfers = settled.decode.metric(TRANSFERS)
@@ -103,6 +103,6 @@ def test_the_doctor_follows_a_proxy_whose_prefill_server_is_gone(settled):
     finally:
         proxy.stop()
     assert codes(findings)[-1] == "router_does_not_ask"
-    [record] = [json.loads(line) for line in (settled.folder / "gone.jsonl").read_text().splitlines()][-1:]
+    record = records(settled.folder / "gone.jsonl")[-1]
     assert record["event"] == "request.answered"
     assert [(each["role"], each["server"]) for each in record["failed_attempts"]] == [("prefill", gone)]

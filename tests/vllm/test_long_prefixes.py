@@ -5,7 +5,7 @@ import json
 import pytest
 
 from .chats import SEARCHES
-from .clients import client_of
+from .clients import asked
 from .howto import DECODE_PORT, PREFILL_PORT, SHARING_PAGE, SOURCE_PORT, command
 from .pairs import model_folder
 from .prompts import prompt_of
@@ -27,16 +27,13 @@ class Engines(Deployment):
         """See ``Together.start``."""
         self.ports[SOURCE_PORT] = free_port()
         for name, role, port in (("decode", "kv_consumer", DECODE_PORT), ("prefill", "kv_producer", PREFILL_PORT)):
-            shell = command("vllm serve", role, page=SHARING_PAGE).strip()
+            shell = command("vllm serve", role, page=SHARING_PAGE)
             setattr(self, name, self.serve(name, self.fitted(shell) + FLAGS, self.ports[port]))
         return self.decode, self.prefill
 
     def complete(self, server, prompt):
         """Return the one token that a server answers with."""
-        with client_of(server) as client:
-            asked = {"model": self.model, "max_tokens": 1, "temperature": 0}
-            answer = client.completions.create(prompt=prompt, **asked, extra_body={"return_token_ids": True})
-        return answer.choices[0].token_ids
+        return asked(self, server, prompt=prompt, max_tokens=1).choices[0].token_ids
 
     def answered(self):
         """Return how many questions for content the decode engine has answered."""

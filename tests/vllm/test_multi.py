@@ -4,15 +4,13 @@ Each engine has a disk of its own. The order of the children decides: vLLM loads
 some of it, and tells the others that they load nothing.
 """
 
-import json
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from .checks import LENGTH, expect_policy, records_of
+from .checks import LENGTH, abort_prefills, abort_reads, expect_policy, records_of
 from .clients import BLOCK_BYTES, BLOCK_TOKENS
-from .engines import PREFILL_PARAMS
+from .engines import records
 from .pairs import MULTI, RANKS_LOG, await_all, chosen
 from .prompts import prompt_of
 
@@ -54,9 +52,7 @@ def lease_of(pair, ticket):
     """Return the record of a lease that has ended."""
 
     def ended():
-        records = map(json.loads, RANKS_LOG.read_text().splitlines())
-        ends = (record for record in records if record["event"] == "lease.ended")
-        return [record for record in ends if record["request_id"] == ticket["remote_request_id"]]
+        return [each for each in records(RANKS_LOG, "lease.ended") if each["request_id"] == ticket["remote_request_id"]]
 
     return await_all(ended)[0]
 
@@ -164,26 +160,14 @@ def test_a_ticket_of_another_prompt_fails_or_is_recomputed(pair):
 
 @pytest.mark.parametrize("pair", ALL, indirect=True)
 def test_requests_are_aborted_before_and_while_they_load(pair):
-    for delay_s in (0.0, 0.002, 0.01, 0.05):
-        prompt = prompt_of(700, f"aborted after {delay_s}")
-        request = pair.decode.submit(prompt, pair.ticket(prompt))
-        threading.Event().wait(delay_s)
-        request.abort()
-        assert request.wait()["finish_reason"] in ("abort", "length")
+    abort_reads(pair)
     pair.settle()
     reads_again(pair)
 
 
 @pytest.mark.parametrize("pair", ALL, indirect=True)
 def test_prefill_requests_are_aborted(pair):
-    prompts = [prompt_of(700, f"aborted prefill {number}") for number in range(4)]
-    requests = [pair.prefill.submit(prompt, PREFILL_PARAMS, max_tokens=1) for prompt in prompts]
-    for request in requests:
-        request.abort()
-    for prompt, request in zip(prompts, requests, strict=True):
-        answer = request.wait()
-        if answer["finish_reason"] != "abort":  # it was faster; its ticket must not keep blocks for long
-            assert pair.decode.generate(prompt, answer["kv_transfer_params"])["finish_reason"] == "length"
+    abort_prefills(pair)
     pair.settle()
     reads_again(pair)
 

@@ -1,6 +1,5 @@
 """A prefill engine that is not stepped again: its lease is held when its ticket is out, whatever the engine does."""
 
-import json
 from dataclasses import replace
 from functools import partial
 
@@ -8,8 +7,8 @@ import pytest
 
 from kvflow.tools.trace.joining import read_trace
 
-from .engines import Options, Pair
-from .pairs import await_all, model_folder
+from .engines import Options, Pair, records
+from .pairs import FULL, await_all, model_folder
 from .prompts import prompt_of
 
 LENGTH = 333
@@ -21,7 +20,7 @@ LEASE_S = 300.0
 OFFLINE = Options("llama", dtype="float32", served="tests.vllm.offline_engine")
 
 
-@pytest.fixture(params=[(1, 1), (2, 1)], ids=["one rank", "two ranks"])
+@pytest.fixture(params=[(2, 1), (1, 1)] if FULL else [(2, 1)], ids=str)
 def offline(request, pairs, tmp_path):
     """A pair that steps only in ``LLM.generate``, and the files with the records of each side."""
     pairs.stop()
@@ -32,10 +31,6 @@ def offline(request, pairs, tmp_path):
     ]
     with Pair(model_folder("llama"), *sides, nursery=pairs.nursery) as pair:
         yield pair, *logs
-
-
-def records(log, event):
-    return [each for each in map(json.loads, log.read_text().splitlines()) if each["event"] == event]
 
 
 def test_a_prompt_is_read_though_its_engine_takes_no_further_step(offline):

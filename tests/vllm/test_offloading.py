@@ -9,21 +9,12 @@ from shutil import rmtree
 
 import pytest
 
-from .clients import (
-    BLOCK_BYTES,
-    BLOCK_TOKENS,
-    RELEASED,
-    TOKENS,
-    client_of,
-    completed,
-    moved,
-    tokens_of,
-)
-from .engines import ANSWER_S
+from .clients import Moved, asked, ticket_of, tokens_of
+from .engines import ANSWER_S, PREFILL_PARAMS
 from .howto import ROUTERS_PAGE
 from .pairs import FULL, model_folder
 from .prompts import prompt_of
-from .servers import PagePair
+from .servers import Deployment
 
 LENGTHS = (40, 150, 333, 700)
 CONNECTORS = {
@@ -39,7 +30,7 @@ NIXL_SAMPLES = {
 """Samples of vLLM's own connector -> those of kvflow with the same value."""
 
 
-class Offloading(PagePair):
+class Offloading(Deployment):
     """The servers of the page, and their disks.
 
     Args:
@@ -47,13 +38,11 @@ class Offloading(PagePair):
     """
 
     page = ROUTERS_PAGE
+    has_alone = False
 
     def __init__(self, model, folder, connector):
         self.connector = connector
         super().__init__(model, folder)
-
-    def _make_environment(self):
-        return super()._make_environment() | {"VLLM_SERVER_DEV_MODE": "1"}
 
     def fitted(self, *texts):
         return super().fitted(*texts).replace('"KVFlowConnector"', self.connector)
@@ -86,31 +75,15 @@ def deployment(request, pairs, tmp_path_factory):
         yield deployment
 
 
-def ask(deployment, server, prompt, fields, *, max_tokens=TOKENS):
-    """Return what a server answers to a request with these fields beside the usual ones."""
-    with client_of(server) as client:
-        return client.completions.create(
-            model=deployment.model,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            temperature=0,
-            extra_body={"return_token_ids": True, **fields},
-        )
-
-
 def test_concurrent_streams_are_read_and_counted_under_both_names(settled):
     prompts = {length: prompt_of(length, "offloading") for length in LENGTHS}
     alone = {length: settled.alone(prompt) for length, prompt in prompts.items()}
-    before = moved(settled)
-    with ThreadPoolExecutor(len(prompts)) as threads:
+    with Moved(settled) as moved, ThreadPoolExecutor(len(prompts)) as threads:
         streams = {
             length: threads.submit(tokens_of, settled, settled.proxy, prompt) for length, prompt in prompts.items()
         }
-    assert {length: stream.result() for length, stream in streams.items()} == alone
-    settled.decode.wait_metric(before[0] + len(prompts), "vllm:kvflow_transfer_seconds_count")
-    settled.prefill.wait_metric(before[3] + len(prompts), "vllm:kvflow_leases_ended_total", **RELEASED)
-    nbytes = moved(settled)[1] - before[1]
-    assert nbytes == sum(-(-length // BLOCK_TOKENS) for length in LENGTHS) * BLOCK_BYTES
+        assert {length: stream.result() for length, stream in streams.items()} == alone
+        moved.prompts += LENGTHS
     for theirs, ours in NIXL_SAMPLES.items():
         assert settled.decode.metric(theirs) == settled.decode.metric(ours) > 0
 
@@ -118,29 +91,26 @@ def test_concurrent_streams_are_read_and_counted_under_both_names(settled):
 def test_a_prompt_that_was_read_comes_from_the_disk_without_a_ticket(settled):
     prompt = prompt_of(300, "kept")
     alone = settled.alone(prompt)
-    before = moved(settled)
-    assert tokens_of(settled, settled.proxy, prompt) == alone
-    settled.decode.wait_metric(before[0] + 1, "vllm:kvflow_transfer_seconds_count")
-    settled.prefill.wait_metric(before[3] + 1, "vllm:kvflow_leases_ended_total", **RELEASED)
-    after = moved(settled)
-    settled.forget_prefixes()
-    assert tokens_of(settled, settled.decode, prompt) == alone
+    with Moved(settled) as moved:
+        assert tokens_of(settled, settled.proxy, prompt) == alone
+        moved.prompts.append(len(prompt))
+    with Moved(settled):
+        settled.forget_prefixes()
+        assert tokens_of(settled, settled.decode, prompt) == alone
     assert "Inject KV cache of 256 tokens" in settled.decode.log.read_text()
-    assert moved(settled) == after
 
 
 def test_every_sample_of_a_prompt_is_made(settled):
-    made = completed(settled, settled.proxy, prompt=prompt_of(200, "samples"), n=3, temperature=1)
-    assert [choice.finish_reason for choice in made] == ["length"] * 3
+    made = asked(settled, settled.proxy, prompt=prompt_of(200, "samples"), n=3, temperature=1)
+    assert [choice.finish_reason for choice in made.choices] == ["length"] * 3
 
 
 def test_a_failed_load_is_recomputed_and_counted_under_both_names(deployment):
     prompt = prompt_of(300, "killed")
     alone = deployment.alone(prompt)
-    params = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
-    offered = ask(deployment, deployment.prefill, prompt, params, max_tokens=1)
+    offered = asked(deployment, deployment.prefill, PREFILL_PARAMS, prompt=prompt, max_tokens=1)
     deployment.prefill.kill()
-    answer = ask(deployment, deployment.decode, prompt, {"kv_transfer_params": offered.kv_transfer_params})
+    answer = asked(deployment, deployment.decode, ticket_of(offered), prompt=prompt)
     assert answer.choices[0].token_ids == alone
     deployment.decode.wait_metric(1, "vllm:kvflow_failed_transfers_total")
     assert deployment.decode.metric("vllm:nixl_num_failed_transfers_total") == 1

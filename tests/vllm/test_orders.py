@@ -8,7 +8,6 @@ import os
 import pytest
 
 from .pairs import model_folder
-from .tables import TABLES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's, when it is imported
 
@@ -52,15 +51,10 @@ def run(world, steps, *kind, **named):
         each.settle()
         assert each.faults == [], (kind, named, seed, each.happened)
         assert [engine.free_blocks for engine in each.engines] == [engine.blocks for engine in each.engines]
-        happened["cells"] = happened.get("cells", 0) + sum(worker.num_read for worker in each.workers)
         happened["settled"] = happened.get("settled", 0) + each.held[-1].settled
         for name, count in each.happened.items():
             happened[name] = happened.get(name, 0) + count
         seed += 1
-    row = tuple(happened.get(name, 0) for name in COUNTED)
-    TABLES.setdefault("orders", [("engine", *COUNTED)]).append(
-        (" ".join([*kind, *[f"{name}={value}" for name, value in named.items()]]), *row)
-    )
     return happened
 
 
@@ -73,9 +67,6 @@ def has_all(happened, *names):
 def named(part):
     """Return the name of a part of a kind."""
     return part if isinstance(part, str) else "-".join(part) or "plain"
-
-
-COUNTED = ("step", "step of the source", "cells", "read", "not read", "aborted", "preempted", "settled")
 
 
 @pytest.mark.proves("pipeline stages of models with states", engine="stand-in")

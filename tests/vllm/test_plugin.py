@@ -1,20 +1,18 @@
 """vLLM finds the connector by its name, by others and by its module; dashboards find the metrics that they know."""
 
 import json
-import os
 import re
-import subprocess
 
 import pytest
 
 from kvflow.tools.cli.config import OF_TRANSFER
 
 from .clients import BLOCK_BYTES, BLOCK_TOKENS, RELEASED, tokens_of
-from .engines import ENVIRONMENT, PYTHON, ROOT, START_S, free_port
+from .engines import free_port, run_with_vllm
 from .howto import DECODE_PORT
 from .pairs import FULL, model_folder
 from .prompts import prompt_of
-from .servers import PagePair, fetch
+from .servers import Deployment, fetch
 
 OURS = "kvflow.integrations.vllm.connector.KVFlowConnector"
 LEFT_OUT = ("vllm:nixl_num_failed_notifications", "vllm:nixl_num_notifications_after_expiry")
@@ -23,17 +21,7 @@ LEFT_OUT = ("vllm:nixl_num_failed_notifications", "vllm:nixl_num_notifications_a
 
 @pytest.fixture(scope="module")
 def said():
-    done = subprocess.run(
-        [PYTHON, "-m", "tests.vllm.registry_process"],
-        cwd=ROOT,
-        env=os.environ | ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=START_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run_with_vllm("-m", "tests.vllm.registry_process").splitlines()[-1])
 
 
 def test_the_check_of_settings_knows_the_keys_of_vllms_configuration(said):
@@ -76,9 +64,10 @@ def test_beside_the_engines_own_connector_its_metrics_are_its_own(said):
     assert [line for line in said["beside"] if line.startswith("vllm:kvflow_transfer_bytes_sum")]
 
 
-class TwoRanks(PagePair):
+class TwoRanks(Deployment):
     """The servers of docs/howto/vllm.md with two ranks each, all of them processes of their own."""
 
+    has_alone = False
     flags = "--tensor-parallel-size 2 --dtype float32"
 
 
@@ -103,10 +92,10 @@ def test_api_server_engine_core_and_workers_find_the_connector(pairs, tmp_path):
             assert not set(core) & set(workers)
 
 
-class BesideNixl(PagePair):
+class BesideNixl(Deployment):
     """One server in which vLLM's own connector is another child, before ours."""
 
-    def __enter__(self):
+    def start(self):
         children = [
             {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"},
             {
@@ -124,12 +113,7 @@ class BesideNixl(PagePair):
         self._environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
         shell = f"vllm serve MODEL --port {DECODE_PORT} --kv-transfer-config '{json.dumps(config)}'"
         self.decode = self._start("beside", shell, DECODE_PORT)
-        try:
-            self.decode.wait_ready()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
+        return [self.decode]
 
 
 @pytest.mark.skipif(not FULL, reason="a server for a rare case")

@@ -4,8 +4,8 @@ A prompt is read while it is computed, in small steps. The answers are those of 
 ticket, so each of its prompts is found by its content.
 """
 
-import json
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from operator import itemgetter
 
 import openai
@@ -15,7 +15,7 @@ from tests.helpers.waiting import wait_until
 from tests.stopping import stopped
 
 from .clients import LEASES, RELEASED, TRANSFERS, said, text_of
-from .engines import free_port
+from .engines import free_port, records
 from .howto import DECODE_PORT, PREFILL_PORT, SOURCE_PORT, command, members
 from .pairs import FULL, await_all, model_folder
 from .prompts import prompt_of
@@ -23,6 +23,8 @@ from .routers import STARTS
 from .servers import USAGE, WAITING, Deployment
 
 FRONTS = ("kvflow proxy", "vllm-router")
+ASKED = list(product(FRONTS, (False, True))) if FULL else list(zip(FRONTS, (False, True), strict=True))
+"""Fronts, and whether they stream."""
 FLAGS = " --dtype float32 --max-num-batched-tokens 128"
 """In bfloat16, a part of a prompt computed alone differs from the whole where two tokens are equally likely."""
 
@@ -55,7 +57,7 @@ class Both(Deployment):
     def start_side(self, name, role, settings, port):
         """Start the server of a role; that which prefills knows shorter prompts than the other."""
         length = f" --max-model-len {PREFILLED}" if name == "prefill" else ""
-        shell = command("vllm serve", role).strip().replace('_config": {', f'_config": {{{settings}, ')
+        shell = command("vllm serve", role).replace('_config": {', f'_config": {{{settings}, ')
         return self.serve(name, self.fitted(shell) + FLAGS + length, self.ports[port])
 
     def reads(self, begun):
@@ -103,8 +105,7 @@ def follows(both, front, length, name, **asked):
     assert max(ranges) > 1, read
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("name", FRONTS)
+@pytest.mark.parametrize(("name", "stream"), ASKED)
 def test_a_prompt_is_read_while_it_is_computed(settled, fronts, name, stream):
     for length in LENGTHS:
         follows(settled, fronts[name], length, f"{name} {stream}", stream=stream)
@@ -132,8 +133,7 @@ def test_an_address_that_the_settings_do_not_name_is_refused(settled):
 
 def test_the_proxy_has_asked_both_at_once(both, fronts):
     del fronts
-    records = [json.loads(line) for line in (both.folder / "proxy.jsonl").read_text().splitlines()]
-    answered = [each for each in records if each["event"] == "request.answered"]
+    answered = records(both.folder / "proxy.jsonl", "request.answered")
     assert len(answered) > len(LENGTHS)
     assert all(each["prefilled"] and not each["failed_attempts"] for each in answered)
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from .clients import BLOCK_BYTES, BLOCK_TOKENS, LEASES, RELEASED, TRANSFERS, TWO_SAMPLES, UNTAGGED
+from .clients import TWO_SAMPLES, UNTAGGED, Moved
 from .prompts import prompt_of
 from .replaying import Answer, Replay, post, transcripts
 
@@ -17,7 +17,6 @@ ROUTERS = list(TRANSCRIPTS)
 CHATS = [name for name, transcript in TRANSCRIPTS.items() if "/v1/chat/completions" in transcript["apis"]]
 LEAVES_MIN_TOKENS = ("production-stack",)
 TOKENS = 16
-BYTES = "vllm:kvflow_transfer_bytes_sum"
 ANOTHER_LOOPBACK = "127.0.0.2"
 """A pod's address that is not what the prefill engine advertises."""
 
@@ -46,41 +45,6 @@ def chat(deployment, text, *, stream=False):
 
 def streaming(stream):
     return {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-
-
-def counts(deployment):
-    """Return the transfers, their bytes, and the leases that ended well."""
-    read = [deployment.decode.metric(name) for name in (TRANSFERS, BYTES)]
-    return [*read, deployment.prefill.metric(LEASES, **RELEASED)]
-
-
-class Moved:
-    """Checks how many transfers a block of code causes, and that their bytes are those of its prompts.
-
-    Use it as a context manager.
-
-    Attributes:
-        prompts: lengths of the prompts that must have moved, to be added to.
-    """
-
-    def __init__(self, deployment):
-        self.deployment = deployment
-        self.prompts = []
-
-    def __enter__(self):
-        self.before = counts(self.deployment)
-        return self
-
-    def __exit__(self, kind, *_):
-        if kind is not None:
-            return
-        transfers, nbytes, leases = self.before
-        self.deployment.decode.wait_metric(transfers + len(self.prompts), TRANSFERS)
-        self.deployment.prefill.wait_metric(leases + len(self.prompts), LEASES, **RELEASED)
-        moved = self.deployment.decode.metric(BYTES) - nbytes
-        assert bool(moved) == bool(self.prompts)
-        if "llama" in self.deployment.model:  # which keeps every token
-            assert moved == sum(-(-length // BLOCK_TOKENS) for length in self.prompts) * BLOCK_BYTES
 
 
 def agree(deployment, replay, path, body):

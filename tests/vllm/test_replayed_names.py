@@ -6,11 +6,12 @@ import shlex
 
 import pytest
 
+from .clients import TWO_SAMPLES, Moved
 from .pairs import model_folder
 from .prompts import prompt_of
 from .replaying import facts
 from .servers import Deployment
-from .test_replayed import TWO_SAMPLES, Moved, agree, behind, chat, completion
+from .test_replayed import agree, behind, chat, completion
 
 ENGINES = {name: known["engines"] for name, known in facts().items() if "engines" in known}
 

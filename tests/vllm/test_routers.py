@@ -12,7 +12,6 @@ import openai
 import pytest
 
 from .clients import (
-    BLOCK_BYTES,
     BLOCK_TOKENS,
     LEASES,
     RELEASED,
@@ -20,12 +19,12 @@ from .clients import (
     TRANSFERS,
     TWO_SAMPLES,
     UNTAGGED,
+    Moved,
     Said,
-    blocks_of,
     hang_up,
-    moved,
     said,
     text_of,
+    totals,
 )
 from .engines import ANSWER_S, PAUSE_S
 from .pairs import FULL
@@ -60,22 +59,6 @@ def vllm_router(fronts):
     return fronts["vllm-router"]
 
 
-def grown(deployment, before, transfers):
-    """Wait for as many transfers and good ends of leases, and return what was moved since."""
-    deployment.decode.wait_metric(before[0] + transfers, TRANSFERS)
-    deployment.prefill.wait_metric(before[3] + transfers, LEASES, **RELEASED)
-    return [now - then for now, then in zip(moved(deployment), before, strict=True)]
-
-
-def require_moved(deployment, before, answers):
-    """Check that the whole cache of each prompt has traveled since, and that nothing else has."""
-    nbytes = grown(deployment, before, len(answers))[1]
-    if "llama" in deployment.model:  # which keeps every token
-        assert nbytes == sum(blocks_of(each.prompt_tokens) for each in answers) * BLOCK_BYTES
-    else:
-        assert nbytes > 0
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
 def test_an_answer_is_that_of_one_server_and_its_prompt_travels(settled, front, chat, stream):
@@ -83,9 +66,9 @@ def test_an_answer_is_that_of_one_server_and_its_prompt_travels(settled, front, 
     alone = said(settled, settled.alone, prompt, chat=chat, stream=stream)
     assert alone.prompt_tokens > BLOCK_TOKENS
     assert [len(tokens) for tokens in alone.tokens] == [TOKENS]
-    before = moved(settled)
-    assert said(settled, front, prompt, chat=chat, stream=stream) == alone
-    require_moved(settled, before, [alone])
+    with Moved(settled) as moved:
+        assert said(settled, front, prompt, chat=chat, stream=stream) == alone
+        moved.prompts.append(alone.prompt_tokens)
 
 
 def test_concurrent_answers_match_one_server_and_every_prompt_moves(settled, front):
@@ -94,27 +77,26 @@ def test_concurrent_answers_match_one_server_and_every_prompt_moves(settled, fro
         for number in range(AT_ONCE)
     ]
     alone = [said(settled, settled.alone, **each) for each in asked]
-    before = moved(settled)
-    with ThreadPoolExecutor(AT_ONCE) as threads:
+    with Moved(settled) as moved, ThreadPoolExecutor(AT_ONCE) as threads:
         assert list(threads.map(lambda each: said(settled, front, **each), asked)) == alone
-    require_moved(settled, before, alone)
+        moved.prompts += [each.prompt_tokens for each in alone]
 
 
 def test_samples_of_a_prompt_behind_vllm_router_take_one_ticket(settled, vllm_router):
     prompt = text_of(WORDS, "samples")
     alone = said(settled, settled.alone, prompt, **TWO_SAMPLES)
     assert len(alone.texts) == 2
-    before = moved(settled)
-    assert said(settled, vllm_router, prompt, **TWO_SAMPLES) == alone
-    require_moved(settled, before, [alone])
+    with Moved(settled) as moved:
+        assert said(settled, vllm_router, prompt, **TWO_SAMPLES) == alone
+        moved.prompts.append(alone.prompt_tokens)
 
 
 def test_token_ids_behind_vllm_router_are_a_prompt(settled, vllm_router):
     prompt = prompt_of(300, "vllm-router")
     alone = said(settled, settled.alone, prompt)
-    before = moved(settled)
-    assert said(settled, vllm_router, prompt) == alone
-    require_moved(settled, before, [alone])
+    with Moved(settled) as moved:
+        assert said(settled, vllm_router, prompt) == alone
+        moved.prompts.append(len(prompt))
 
 
 def test_a_client_that_hangs_up_leaves_nothing_behind(settled, front):
@@ -122,22 +104,23 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(settled, front):
 
 
 def test_a_request_that_the_decode_server_refuses_gives_its_blocks_back(settled, front):
-    before = moved(settled)
+    transfers, _, _, released = totals(settled)
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         said(settled, front, text_of(WORDS, f"{front.name} refused"), max_tokens=5000)
-    settled.prefill.wait_metric(before[3] + 1, LEASES, **RELEASED)
-    assert moved(settled)[0] == before[0]
+    settled.prefill.wait_metric(released + 1, LEASES, **RELEASED)
+    assert settled.decode.metric(TRANSFERS) == transfers
 
 
 def test_of_several_prompts_in_one_request_the_first_travels(settled, front):
     prompts = [text_of(WORDS, f"{front.name} {name}") for name in ("first", "second", "third")]
     alone = said(settled, settled.alone, prompts)
     first = said(settled, settled.alone, prompts[0])
-    before, computed = moved(settled), settled.decode.metric(UNTAGGED, params="another_prompt")
-    answer = said(settled, front, prompts)
+    computed = settled.decode.metric(UNTAGGED, params="another_prompt")
+    with Moved(settled) as moved:
+        answer = said(settled, front, prompts)
+        moved.prompts.append(first.prompt_tokens)
     assert answer == alone
     assert answer.tokens[0] == first.tokens[0]
-    require_moved(settled, before, [first])
     settled.decode.wait_metric(computed + 2, UNTAGGED, params="another_prompt")
 
 

@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from .clients import ENDED, LEASES, RELEASED, TRANSFERS, TWO_SAMPLES, UNTAGGED, moved, said, text_of
+from .clients import ENDED, LEASES, RELEASED, TRANSFERS, TWO_SAMPLES, UNTAGGED, said, text_of, totals
 from .prompts import prompt_of
 from .routers import start_smg, start_unlabeled_smg
 
@@ -13,7 +13,7 @@ WORDS = 200
 def asked_without_label(deployment, front):
     """Return prompts, what one server says to each, and what was moved before they are asked."""
     prompts = [text_of(WORDS, f"{front.name} {front.port} {number}") for number in range(3)]
-    return prompts, [said(deployment, deployment.alone, prompt) for prompt in prompts], moved(deployment)
+    return prompts, [said(deployment, deployment.alone, prompt) for prompt in prompts], totals(deployment)
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +24,9 @@ def smg(deployment):
 def test_several_samples_are_computed_by_the_decode_server_alone(settled, smg):
     prompt = text_of(WORDS, "smg samples")
     alone = said(settled, settled.alone, prompt, **TWO_SAMPLES)
-    before, prefilled = moved(settled), settled.prefill.metric(ENDED)
+    before, prefilled = totals(settled), settled.prefill.metric(ENDED)
     assert said(settled, smg, prompt, **TWO_SAMPLES) == alone
-    assert moved(settled) == before
+    assert totals(settled) == before
     assert settled.prefill.metric(ENDED) == prefilled
 
 
@@ -37,7 +37,7 @@ def test_without_a_label_both_servers_compute_every_prompt_and_count_it(settled)
     assert [said(settled, front, prompt) for prompt in prompts] == alone
     for server, number in zip((settled.prefill, settled.decode), untagged, strict=True):
         server.wait_metric(number + len(prompts), UNTAGGED, params="absent")
-    assert moved(settled) == before
+    assert totals(settled) == before
     front.stop()
 
 

@@ -5,15 +5,15 @@ import time
 import pytest
 
 from kvflow.errors import ConfigInvalid
-from kvflow.integrations.vllm.engine import BRIEF_WAIT
+from kvflow.integrations.vllm import engine as connector_engine
 
+from .engines import PREFILL_PARAMS
 from .pairs import model_folder
 from .prompts import prompt_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's, when it is imported
 
 PATIENCE_S = 120.0
-OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def step_until(condition, *engines):
 
 def ticket(prefill, prompt, name="p"):
     """Prefill a prompt, and return what is sent to the decode engine."""
-    prefill.ask(name, prompt, OFFER)
+    prefill.ask(name, prompt, PREFILL_PARAMS)
     step_until(lambda: prefill.outputs[name].finished is not None, prefill)
     assert prefill.outputs[name].params["do_remote_prefill"]
     return prefill.outputs[name].params
@@ -94,7 +94,7 @@ def test_a_lease_waits_for_what_the_draft_model_writes(engines):
 def test_a_lease_does_not_wait_for_the_step_in_flight(engines):
     prefill, decode = engines("kv_producer", max_num_batched_tokens=96), engines("kv_consumer")
     prompt = prompt_of(70, "first")
-    prefill.ask("p", prompt, OFFER)
+    prefill.ask("p", prompt, PREFILL_PARAMS)
     prefill.ask("other", prompt_of(200, "other"))
     prefill.step()
     prefill.step()
@@ -180,7 +180,7 @@ def test_an_idle_step_starts_its_load_and_waits_briefly(engines):
     decode.ask("d", prompt, ticket(prefill, prompt))
     decode.step()
     assert list(decode.rank._pulls) == ["d"]
-    assert decode.rank._load_wait == BRIEF_WAIT
+    assert decode.rank._load_wait == connector_engine.BRIEF_WAIT
     prefill.device.work()
     step_until(lambda: finished(decode, "d"), prefill, decode)
     settle(prefill, decode)
@@ -202,6 +202,22 @@ def test_the_chunks_of_a_preempted_answer_sample_nothing_before_its_end(engines,
     for name in names:
         assert engine.outputs[name].tokens == [second_runner.token_at(at) for at in range(20, 120)]
     settle(engine)
+
+
+def test_both_sides_of_the_connector_ask_for_amx_before_the_first_step(engines, monkeypatch):
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    order, make = [], KVConnectorBase_V1.__init__
+
+    def note(self, config, role, caches):
+        order.append(role.name)
+        make(self, config, role, caches)
+
+    monkeypatch.setattr(KVConnectorBase_V1, "__init__", note)
+    monkeypatch.setattr(connector_engine, "AMX", "processor")  # every CPU has this
+    monkeypatch.setattr(connector_engine, "_request_feature", lambda number: order.append(number) or 0)
+    engines("kv_consumer")
+    assert order in (["SCHEDULER", 18, "WORKER", 18], ["WORKER", 18, "SCHEDULER", 18])
 
 
 def test_a_buffer_on_another_device_is_refused_at_the_start(engines):

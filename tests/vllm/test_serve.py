@@ -20,15 +20,16 @@ from .clients import (
     TOKENS,
     TRANSFERS,
     UNTAGGED,
+    asked,
     blocks_of,
     client_of,
-    completed,
     hang_up,
-    moved,
     text_of,
+    ticket_of,
     tokens_of,
+    totals,
 )
-from .engines import ANSWER_S
+from .engines import ANSWER_S, PREFILL_PARAMS
 from .howto import PROXY_PORT, blocks, log_line
 from .prompts import prompt_of
 from .servers import RUNNING, USAGE, fetch
@@ -66,22 +67,6 @@ def wrong(deployment):
     )
 
 
-OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
-
-
-def asked(deployment, server, params, *, chat=False, stop_token_ids=(), **named):
-    """Ask a server as a router does, and return its answer."""
-    extra = {"return_token_ids": True, "kv_transfer_params": params, "stop_token_ids": list(stop_token_ids)}
-    usual = {"model": deployment.model, "temperature": 0, "max_tokens": TOKENS}
-    with client_of(server) as client:
-        create = client.chat.completions.create if chat else client.completions.create
-        return create(**usual | named, extra_body=extra)
-
-
-def params_of(answer):
-    return answer.model_extra.get("kv_transfer_params")
-
-
 def said_by(program, port):
     """Run the page's Python against another server, and return what it printed."""
     printed, names = io.StringIO(), {}
@@ -94,7 +79,7 @@ def said_by(program, port):
 def test_the_commands_of_the_page_work_in_its_order(settled):
     """It installs (only read, in tests/docs/test_vllm_page.py), starts servers, asks them, and reads the records."""
     _chat, _install, *started, asking, records, _resets = blocks("sh")
-    assert settled.ran == started
+    assert settled.ran == [block.strip() for block in started]
     for server in (settled.prefill, settled.decode):
         assert log_line("is at tcp://").search(server.log.read_text())
     transfers, released = settled.decode.metric(TRANSFERS), settled.prefill.metric(LEASES, **RELEASED)
@@ -118,7 +103,7 @@ def test_concurrent_streams_match_one_server_and_transfers_are_counted(settled):
     prompts = {f"stream-{length}": prompt_of(length, "serve") for length in LENGTHS}
     alone = {name: tokens_of(settled, settled.alone, prompt) for name, prompt in prompts.items()}
     assert all(len(set(tokens)) > TOKENS // 4 for tokens in alone.values())
-    before = moved(settled)
+    before = totals(settled)
     with ThreadPoolExecutor(len(prompts)) as threads:
         streams = {
             name: threads.submit(tokens_of, settled, settled.proxy, prompt, name=name)
@@ -128,7 +113,7 @@ def test_concurrent_streams_match_one_server_and_transfers_are_counted(settled):
 
     settled.decode.wait_metric(before[0] + len(prompts), "vllm:kvflow_transfer_seconds_count")
     settled.prefill.wait_metric(before[3] + len(prompts), "vllm:kvflow_leases_ended_total", **RELEASED)
-    transfers, nbytes, descriptors, _ = (now - then for now, then in zip(moved(settled), before, strict=True))
+    transfers, nbytes, descriptors, _ = (now - then for now, then in zip(totals(settled), before, strict=True))
     pulls = [each for each in settled.records("decode") if each.get("local_request_id", "").startswith("cmpl-stream-")]
     assert len(pulls) == transfers
     assert sum(each["nbytes"] for each in pulls) == nbytes
@@ -175,7 +160,7 @@ def talked(deployment, server, path, prompt, **fields):
 @pytest.mark.parametrize("path", APIS)
 def test_the_other_apis_say_through_the_proxy_what_one_server_says(settled, path):
     prompt = text_of(300, f"api {path}")
-    before = moved(settled)
+    before = totals(settled)
     alone = talked(settled, settled.alone, path, prompt)
     _, tokens, number = alone
     assert number == TOKENS
@@ -207,15 +192,15 @@ def test_what_needs_no_cache_is_answered_by_the_decode_server(settled):
 
 def test_several_prompts_in_one_request_are_continued_as_by_one_server(settled):
     prompts = [prompt_of(40, "one"), prompt_of(150, "another")]
-    said = [completed(settled, server, prompt=prompts) for server in (settled.alone, settled.proxy)]
+    said = [asked(settled, server, prompt=prompts).choices for server in (settled.alone, settled.proxy)]
     assert [choice.token_ids for choice in said[0]] == [choice.token_ids for choice in said[1]]
     assert len(said[0]) == 2
 
 
 def test_every_sample_of_a_prompt_is_made(settled):
     for number in range(3):
-        made = completed(settled, settled.proxy, prompt=prompt_of(200, f"samples {number}"), n=4, temperature=1)
-        assert [(choice.finish_reason, len(choice.token_ids)) for choice in made] == [("length", TOKENS)] * 4
+        made = asked(settled, settled.proxy, prompt=prompt_of(200, f"samples {number}"), n=4, temperature=1)
+        assert [(choice.finish_reason, len(choice.token_ids)) for choice in made.choices] == [("length", TOKENS)] * 4
 
 
 def taken(server):
@@ -227,46 +212,43 @@ def taken(server):
 def expect_pulled(deployment, answer, ask):
     """Check that a prefill server's answer has the only ticket, by which the other server says what one alone does."""
     held = taken(deployment.prefill)
-    before, ended = moved(deployment), deployment.prefill.metric("vllm:kvflow_leases_ended_total")
-    said = asked(deployment, deployment.decode, params_of(answer), **ask)
+    before, ended = totals(deployment), deployment.prefill.metric("vllm:kvflow_leases_ended_total")
+    said = asked(deployment, deployment.decode, ticket_of(answer), **ask)
     alone = asked(deployment, deployment.alone, None, **ask)
     assert [choice.token_ids for choice in said.choices] == [choice.token_ids for choice in alone.choices]
     deployment.prefill.wait_metric(ended + 1, "vllm:kvflow_leases_ended_total")
     deployment.decode.wait_metric(before[0] + 1, "vllm:kvflow_transfer_seconds_count")
     deployment.prefill.wait_idle()
-    transfers, nbytes, _, released = (now - then for now, then in zip(moved(deployment), before, strict=True))
+    transfers, nbytes, _, released = (now - then for now, then in zip(totals(deployment), before, strict=True))
     assert (transfers, released) == (1, 1)
     return held, nbytes
 
 
-@pytest.mark.parametrize("max_tokens", [1, 5])
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(("n", "max_tokens"), [(2, 1), (4, 5)])
 def test_samples_of_a_prompt_are_answered_with_one_ticket(settled, n, max_tokens):
     found = []
     for samples in (1, n):
         ask = {"prompt": prompt_of(300, f"{samples} of {n}, {max_tokens}")}
-        tokens = 1 if samples == 1 else max_tokens
-        answer = asked(settled, settled.prefill, OFFER, n=samples, temperature=1, **ask | {"max_tokens": tokens})
+        drawn = {"n": samples, "temperature": 1, "max_tokens": 1 if samples == 1 else max_tokens}
+        answer = asked(settled, settled.prefill, PREFILL_PARAMS, **ask, **drawn)
         assert len(answer.choices) == samples
         found.append(expect_pulled(settled, answer, ask))
     assert found[0] == found[1], "as many blocks are taken, and bytes moved, as of one sample"
     assert min(found[0]) > 0
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_samples_of_a_chat_are_answered_with_one_ticket(settled, n):
-    ask = {"messages": [{"role": "user", "content": f"Why does a cache travel {n} times? " * 20}], "chat": True}
-    answer = asked(settled, settled.prefill, OFFER, n=n, temperature=1, **ask | {"max_tokens": 1})
-    assert len(answer.choices) == n
+def test_samples_of_a_chat_are_answered_with_one_ticket(settled):
+    ask = {"messages": [{"role": "user", "content": "Why does a cache travel three times? " * 20}], "chat": True}
+    answer = asked(settled, settled.prefill, PREFILL_PARAMS, n=3, temperature=1, **ask | {"max_tokens": 1})
+    assert len(answer.choices) == 3
     held, nbytes = expect_pulled(settled, answer, ask)
     assert min(held, nbytes) > 0
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_several_prompts_are_answered_with_the_ticket_of_the_first(settled, n):
-    prompts = [prompt_of(300, f"{name} of {n}") for name in ("first", "second", "third")]
-    answer = asked(settled, settled.prefill, OFFER, prompt=prompts, max_tokens=1, n=n, temperature=1)
-    assert len(answer.choices) == 3 * n
+def test_several_prompts_are_answered_with_the_ticket_of_the_first(settled):
+    prompts = [prompt_of(300, f"{name} of several") for name in ("first", "second", "third")]
+    answer = asked(settled, settled.prefill, PREFILL_PARAMS, prompt=prompts, max_tokens=1, n=2, temperature=1)
+    assert len(answer.choices) == 6
     held, nbytes = expect_pulled(settled, answer, {"prompt": prompts[0]})
     assert min(held, nbytes) > 0
 
@@ -291,7 +273,7 @@ def test_a_prefill_that_asks_for_more_than_one_token_makes_one(settled, leg):
         with client_of(server) as client:
             return client.post(path, body=asked | further, cast_to=dict[str, object])
 
-    made = answer(settled.prefill, kv_transfer_params=OFFER)
+    made = answer(settled.prefill, kv_transfer_params=PREFILL_PARAMS)
     assert 1 in made["usage"].values()
     read = answer(settled.decode, kv_transfer_params=made["kv_transfer_params"], **limit)
     alone = answer(settled.alone, **limit)
@@ -339,7 +321,7 @@ def test_nothing_failed_and_no_lease_ran_out(deployment, before):
 
 def test_the_resets_of_the_page_succeed_while_a_ticket_is_out(settled):
     ask = {"prompt": prompt_of(300, "before an update")}
-    old = params_of(asked(settled, settled.prefill, OFFER, **ask | {"max_tokens": 1}))
+    old = ticket_of(asked(settled, settled.prefill, PREFILL_PARAMS, **ask | {"max_tokens": 1}))
     assert settled.run(blocks("sh")[-1]) == '{"success":true}' * 2
     with pytest.raises(openai.InternalServerError):
         asked(settled, settled.decode, old, **ask)
@@ -358,7 +340,7 @@ def test_prometheus_stores_what_alerts_and_the_dashboard_ask_for(settled, path):
     ask = {"prompt": prompt_of(300, f"scraped {path}")}
     transfers, failed = settled.decode.metric(TRANSFERS), settled.decode.metric(FAILED, code="stale_lease")
     untagged, released = settled.decode.metric(UNTAGGED), settled.prefill.metric(LEASES, **RELEASED)
-    params = params_of(asked(settled, settled.prefill, OFFER, **ask | {"max_tokens": 1}))
+    params = ticket_of(asked(settled, settled.prefill, PREFILL_PARAMS, **ask | {"max_tokens": 1}))
     asked(settled, settled.decode, params, **ask)
     settled.prefill.wait_metric(released + 1, LEASES, **RELEASED)
     with pytest.raises(openai.InternalServerError):

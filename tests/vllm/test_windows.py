@@ -1,11 +1,10 @@
 """Prefixes of a model with sliding windows: read where the windows of a source are whole, and computed elsewhere."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
-from .engines import OUT, Engine
+from .engines import OUT, Engine, records
 from .pairs import FULL, model_folder
 from .prompts import prompt_of
 from .servers import free_port
@@ -27,8 +26,7 @@ class Engines:
 
     def fetched(self):
         """Return how many tokens were fetched, each time."""
-        records = [json.loads(line) for line in self._log.read_text().splitlines()] if self._log.exists() else []
-        return [each["tokens"] for each in records if each["event"] == "prefix.fetched"]
+        return [each["tokens"] for each in records(self._log, "prefix.fetched")]
 
     def say(self, prompt):
         """Return the answers of both, the keeper's first, and what the reader has fetched for its own."""

@@ -14,6 +14,8 @@ from typing import Any, Self
 from tests.world.proxy import proxy
 
 from .engines import ANSWER_S, KVFLOW, STOP_S, Engine, Nursery, Options, free_port
+from .prompts import prompt_of
+from .tiny_models import CONTEXT
 
 BLOCK_SIZE = 32
 BLOCKS = {"llama": 64, "gptoss": 96}
@@ -50,6 +52,12 @@ class Victim(Engine):
             yield held
         finally:
             held.let_go()
+
+    def overwrite(self) -> None:
+        """Compute other prompts until every block of the pool has been used again."""
+        length = CONTEXT - BLOCK_SIZE
+        for number in range(-(-self.state()["blocks"] * BLOCK_SIZE // length)):
+            self.generate(prompt_of(length, f"overwrite {number}"), max_tokens=1)
 
     def step(self, count: int) -> None:
         """Take so many steps, while paused."""
@@ -133,15 +141,6 @@ class Cluster:
 
     ``first`` prefills, and is what tests do harm to; ``second`` prefills, too, and is reached over ``wire``.
     ``failing`` and ``recomputing`` decode, and differ in what they do with a cache that they could not read.
-
-    Args:
-        folder: of the model.
-        model: its name.
-        nursery: forks the engines.
-        connector: of all.
-        settings: ``kv_connector_extra_config``.
-        variables: of every engine's environment.
-        prefix_caching: whether blocks of one request serve the next.
     """
 
     def __init__(
@@ -152,7 +151,6 @@ class Cluster:
         *,
         connector: str = KVFLOW,
         settings: Mapping[str, Any] = SETTINGS,
-        variables: Mapping[str, str] | None = None,
         prefix_caching: bool = False,
     ) -> None:
         self.folder = folder
@@ -170,7 +168,6 @@ class Cluster:
             extra=settings,
             llm={"num_gpu_blocks_override": BLOCKS[model]},
             served="tests.vllm.faulty_engine",
-            variables=variables or {},
         )
 
     def __enter__(self) -> Self:
@@ -207,10 +204,6 @@ class Cluster:
     def decodes(self) -> tuple[Victim, Victim]:
         return self.failing, self.recomputing
 
-    @property
-    def alive(self) -> bool:
-        return all(engine.alive for engine in self.engines.values())
-
     def endpoint(self, name: str) -> str:
         """Return where an engine's worker listens, without any wire between."""
         return f"tcp://127.0.0.1:{self.ports[name]}"
@@ -221,7 +214,7 @@ class Cluster:
         options = replace(
             self._usual,
             failure_policy="recompute" if name == "recomputing" else "fail",
-            variables=self._usual.variables | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)},
+            variables={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)},
         )
         if options.connector == KVFLOW:
             at = {"bind": self.endpoint(name)} | ({"advertise": self.wire.endpoint} if name == "second" else {})
