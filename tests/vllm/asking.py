@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
-from .engines import PREFILL_PARAMS, Request
+from .engines import Request
 from .prompts import prompt_of
 from .victims import Cluster, Victim
 
@@ -15,13 +15,6 @@ LONG = 600
 """Tokens of an answer that is not complete when the harm is done."""
 PATIENCE_S = 60.0
 """What a busy machine may add to a deadline."""
-
-
-def ticket(prefill: Victim, prompt: Sequence[int], **named: Any) -> dict[str, Any]:
-    """Prefill a prompt and return what a router carries to a decode engine."""
-    answer = prefill.generate(prompt, PREFILL_PARAMS, max_tokens=1, **named)
-    params: dict[str, Any] = answer["kv_transfer_params"]
-    return params
 
 
 class Asked:
@@ -41,7 +34,7 @@ class Asked:
         self.max_tokens = max_tokens
         self.alone = cluster.second.generate(self.prompt, max_tokens=max_tokens)["tokens"]
         self.decodes = decodes or cluster.decodes
-        self.tickets = tickets or [ticket(prefill, self.prompt) for _ in self.decodes]
+        self.tickets = tickets or [prefill.ticket(self.prompt) for _ in self.decodes]
         self.requests: list[Request] = []
         self.begun = threading.Semaphore(0)
         self._since_s = 0.0

@@ -44,17 +44,8 @@ def client_of(server: Server) -> openai.OpenAI:
 
 def tokens_of(deployment: Deployment, server: Server, prompt: Sequence[int], *, name: str = "") -> list[int]:
     """Return the tokens that a server streams for a prompt."""
-    with client_of(server) as client:
-        streamed = client.completions.create(
-            model=deployment.model,
-            prompt=prompt,
-            max_tokens=TOKENS,
-            temperature=0,
-            stream=True,
-            extra_body={"return_token_ids": True},
-            extra_headers={"X-Request-Id": name} if name else None,
-        )
-        return [token for chunk in streamed for choice in chunk.choices for token in choice.token_ids or ()]
+    headers = {"X-Request-Id": name} if name else None
+    return said(deployment, server, prompt, stream=True, extra_headers=headers).tokens[0]
 
 
 def asked(

@@ -302,6 +302,11 @@ class Engine:
         """Run a request to its end and return the engine's answer: see ``engine_process``."""
         return self.submit(prompt, params, **named).wait()
 
+    def ticket(self, prompt: Sequence[int], **named: Any) -> dict[str, Any]:
+        """Prefill a prompt and return the ``kv_transfer_params`` that a router carries to a decode engine."""
+        params: dict[str, Any] = self.generate(prompt, PREFILL_PARAMS, max_tokens=1, **named)["kv_transfer_params"]
+        return params
+
     def obey(self, op: str, **fields: Any) -> dict[str, Any]:
         """Send a command of its process, and wait for the answer, which must be no error."""
         answer = self._await(self._command(op, f"{op}-{next(self._ids)}", **fields), ANSWER_S)
@@ -569,8 +574,8 @@ class Pair:
         return engine.generate(prompt, **named)["tokens"]
 
     def ticket(self, prompt: Sequence[int], **named: Any) -> dict[str, Any]:
-        """Prefill a prompt and return the ``kv_transfer_params`` that a router carries to the decode engine."""
-        return self.prefill.generate(prompt, PREFILL_PARAMS, max_tokens=1, **named)["kv_transfer_params"]
+        """See ``Engine.ticket``."""
+        return self.prefill.ticket(prompt, **named)
 
     def disaggregated(self, prompt: Sequence[int], **named: Any) -> list[int]:
         """Return the tokens of a prompt that one engine prefills and the other decodes, without computing it itself."""

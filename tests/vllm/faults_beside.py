@@ -185,13 +185,6 @@ def restarted(harm: Harm) -> None:
     harm.ask(asked)
 
 
-def restarted_as_it_was(harm: Harm) -> None:
-    asked = Asked(harm.cluster, harm.cluster.first, "restarted")
-    harm.cluster.first.kill()
-    harm.cluster.restart("first", harm.cluster.first.name)
-    harm.ask(asked)
-
-
 def stopped_met(harm: Harm) -> None:
     asked = Asked(harm.cluster, harm.cluster.first, "stopped")
     harm.cluster.first.generate(asked.prompt, max_tokens=1)  # kvflow admits a lease in the step after its ticket's
@@ -264,22 +257,6 @@ def queued(harm: Harm) -> None:
     harm.ends(asked)
 
 
-def rejected(harm: Harm) -> None:
-    asked = Asked(harm.cluster, harm.cluster.first, "rejected")
-    harm.done()
-    for decode, params in zip(asked.decodes, asked.tickets, strict=True):
-        decode.reject(params)
-
-
-def aborted(harm: Harm) -> None:
-    asked = Asked(harm.cluster, harm.cluster.first, "aborted")
-    with asked.held("data"):
-        for request in asked.requests:
-            request.abort()
-        harm.done()
-    harm.ends(asked)
-
-
 def killed_afterwards(harm: Harm) -> None:
     asked = Asked(harm.cluster, harm.cluster.first, "decoding", max_tokens=LONG).submit().wait_begun()
     harm.cluster.first.kill()
@@ -343,15 +320,12 @@ FAULTS: dict[str, Callable[[Harm], None]] = {
     "prefill killed in the middle of a read": killed_during,
     "prefill killed after the read": killed_afterwards,
     "prefill killed and restarted, old ticket": restarted,
-    "the same, restarted with the same engine_id": restarted_as_it_was,
     "prefill stopped (SIGSTOP), known to the decode engine": stopped_met,
     "prefill stopped (SIGSTOP), not known yet": stopped_not_met,
     "decode killed in the middle of a read": decode_killed,
     "lease over and blocks used again, then asked": late,
     "lease over and blocks used again in the middle of a read": late_in_the_middle,
     "waits in the decode engine's queue for longer than a lease": queued,
-    "rejected before it is admitted": rejected,
-    "decode request aborted in the middle of a read": aborted,
     "three malformed messages at the control port, then a new decode engine": garbage,
     "a member floods the control port": flood,
     "a client sends {do_remote_prefill: true} and nothing else": absurd,

@@ -1,14 +1,17 @@
 """The pairs of engines that tests talk about, by name, and one of them running at a time."""
 
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .engines import DISK, KVFLOW, NIXL, OUT, EngineFailed, Nursery, Options, Pair, look, run_with_vllm
+from .engines import DISK, KVFLOW, NIXL, OUT, Engine, EngineFailed, Nursery, Options, Pair, look, run_with_vllm
 from .tiny_models import CONFIGS, DRAFT, folder_of
 
+SECRET = "of engines without a pair, long enough"
+NUMBERS = itertools.count()
 FULL = os.environ.get("KVFLOW_TEST_VLLM") == "full"
 
 LEASE_S = 15.0
@@ -231,6 +234,18 @@ class Pairs:
             raise
         self.name = name
         return self.running
+
+    def pair(self, prefill: Options, decode: Options | None = None) -> Pair:
+        """Return a pair without a name, to be started; none other runs."""
+        self.stop()
+        return Pair(model_folder(prefill.model), prefill, decode, nursery=self.nursery)
+
+    def engine(self, options: Options, role: str, name: str) -> Engine:
+        """Return an engine without a pair, which starts; no pair runs, and all such engines share ``SECRET``."""
+        self.stop()
+        name = f"{name}-{next(NUMBERS)}"
+        folder = model_folder(options.model)
+        return Engine(options, folder, role=role, name=name, secret=SECRET, nursery=self.nursery)
 
     def stop(self) -> None:
         if self.running is not None:

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 import zmq
 
-from .engines import ANSWER_S, Options, Pair
-from .pairs import FULL, model_folder
+from .engines import ANSWER_S, Options
+from .pairs import FULL
 from .prompts import prompt_of
 
 pytestmark = pytest.mark.skipif(not FULL, reason="make test-vllm-full has it")
@@ -45,13 +45,12 @@ class Events:
 @pytest.fixture(scope="module")
 def telling(pairs):
     """A pair whose decode engine publishes events, and these."""
-    pairs.stop()
     prefill = Options("llama", block_size=SIZE, prefix_caching=True)
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.subscribe(b"")
         endpoint = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"  # vLLM connects, as it has no *
         decode = replace(prefill, llm={"kv_events_config": {"enable_kv_cache_events": True, "endpoint": endpoint}})
-        with Pair(model_folder("llama"), prefill, decode, nursery=pairs.nursery) as pair:
+        with pairs.pair(prefill, decode) as pair:
             yield pair, Events(socket, pair)
 
 

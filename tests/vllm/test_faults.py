@@ -15,7 +15,7 @@ import pytest
 from tests.fuzz.listener import Attacked, be_raw
 from tests.stopping import stopped
 
-from .asking import LENGTH, LONG, PATIENCE_S, Asked, serves, ticket
+from .asking import LENGTH, LONG, PATIENCE_S, Asked, serves
 from .engines import PREFILL_PARAMS, PYTHON, ROOT, EngineFailed
 from .pairs import FULL, model_folder
 from .prompts import prompt_of
@@ -128,7 +128,7 @@ def test_a_prefill_engine_that_hangs_during_a_tcp_read_costs_no_blocks(pairs):
 def test_a_decode_engine_is_killed_with_requests_in_flight(cluster):
     decoding = Asked(cluster, cluster.first, "decoding", max_tokens=LONG).submit().wait_begun()
     prompt = prompt_of(LENGTH, "reading")
-    unread = ticket(cluster.first, prompt)
+    unread = cluster.first.ticket(prompt)
     with cluster.failing.held("data") as read:
         reading = cluster.failing.submit(prompt, unread)
         read.reached()
@@ -138,7 +138,7 @@ def test_a_decode_engine_is_killed_with_requests_in_flight(cluster):
         with pytest.raises(EngineFailed):
             request.wait()
     assert alive.wait()["tokens"] == decoding.alone
-    other = cluster.recomputing.submit(prompt, ticket(cluster.first, prompt))
+    other = cluster.recomputing.submit(prompt, cluster.first.ticket(prompt))
     assert other.wait()["tokens"] == cluster.second.generate(prompt)["tokens"]
     assert not cluster.recomputing.reason(other.request_id)
     cluster.first.wait_state(lambda state: state["held"] == 0, LEASE_S + PATIENCE_S)
@@ -156,7 +156,7 @@ def test_an_expired_lease_frees_its_blocks_unless_a_read_renews_it(cluster, late
     with renewed.held("data"), cluster.wire.stalled():
         with stale.held("data"):
             unused = Asked(
-                cluster, cluster.first, "unused", tickets=[ticket(cluster.first, prompt_of(LENGTH, "unused"))] * 2
+                cluster, cluster.first, "unused", tickets=[cluster.first.ticket(prompt_of(LENGTH, "unused"))] * 2
             )
             cluster.second.wait_state(lambda state: state["held"] == 0, LEASE_S + PATIENCE_S)
             cluster.first.wait_state(lambda state: state["held"] == 1, LEASE_S + PATIENCE_S)
@@ -181,7 +181,7 @@ def test_a_request_that_waits_for_room_keeps_its_lease(cluster):
         for decode in cluster.decodes:
             decode.step(2)  # what comes now, kvflow does by itself
             assert decode.stages()[-1] == "WAITING"
-        unused = ticket(cluster.first, prompt_of(LENGTH, "unused"))
+        unused = cluster.first.ticket(prompt_of(LENGTH, "unused"))
         cluster.first.wait_state(lambda state: state["held"] == 2, LEASE_S + PATIENCE_S)
         assert cluster.first.lease_end(unused) == "expired"
     asked.expect_right()
@@ -222,7 +222,7 @@ def flooded(end, secret, path):
 @pytest.mark.parametrize("stage", ["waiting", "loading"])
 def test_a_decode_request_is_aborted(cluster, stage):
     prompt, decode = prompt_of(LENGTH, "aborted"), cluster.failing
-    params = ticket(cluster.second, prompt)
+    params = cluster.second.ticket(prompt)
     if stage == "waiting":
         with decode.paused():
             request = decode.submit(prompt, params)
@@ -268,7 +268,7 @@ def test_requests_that_do_not_fit_wait_and_are_preempted(cluster):
     prompts = [prompt_of(200, f"crowd {number}") for number in range(6)]
     alone = [cluster.second.submit(prompt, max_tokens=250) for prompt in prompts]
     alone = [request.wait()["tokens"] for request in alone]
-    tickets = [ticket(cluster.second, prompt) for prompt in prompts]
+    tickets = [cluster.second.ticket(prompt) for prompt in prompts]
     before = cluster.failing.preemptions()
     requests = [
         cluster.failing.submit(prompt, params, max_tokens=250) for prompt, params in zip(prompts, tickets, strict=True)
@@ -279,7 +279,7 @@ def test_requests_that_do_not_fit_wait_and_are_preempted(cluster):
 
 
 def test_a_request_rejected_before_its_admission_releases_its_ticket(cluster):
-    params = ticket(cluster.second, prompt_of(LENGTH, "rejected"))
+    params = cluster.second.ticket(prompt_of(LENGTH, "rejected"))
     cluster.failing.reject(params)
     cluster.second.wait_state(lambda state: state["held"] == 0)
     assert cluster.second.lease_end(params) == "released"
@@ -287,12 +287,12 @@ def test_a_request_rejected_before_its_admission_releases_its_ticket(cluster):
 
 
 @pytest.mark.parametrize("ended", ["loading", "aborted", "waiting"])
-def test_a_load_in_flight_is_dropped_and_its_prompt_computed(cluster, ended):
+def test_a_reset_drops_a_load_in_flight_and_its_prompt_is_computed(cluster, ended):
     """Whatever ``kv_load_failure_policy`` says."""
     for decode in cluster.decodes:
         prompt = prompt_of(LENGTH, f"reset during {ended}")
         alone = cluster.second.generate(prompt)["tokens"]
-        given = ticket(cluster.first, prompt)
+        given = cluster.first.ticket(prompt)
         with decode.held("data") as read:
             request = decode.submit(prompt, given)
             read.reached()
@@ -307,4 +307,4 @@ def test_a_load_in_flight_is_dropped_and_its_prompt_computed(cluster, ended):
                 assert decode.state()["free_blocks"] == decode.free_blocks
             answer = request.wait()
         assert answer["tokens"] == ([] if ended == "aborted" else alone)
-        assert decode.generate(prompt, ticket(cluster.first, prompt))["tokens"] == alone
+        assert decode.generate(prompt, cluster.first.ticket(prompt))["tokens"] == alone

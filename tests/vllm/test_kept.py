@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from .engines import PREFILL_PARAMS, Engine, Options
-from .pairs import FULL, LEASE_S, model_folder
+from .engines import PREFILL_PARAMS, Options
+from .pairs import FULL, LEASE_S
 from .prompts import prompt_of
 
 BLOCKS = 40
@@ -27,13 +27,6 @@ ENGINES = {
     "llama-2-ranks": replace(KEEPER, ranks=2),
     "gptoss": replace(KEEPER, model="gptoss", llm={"num_gpu_blocks_override": 2 * BLOCKS} | ANSWERS),
 }
-SECRET = "of the engines that keep, long enough"
-NUMBERS = itertools.count()
-
-
-def engine(pairs, options, role="kv_consumer"):
-    name = f"keeper-{next(NUMBERS)}"
-    return Engine(options, model_folder(options.model), role=role, name=name, secret=SECRET, nursery=pairs.nursery)
 
 
 def pool_of(engine):
@@ -45,8 +38,7 @@ def pool_of(engine):
 @pytest.fixture(scope="module", params=list(ENGINES) if FULL else ["llama-2-ranks", "gptoss"])
 def keeper(request, pairs):
     """An engine of the role that decodes, which keeps."""
-    pairs.stop()
-    with engine(pairs, ENGINES[request.param]) as keeper:
+    with pairs.engine(ENGINES[request.param], "kv_consumer", "keeper") as keeper:
         yield keeper.wait_ready()
 
 
@@ -112,11 +104,10 @@ def test_what_one_rank_refuses_is_kept_by_none(keeper):
 
 @pytest.mark.parametrize("name", list(ENGINES) if FULL else ["gptoss"])
 def test_neither_free_blocks_nor_the_order_of_eviction_change(pairs, name):
-    pairs.stop()
-    options = ENGINES[name]
+    extra = {"lease_s": 0.5}
     with (
-        engine(pairs, replace(options, extra={"lease_s": 0.5, "keep": True}), "kv_producer") as keeps,
-        engine(pairs, replace(options, extra={"lease_s": 0.5}), "kv_producer") as frees,
+        pairs.engine(replace(ENGINES[name], extra=extra | {"keep": True}), "kv_producer", "keeps") as keeps,
+        pairs.engine(replace(ENGINES[name], extra=extra), "kv_producer", "frees") as frees,
     ):
         engines = [each.wait_ready() for each in (keeps, frees)]
         for number in range(20):

@@ -10,7 +10,7 @@ from tests.helpers.waiting import wait_until
 from tests.ports import free_port
 
 from .checks import expect_policy, records_of
-from .engines import PREFILL_PARAMS, Engine, Options, Pair
+from .engines import PREFILL_PARAMS, Engine, Options
 from .pairs import FULL, RANKS_LOG, RENEWED_S, await_all, model_folder
 from .prompts import prompt_of
 
@@ -34,7 +34,6 @@ GONE = ("peer_lost", "peer_closed", "stale_lease")
 @pytest.fixture(scope="module", params=list(SIDES) if FULL else ["llama-2-to-1", "gptoss"])
 def meeting(request, pairs):
     """A pair whose decode engine asks its prefill engine, and the parameters that a router sends to the former."""
-    pairs.stop()
     base, ranks = SIDES[request.param]
     port = free_port()
     endpoint = f"tcp://127.0.0.1:{port}"
@@ -48,7 +47,7 @@ def meeting(request, pairs):
     finds = {"rendezvous_from": [endpoint], "rendezvous_s": 60.0, "follow_bytes_min": 1, "log_file": str(RANKS_LOG)}
     decode = replace(base, extra={"lease_s": RENEWED_S} | finds, served="tests.vllm.open_engine")
     params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "127.0.0.1", "remote_port": port}
-    with Pair(model_folder(base.model), prefill, decode, nursery=pairs.nursery) as pair:
+    with pairs.pair(prefill, decode) as pair:
         yield pair, params
 
 

@@ -9,8 +9,8 @@ import pytest
 from kvflow.integrations.vllm.params import UNTAGGED_MAX
 from tests.stopping import stopped
 
-from .engines import PREFILL_PARAMS, Options, Pair
-from .pairs import FULL, chosen, model_folder
+from .engines import PREFILL_PARAMS, Options
+from .pairs import FULL, chosen
 from .prompts import prompt_of
 
 LENGTH = 240
@@ -59,10 +59,9 @@ SMALL = {"num_gpu_blocks_override": NUM_BLOCKS}
 @pytest.fixture(scope="module", params=["llama", "granite"] if FULL else ["llama"])
 def always(request, pairs):
     """A prefill engine that is never asked, with few blocks, and a decode engine."""
-    pairs.stop()
     decode = Options(request.param, extra=LASTING)
     prefill = replace(decode, extra=LASTING | {"offer": "always"}, llm=SMALL)
-    with Pair(model_folder(request.param), prefill, decode, nursery=pairs.nursery) as pair:
+    with pairs.pair(prefill, decode) as pair:
         yield pair
 
 
@@ -130,10 +129,9 @@ BRIEF_S, UNREAD_S = 30.0, 4.0
 @pytest.fixture(scope="module")
 def brief(pairs):
     """A prefill engine with few blocks, where unread offers beyond half of them end soon, and a decode engine."""
-    pairs.stop()
     decode = Options("llama", extra={"lease_s": BRIEF_S})
     prefill = replace(decode, extra={"lease_s": BRIEF_S, "unread_s": UNREAD_S}, llm=SMALL)
-    with Pair(model_folder("llama"), prefill, decode, nursery=pairs.nursery) as pair:
+    with pairs.pair(prefill, decode) as pair:
         yield pair
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from kvflow.tools.trace.joining import read_trace
 
-from .engines import Options, Pair, records
-from .pairs import FULL, await_all, model_folder
+from .engines import Options, records
+from .pairs import FULL, await_all
 from .prompts import prompt_of
 
 LENGTH = 333
@@ -23,13 +23,12 @@ OFFLINE = Options("llama", dtype="float32", served="tests.vllm.offline_engine")
 @pytest.fixture(params=[(2, 1), (1, 1)] if FULL else [(2, 1)], ids=str)
 def offline(request, pairs, tmp_path):
     """A pair that steps only in ``LLM.generate``, and the files with the records of each side."""
-    pairs.stop()
     logs = [tmp_path / "prefill.jsonl", tmp_path / "decode.jsonl"]
     sides = [
         replace(OFFLINE, ranks=ranks, extra={"lease_s": LEASE_S, "log_file": str(log), "log_level": "debug"})
         for ranks, log in zip(request.param, logs, strict=True)
     ]
-    with Pair(model_folder("llama"), *sides, nursery=pairs.nursery) as pair:
+    with pairs.pair(*sides) as pair:
         yield pair, *logs
 
 

@@ -1,14 +1,13 @@
 """A prefill engine that offers prompts when they arrive: what has settled is not written again while it is on offer."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
 
 from tests.helpers.waiting import wait_until
 
-from .engines import PREFILL_PARAMS, Engine, Options
-from .pairs import FULL, RENEWED_S, await_all, model_folder
+from .engines import PREFILL_PARAMS, Options
+from .pairs import FULL, RENEWED_S, await_all
 from .prompts import prompt_of
 
 CHUNK = 128  # tokens of a step
@@ -26,17 +25,11 @@ ENGINES = {
     "gptoss": replace(PREFILL, model="gptoss"),
     "granite": replace(PREFILL, model="granite", prefix_caching=False, block_size=0),
 }
-SECRET = "of the engines that open, long enough"
-NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="module", params=list(ENGINES) if FULL else ["llama-2-ranks"])  # others: test_meeting.py
 def engine(request, pairs):
-    pairs.stop()
-    options = ENGINES[request.param]
-    name = f"opener-{next(NUMBERS)}"
-    folder = model_folder(options.model)
-    with Engine(options, folder, role="kv_producer", name=name, secret=SECRET, nursery=pairs.nursery) as engine:
+    with pairs.engine(ENGINES[request.param], "kv_producer", "opener") as engine:
         yield engine.wait_ready()
 
 

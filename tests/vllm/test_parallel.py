@@ -14,7 +14,7 @@ from tests.stopping import stopped
 
 from .checks import failed, reason_of, records_of, serves
 from .engines import EngineFailed, Pair
-from .pairs import FULL, LLAMA, PAIRS, PARALLEL, await_all, chosen, model_folder
+from .pairs import FULL, LLAMA, PAIRS, PARALLEL, await_all, chosen
 from .prompts import PROMPT_LENGTHS, prompt_of
 
 LENGTH = 333
@@ -131,9 +131,8 @@ def test_a_request_fails_if_one_rank_cannot_read(pair, broken):
 @contextmanager
 def two_stages(pairs, read_held: str) -> Iterator[tuple[Pair, list[int], object]]:
     """Start engines of two stages each, and hold the read of the second; yield them, a prompt, and its request."""
-    pairs.stop()
     options = replace(LLAMA, stages=2, failure_policy="recompute", dtype="float32", extra={"lease_s": 6.0})
-    with Pair(model_folder("llama"), options, nursery=pairs.nursery) as pair:
+    with pairs.pair(options) as pair:
         first = prompt_of(LENGTH, "before")
         assert pair.disaggregated(first, max_tokens=TOKENS) == pair.alone(pair.decode, first, max_tokens=TOKENS)
         prompt = prompt_of(LENGTH)

@@ -16,12 +16,11 @@ import pytest
 from kvflow import Ticket
 from tests.ports import free_port
 
-from .engines import ANSWER_S, ENVIRONMENT, OUT, PREFILL_PARAMS, ROOT, Engine, Options, look
-from .pairs import model_folder
+from .engines import ANSWER_S, ENVIRONMENT, OUT, PREFILL_PARAMS, ROOT, Options, look
+from .pairs import SECRET, model_folder
 from .prompts import prompt_of
 
 PYTHON = ROOT / ".venv-transformers" / "bin" / "python"
-SECRET = "of vLLM and transformers, long enough"
 LENGTHS = (1, 3, 40, 257, 600)
 TOKENS = 16
 LEASE_S = 300.0  # no lease ends unless its ticket is given back
@@ -124,7 +123,6 @@ class Transformers:
 @pytest.fixture(scope="module")
 def engines(pairs):
     """vLLM, and three of transformers: one that offers early and finds, one that keeps, one with large pages."""
-    pairs.stop()
     port = free_port()
     options = Options(
         "llama",
@@ -134,9 +132,8 @@ def engines(pairs):
         extra={"lease_s": LEASE_S, "dispatch": "concurrent", "keep": True, "bind": f"tcp://127.0.0.1:{port}"},
         llm={"max_num_batched_tokens": CHUNK},
     )
-    start = {"role": "kv_both", "name": "beside-transformers", "secret": SECRET, "nursery": pairs.nursery}
     with (
-        Engine(options, model_folder("llama"), **start) as vllm,
+        pairs.engine(options, "kv_both", "beside-transformers") as vllm,
         Transformers("transformers-16", 16, keep=True) as keeper,
         Transformers("transformers-128", 128) as large,
     ):

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from .engines import OUT, Engine, records
-from .pairs import FULL, model_folder
+from .engines import OUT, records
+from .pairs import FULL
 from .prompts import prompt_of
 from .servers import free_port
-from .test_kept import ENGINES, SECRET
+from .test_kept import ENGINES
 
 SIZE = 32  # of the keeper's blocks; a window has two or three of them
 LENGTH = 600
@@ -37,7 +37,6 @@ class Engines:
 
 @pytest.fixture(scope="module", params=[32, 128] if FULL else [128])
 def engines(request, pairs):
-    pairs.stop()
     source, log = f"tcp://127.0.0.1:{free_port()}", OUT / "logs" / f"windows-{next(NUMBERS)}.jsonl"
     log.unlink(missing_ok=True)
     keeps = replace(KEEPER, extra={**KEEPER.extra, "bind": source, "tell": False})  # prompts are shorter than a stride
@@ -45,10 +44,9 @@ def engines(request, pairs):
         KEEPER, block_size=request.param, prefix_caching=False, served="", llm={},
         extra={"sources": [source], "fetch_tokens_min": SIZE, "log_file": str(log)},
     )  # fmt: skip
-    named = {"folder": model_folder("gptoss"), "role": "kv_both", "secret": SECRET, "nursery": pairs.nursery}
-    with Engine(keeps, name="windows-kept", **named) as keeper:
+    with pairs.engine(keeps, "kv_both", "windows-kept") as keeper:
         keeper.wait_ready()
-        with Engine(asks, name="windows-read", **named) as reader:
+        with pairs.engine(asks, "kv_both", "windows-read") as reader:
             yield Engines(keeper, reader.wait_ready(), request.param, log)
 
 
