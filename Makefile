@@ -17,7 +17,7 @@ TEXTS := $(SOURCES) docs *.md Makefile pyproject.toml
 help:
 	echo 'make demo    run prefill and decode in two processes, and compare every token with one process'
 	echo 'make chat    chat with a small real model that one vLLM prefills and another decodes (three minutes); creates .venv-vllm once (2 GB)'
-	echo 'make test    run lint, then the tests that are quick and one of each slow topic (eight minutes)'
+	echo 'make test    run lint, then the tests that are quick and one of each slow topic (five minutes)'
 	echo 'make test-full   run every test, and print the branch coverage (about fifteen minutes)'
 	echo 'make lint    check style, types, import layers, spelling and texts'
 	echo 'make docs    write the reference pages from docstrings'
