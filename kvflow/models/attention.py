@@ -112,8 +112,8 @@ def qwen2(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
     num_layers = config.num_layers()
     first = config.get("max_window_layers")
     first = 28 if first is None else first
-    if not isinstance(first, int) or first < 0:
-        raise config.odd("max_window_layers", first, "how many layers have no window")
+    if type(first) is not int or first < 0:
+        raise config.odd("max_window_layers", first, "a number of layers, 0 or more")
     types = [FULL] * num_layers
     if config.get("use_sliding_window") and config.get("sliding_window", 4096):
         types = [SLIDING if index >= first else FULL for index in range(num_layers)]

@@ -165,3 +165,10 @@ def test_a_quantized_cache_is_known_where_its_scales_are_weights(dynamic, symmet
     else:
         with pytest.raises(SpecInvalid, match="an unknown cache"):
             from_hf_config(config)
+
+
+@pytest.mark.parametrize("first", [True, -1, 1.0, "4"])
+def test_what_is_no_number_of_layers_is_refused_by_its_key(first):
+    config = of_heads(2, model_type="qwen2", use_sliding_window=True, max_window_layers=first)
+    with pytest.raises(SpecInvalid, match="max_window_layers"):
+        from_hf_config(config)
