@@ -16,8 +16,8 @@ from .tcp import attack as attack_tcp
 from .tcp import lie as lie_over_tcp
 from .tcp_frames import Served, talk
 
-MESSAGES = 5_000
-LIES = 25
+MESSAGES = 2_500
+LIES = 12
 ALONE = 300
 TCP_FRAMES = {"off": 3000, "tls": 500}
 TCP_ANSWERS = 300

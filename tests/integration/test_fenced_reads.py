@@ -16,7 +16,7 @@ from tests.helpers.copying import copied_in_small_pieces
 from .reading import Tally, read
 from .recycling import OVER_TCP, PATHS
 
-ALL_READS = int(os.environ.get("KVFLOW_TEST_READS", "1500"))
+ALL_READS = int(os.environ.get("KVFLOW_TEST_READS", "1000"))
 READS = min(ALL_READS, 5000)
 """Of one run: 5,000 take half a minute on two cores."""
 RUNS = -(-ALL_READS // READS)

@@ -22,7 +22,7 @@ from .producing import configured
 from .reading import Reader, read_all
 from .recycling import TARGET
 
-FETCHES = int(os.environ.get("KVFLOW_TEST_READS", "1500"))
+FETCHES = int(os.environ.get("KVFLOW_TEST_READS", "600"))
 READERS = 4
 PAUSE_S = 0.003
 """After an answer that nothing is kept: a member may ask 2,000 times a second."""

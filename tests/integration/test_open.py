@@ -17,7 +17,7 @@ from tests.world.words import digests_of
 from .opening import BLOCKS_MAX, WINDOW_BLOCKS, opening
 from .reading import Reader, read_all
 
-OFFERS = int(os.environ.get("KVFLOW_TEST_READS", "1500"))
+OFFERS = int(os.environ.get("KVFLOW_TEST_READS", "600"))
 READERS = 6
 FEW = 3
 """Wrong reads that show that blocks must be written before they settle."""
