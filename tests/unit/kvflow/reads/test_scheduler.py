@@ -148,6 +148,26 @@ def test_a_cancelled_pull_says_where_it_was_and_waits_for_its_reads(scheduler, p
     assert kinds(answer(scheduler, one, "failed", code="cancelled")) == [TransferQuiesced]
 
 
+def test_a_lost_peer_ends_the_pulls_that_need_it_and_no_others(scheduler):
+    (alone,) = submit(scheduler, read("p"), pull_id=1)
+    half, other_half = submit(scheduler, read("p"), read("q"), pull_id=2)
+    submit(scheduler, read("q"), pull_id=3)
+    (early,) = submit(scheduler, read("p", check_first=True), pull_id=4)
+    answer(scheduler, early, "early")
+    done, _ = submit(scheduler, read("p"), read("q"), pull_id=5)
+    answer(scheduler, done)  # what it needs of that peer is there
+    start(alone)
+    effects = scheduler.on_peer_failed("p", code="peer_lost", detail="gone", now=1.0)
+    failures = {effect.pull_id: effect for effect in effects if isinstance(effect, PullFailed)}
+    told = {pull_id: (each.phase, each.quarantined, each.peer) for pull_id, each in failures.items()}
+    assert told == {1: ("wire", True, "p"), 2: ("queue", True, "p"), 4: ("fence", False, "p")}
+    cancelled = {read_id for effect in effects if isinstance(effect, CancelReads) for read_id in effect.read_ids}
+    assert cancelled == {alone.read_id, half.read_id, other_half.read_id}
+    assert [effect.pull_id for effect in effects if isinstance(effect, TransferQuiesced)] == [4]
+    assert scheduler.on_peer_failed("p", code="peer_lost", detail="gone", now=1.0) == []
+    assert scheduler.open_pulls() == (1, 2, 3, 5)
+
+
 @pytest.mark.parametrize("taken", [True, False], ids=["taken", "its thread is in a call that does not return"])
 def test_a_read_that_no_chunk_was_posted_of_in_time_fails(scheduler, taken):
     (one,) = submit(scheduler)

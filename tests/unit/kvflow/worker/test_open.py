@@ -274,6 +274,18 @@ async def test_a_question_waits_for_a_lease_that_is_not_admitted_yet(producer):
     assert (await settled_of(asked)).ended == "unknown"
 
 
+async def test_equal_prompts_at_once_are_given_one_offer_each(producer):
+    waiting = [held(producer, chain(1, 2), at_least=2) for _ in range(3)]
+    tickets = [producer.offer(str(number), [[1, 2]], 8, digests=[chain(1, 2)]) for number in range(2)]
+    found = [await each.answer() for each in waiting[:2]]
+    assert [each.ticket for each in found] == [ticket.to_params()["kvflow"] for ticket in tickets]
+    assert waiting[2].answers == []
+    kept = producer.keep("kept", [[1, 2]], 8, [chain(1, 2)])
+    assert (await waiting[2].answer()).ticket == kept.to_params()["kvflow"]
+    for _ in range(2):
+        assert (await held(producer, chain(1, 2)).answer()).ticket == kept.to_params()["kvflow"]
+
+
 async def test_an_offer_is_found_once_though_its_digests_come_again(producer):
     offer = producer.offer_progressive("r", [[]], 9, digests=[chain(1, 2, 3)])
     assert (await held(producer, chain(1, 2, 3)).answer()).count == 3

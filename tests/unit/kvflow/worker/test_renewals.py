@@ -236,6 +236,19 @@ def test_a_held_ticket_of_a_producer_that_is_closed_is_forgotten(world, monkeypa
     assert world.consumer.worker._consumer._renewals.held == {}
 
 
+def test_a_lease_of_a_producer_that_is_closed_is_not_due_again():
+    with virtual(ranks=2, lease_s=LEASE_S) as world:
+        world.pull(world.offer())
+        hold(world, world.offer())
+        world.producers[1].leave()
+        world.pass_time(2 * LEASE_S)
+        renewer = world.consumer.worker._consumer._renewals
+        due = [key for leases in renewer._due.values() for key in leases]
+        assert due == [*renewer.held]
+        assert len(due) == 1
+        assert world.leases() == 1
+
+
 def test_an_open_pull_of_a_producer_that_closes_ends_as_any_other():
     with virtual(lease_s=LEASE_S, **PATIENT) as world:
         world.pull(world.offer())
