@@ -136,6 +136,8 @@ PAIRS |= {
 }
 VARIANTS = _variants("llama", LLAMA) | _variants("gptoss", GPTOSS)
 PAIRS |= VARIANTS
+# Blocks of a hybrid model are as large as a state, or larger: 256 tokens of this one.
+PAIRS["granite-1024-to-512"] = replace(GRANITE, block_size=1024), replace(GRANITE, block_size=512)
 PARALLEL = _parallel()
 USUAL_PARALLEL = ("llama-ranks-2-to-1", "gptoss-ranks-1-to-2", "granite-ranks-2-to-1", "gemma3-stages-1-to-2")
 E4M3 = replace(LLAMA, dtype="float32", llm={"kv_cache_dtype": "fp8_e4m3"})

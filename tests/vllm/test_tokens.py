@@ -27,6 +27,7 @@ BASE = chosen(*MODELS)
 @pytest.mark.proves("caches of fp8, NVFP4, int8, int4, with scales per head", engine="real", pairs="-fp8-")
 @pytest.mark.proves("pipeline stages", engine="real", pairs="-stages-")
 @pytest.mark.proves("unequal block sizes", engine="real", pairs="-to-128")
+@pytest.mark.proves("unequal block sizes", engine="real", pairs="granite-1024-to-512")
 @pytest.mark.parametrize(("pair", "length"), CASES, indirect=["pair"])
 def test_two_engines_say_what_one_says(pair, length):
     prompt = prompt_of(length)
