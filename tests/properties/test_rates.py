@@ -36,15 +36,18 @@ def test_unread_is_what_came_after_the_newest_ping_that_is_answered(steps):
 @thorough
 @given(
     per_s=st.integers(1, 20),
+    at_once=st.none() | st.integers(1, 40),
     asks=st.lists(st.tuples(st.integers(0, 30), st.sampled_from((0.0, 0.25, 1.0, 8.0))), max_size=20),
 )
-def test_no_span_of_time_takes_more_than_a_burst_and_what_comes_back(per_s, asks):
-    bucket, now, taken = Bucket(per_s, 0.0), 0.0, []
+def test_what_is_taken_in_any_span_of_time_is_a_burst_and_what_comes_back(per_s, at_once, asks):
+    """Without ``at_once``, a burst is what comes back in a second; what is refused costs nothing."""
+    bucket, burst, now, taken = Bucket(per_s, 0.0, at_once), at_once or per_s, 0.0, []
     for tokens, pause in asks:
         now += pause
-        if bucket.take(tokens, now):
+        fits = all(
+            tokens + sum(took for at, took in taken if at >= since) <= burst + per_s * (now - since)
+            for since in [now, *(at for at, _ in taken)]
+        )
+        assert bucket.take(tokens, now) == fits
+        if fits:
             taken.append((now, tokens))
-        else:
-            assert tokens > min(per_s, per_s * pause), "what has come back since the last one is there"
-        for since, _ in taken:
-            assert sum(took for at, took in taken if at >= since) <= per_s + per_s * (now - since)

@@ -1,24 +1,9 @@
 import pytest
 
 from handshake.limits import LEASES_MAX, Limits
-from handshake.rates import Allowance, Bucket, pause_s
+from handshake.rates import Allowance, pause_s
 
 NOW = 100.0
-
-
-def test_a_bucket_holds_a_second_and_fills_at_its_rate():
-    bucket = Bucket(10.0, NOW)
-    assert [bucket.take(1, NOW) for _ in range(11)] == [True] * 10 + [False]
-    assert not bucket.take(1, NOW + 0.09)
-    assert bucket.take(1, NOW + 0.11)
-    assert not bucket.take(1, NOW + 0.11)
-    assert [bucket.take(1, NOW + 3600) for _ in range(11)] == [True] * 10 + [False]
-
-
-def test_what_is_refused_costs_nothing():
-    bucket = Bucket(10.0, NOW)
-    assert not bucket.take(11, NOW)
-    assert bucket.take(10, NOW)
 
 
 def test_messages_and_leases_are_counted_apart():
@@ -37,11 +22,3 @@ def test_pauses_double_and_half_of_each_is_random():
     assert [pause_s(attempt, 1.0, 5.0, 0.0) for attempt in (-1, 0, 1, 2, 3, 10**6)] == [0.5, 0.5, 1.0, 2.0, 2.5, 2.5]
     assert [pause_s(0, 1.0, 5.0, draw) for draw in (0.0, 0.5, 1.0)] == [0.5, 0.75, 1.0]
     assert [pause_s(attempt, 0.005, 0.5) for attempt in (0, 1, 7)] == [0.005, 0.01, 0.5]
-
-
-def test_what_may_be_taken_comes_back_at_its_rate_and_once():
-    tokens = Bucket(4, 0.0, 8)
-    assert [tokens.take(1, 100.0) for _ in range(9)] == [True] * 8 + [False]
-    assert [tokens.take(1, 100.5) for _ in range(3)] == [True, True, False]
-    assert [tokens.take(1, 100.5) for _ in range(3)] == [False] * 3
-    assert [tokens.take(1, 200.0) for _ in range(9)] == [True] * 8 + [False]
