@@ -20,7 +20,6 @@ PULLS_MAX = 8
 PEERS = ("p/0/a", "p/1/b", "q/0/c")
 EPOCH = 1000
 RANK_BYTES = 100
-PHASES = ("queue", "wire", "fence")
 
 
 @dataclass(eq=False)

@@ -21,7 +21,6 @@ from tests.unit.kvflow.integrations.vllm_like import (
 from .caches import thoroughly
 
 TOKENS_MAX = 24
-NULL = 0
 
 
 class Request:

@@ -74,6 +74,9 @@ class ToldMachine(RuleBasedStateMachine):
 
     @invariant()
     def each_source_has_told_what_it_has(self):
+        self.find(prompt=DIGESTS, length=len(DIGESTS))
+        assert self.index._count == sum(map(len, self.held.values()))
+        assert self.index._by_end.keys() == set().union(*self.held.values()), "what nobody holds takes no memory"
         for source in ("first", "second", "third"):
             assert self.index.knows(source) == (source in self.complete)
             assert self.found(source) == len(self.held.get(source, ()))

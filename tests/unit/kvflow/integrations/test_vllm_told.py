@@ -1,15 +1,12 @@
 """Who has been told what sources keep asks the one that has most of a prompt, and nobody if none has any."""
 
 import itertools
-import random
 
 import pytest
 
 from kvflow import Told
-from kvflow.errors import CapacityExceeded
 from kvflow.integrations.vllm import finder as finder_module
 from kvflow.integrations.vllm import told
-from kvflow.integrations.vllm.told import ToldIndex
 from kvflow.leases import told as leases_told
 from kvflow.worker.askers import PrefixReader
 
@@ -114,64 +111,3 @@ def test_a_source_of_another_model_is_not_followed(finders, monkeypatch):  # noq
     finder = finders({FIRST: source(160, model="another"), SECOND: source(160, 1)})
     wait_until(lambda: known(finder) == {SECOND})
     assert followed == [SECOND]
-
-
-# --- the index ---
-
-
-def end(number):
-    return number.to_bytes(8)
-
-
-def ends(*numbers):
-    return tuple(map(end, numbers))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_index_has_what_was_told_and_nothing_else(seed):
-    draw, index, expected = random.Random(seed), ToldIndex(), {"a": set(), "b": set(), "c": set()}
-    for name in expected:
-        index.take(name, Told((), (), is_anew=True, is_all=True))
-    for _ in range(500):
-        name = draw.choice("abc")
-        new, gone = ends(*draw.sample(range(30), 4)), ends(*draw.sample(range(30), 4))
-        is_anew = draw.random() < 0.1
-        index.take(name, Told(new, gone, is_anew, is_all=True))
-        expected[name] = (set() if is_anew else expected[name]) - {*gone} | {*new}
-    found = {name: {each for each, holders in index._by_end.items() if name in holders} for name in expected}
-    assert found == expected
-    assert index._count == sum(map(len, expected.values()))
-    for name in expected:
-        index.drop(name)
-    assert (index._by_end, index._count) == ({}, 0)
-
-
-def test_who_holds_most_is_found_first():
-    index = ToldIndex()
-    index.take("a", Told(ends(1, 2), (), is_anew=True, is_all=True))
-    index.take("b", Told(ends(1, 2, 5), (), is_anew=True, is_all=True))
-    digests = [end(number) + b"the rest" for number in (1, 2, 3, 4, 5, 6)]
-    assert list(index.holders(digests)) == [("b", 5), ("a", 2)]
-
-
-def test_a_source_that_tells_too_much_is_unknown_and_costs_no_other(monkeypatch):
-    monkeypatch.setattr(told, "SOURCE_ENDS_MAX", 3)
-    monkeypatch.setattr(told, "ENDS_MAX", 4)
-    index = ToldIndex()
-    index.take("a", Told(ends(1), (), is_anew=True, is_all=True))
-    with pytest.raises(CapacityExceeded):
-        index.take("b", Told(ends(1, 2, 3, 4), (), is_anew=True, is_all=True))
-    index.take("b", Told(ends(1, 2, 3), (), is_anew=True, is_all=True))
-    index.take("c", Told(ends(7), (), is_anew=True, is_all=True))
-    assert [index.knows(each) for each in "abc"] == [True, False, True], "the one that has told most makes room"
-    with pytest.raises(CapacityExceeded):
-        index.take("b", Told((), (), is_anew=False, is_all=True))
-    assert list(index.holders([end(1)])) == [("a", 1)]
-
-
-def test_a_source_is_unknown_until_it_has_told_all():
-    index = ToldIndex()
-    index.take("a", Told(ends(1), (), is_anew=True, is_all=False))
-    assert not index.knows("a")
-    index.take("a", Told(ends(2), (), is_anew=False, is_all=True))
-    assert index.knows("a")
