@@ -6,7 +6,7 @@ from unittest import mock
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from handshake.security import ClusterSecurity, sign
@@ -21,6 +21,7 @@ BLOCKS_MAX, UNSIGNED_MAX = 40, 20
 """The limits while these tests run: as many blocks as there are would take seconds."""
 KINDS = ("offer", "kept", "open")
 LEASE_MS, ISSUED_MS, ERROR_S = 30_000, 1_000_000_000, 0.5
+EPOCH = (1 << 62) + 1  # no float has it
 
 ids = st.lists(st.one_of(st.integers(-1, 50), st.tuples(st.integers(0, 50), st.integers(2, 15))), max_size=4)
 """Block ids, and runs of them: the first id and how many follow one another."""
@@ -38,7 +39,7 @@ class Written(msgspec.Struct):
         runs = [[each if isinstance(each, tuple) else (each, 1) for each in group] for group in self.groups]
         return tuple(tuple(itertools.chain(*(range(first, first + count) for first, count in group))) for group in runs)
 
-    def text(self, kind, rank):
+    def text(self, kind, rank, issued_ms):
         groups = [list(itertools.chain(*map(written, group))) for group in self.groups]
         address = [rank, f"{rank:032x}", "tcp://127.0.0.1:7000", 0, 4, None]
         fields = [
@@ -47,12 +48,12 @@ class Written(msgspec.Struct):
             "request",
             [address],
             1,
-            5,
+            EPOCH,
             groups,
             [1 << 20] * len(groups),
             LEASE_MS,
             True,
-            ISSUED_MS,
+            issued_ms,
         ]
         payload = self.mark + self.secret.fingerprint + msgspec.msgpack.encode(fields)
         return base64.urlsafe_b64encode(sign(self.secret.ticket_key, payload) + payload).rstrip(b"=").decode()
@@ -66,8 +67,8 @@ def written(each):
 grants = st.builds(
     Written,
     st.lists(ids, min_size=1, max_size=2),
-    st.sampled_from((OURS, OURS, OURS, THEIRS)),
-    st.sampled_from((b"\x03", b"\x03", b"\x03", b"\x02")),
+    st.sampled_from((*[OURS] * 7, THEIRS)),
+    st.sampled_from((*[b"\x03"] * 7, b"\x02")),
 )
 
 
@@ -89,16 +90,27 @@ def expected_of(head, kind, listed, verify):
     return None
 
 
+READ = {"head": "kvf3", "verify": None, "late_s": 4.0}
+
+
 @thoroughly(300)
 @given(
-    head=st.sampled_from(("kvf3", "kvf3", "kvf3", "kvf2", "kvf0004", "kvf", "kvf3x")),
-    kind=st.sampled_from((*KINDS, "pinned")),
+    head=st.sampled_from((*["kvf3"] * 9, "kvf2", "kvf0004", "kvf", "kvf3x")),
+    kind=st.sampled_from((*KINDS, *KINDS, "pinned")),
     listed=st.lists(grants, min_size=1, max_size=3),
     verify=st.sampled_from((OURS.verifies, None)),
+    issued_ms=st.sampled_from((ISSUED_MS, None)),
     late_s=st.sampled_from((-30.0, -0.01, 0.01, 4.0)),
 )
-def test_a_text_is_read_if_it_is_signed_and_of_this_release_and_bounded(head, kind, listed, verify, late_s):
-    texts = [grant.text(kind, rank) for rank, grant in enumerate(listed)]
+@example(**READ, kind="kept", listed=[Written([[1]])], issued_ms=ISSUED_MS)
+@example(**READ, kind="offer", listed=[Written([[1]])], issued_ms=None)
+@example(**READ, kind="offer", listed=[Written([[1]]), Written([[1]], secret=THEIRS)], issued_ms=ISSUED_MS)
+@example(**READ, kind="offer", listed=[Written([[1]], mark=b"\x02")], issued_ms=ISSUED_MS)
+@example(**READ, kind="offer", listed=[Written([[(0, UNSIGNED_MAX - 5)]])] * 2, issued_ms=ISSUED_MS)
+def test_a_text_is_read_if_it_is_signed_and_of_this_release_and_bounded(
+    *, head, kind, listed, verify, issued_ms, late_s
+):
+    texts = [grant.text(kind, rank, issued_ms) for rank, grant in enumerate(listed)]
     params = {"kvflow": ".".join((head, *texts))}
     expected = expected_of(head, kind, listed, verify)
     with mock.patch.multiple(tickets, BLOCKS_MAX=BLOCKS_MAX, UNSIGNED_BLOCKS_MAX=UNSIGNED_MAX):
@@ -109,7 +121,12 @@ def test_a_text_is_read_if_it_is_signed_and_of_this_release_and_bounded(head, ki
             return
         ticket = Ticket.from_params(params, verify=verify)
     assert [grant.block_ids for grant in ticket.grants] == [grant.expanded() for grant in listed]
-    assert {grant.kind for grant in ticket.grants} == {kind}
+    assert {(grant.kind, grant.epoch) for grant in ticket.grants} == {(kind, EPOCH)}
+    if THEIRS in [grant.secret for grant in listed]:
+        with pytest.raises(TicketInvalid, match="wrong signature"):
+            ticket.verify(OURS.verifies)
+    else:
+        ticket.verify(OURS.verifies)
     over = (ISSUED_MS + LEASE_MS) / 1000 + ERROR_S + tickets.OVERDUE_S
     for grant in ticket.grants:
-        assert grant.seems_over(over + late_s, ERROR_S) == (kind == "offer" and late_s > 0)
+        assert grant.seems_over(over + late_s, ERROR_S) == (kind == "offer" and issued_ms is not None and late_s > 0)

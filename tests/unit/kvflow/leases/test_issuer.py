@@ -17,9 +17,11 @@ def offer(mint, request_id="r", block_ids=([1],), num_tokens=1):
 
 
 def test_a_grant_says_everything_and_is_signed():
-    ticket, grant = mint_of(lease_s=12.5).offer("r", block_ids=[[3, -1], [4]], num_tokens=[32, 7])
+    mint = mint_of(lease_s=12.5, wall_clock=lambda: 1000.0)
+    ticket, grant = mint.offer("r", block_ids=[[3, -1], [4]], num_tokens=[32, 7])
     assert ticket.grants == (grant,)
-    assert (grant.engine_id, grant.request_id, grant.lease_s) == ("prefill-0", "r", 12.5)
+    assert (grant.engine_id, grant.request_id) == ("prefill-0", "r")
+    assert (grant.issued_at, grant.lease_s) == (1000.0, 12.5)
     assert (grant.block_ids, grant.num_tokens) == (((3, -1), (4,)), (32, 7))
     ticket.verify(verify)
 

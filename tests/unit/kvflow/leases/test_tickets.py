@@ -22,7 +22,6 @@ from kvflow.leases.tickets import (
     RANKS_KEPT_BYTES_MAX,
     RUN_MAX,
     TICKET_CHARS_MAX,
-    UNSIGNED_BLOCKS_MAX,
     Content,
     Grant,
     Ticket,
@@ -74,22 +73,10 @@ OPTIONAL = {("contents",), ("issued_ms",)}
 WORD = string.ascii_letters + string.digits + "-_."
 
 
-def test_a_ticket_survives_json():
-    ticket = told_ticket()
-    assert checked(params_of(ticket)) == ticket
-    assert Ticket.from_params(params_of(ticket)) == ticket
-
-
 def test_a_ticket_is_one_word_that_no_router_rewrites():
     """Numbers, keys and escapes are what routers change when they parse and write JSON. There are none."""
     assert set(PARAMS) == {"kvflow"}
     assert set(PARAMS["kvflow"]) <= set(WORD)
-
-
-def test_an_epoch_beyond_53_bits_survives():
-    epochs_start = 2**62 - 1
-    ticket, grant = mint_of(address(base=epochs_start)).offer("r", block_ids=[[1]], num_tokens=1)
-    assert checked(params_of(ticket)).grants[0].epoch == grant.epoch == epochs_start + 1
 
 
 @looped("path", PATHS)
@@ -232,18 +219,6 @@ def test_a_field_of_a_newer_release_is_signed_and_ignored():
     assert checked(newer).grants == checked(PARAMS).grants
 
 
-def test_a_ticket_of_another_secret_is_refused():
-    with pytest.raises(TicketInvalid, match="wrong signature"):
-        ticket_of().verify(lambda payload, mac: False)
-
-
-def test_every_grant_of_a_ticket_is_checked():
-    joined = join_tickets([ticket_of(rank=0), ticket_of(rank=1)])
-    for grant in (0, 1):
-        with pytest.raises(TicketInvalid, match="wrong signature"):
-            checked(damage(joined.to_params(), lambda signed: bytes(MAC_BYTES) + signed[MAC_BYTES:], grant=grant))
-
-
 def test_what_is_used_is_what_was_signed():
     """A ticket may be put together in this process, or come from another one of the engine's."""
     ticket = told_ticket()
@@ -266,12 +241,6 @@ def test_a_ticket_of_another_release_says_so(text, theirs):
         f"the ticket has ticket format {theirs}, and this release of kvflow understands kvf3 [release_mismatch] "
         "Install the same release of kvflow on the prefill and the decode side."
     )
-
-
-def test_a_signed_payload_without_its_mark_is_malformed():
-    forged = damage(PARAMS, lambda signed: sign(b"x" + signed[MAC_BYTES + 1 :]) + b"x" + signed[MAC_BYTES + 1 :])
-    with pytest.raises(TicketInvalid, match="the ticket is malformed: it was cut or changed"):
-        checked(forged)
 
 
 @looped(
@@ -332,36 +301,6 @@ def test_what_a_producer_does_not_say_is_not_in_its_ticket():
         ("issued_ms", "contents", "traceparent")
     )
     assert {path for path in PATHS if len(path) == 1} >= OPTIONAL
-
-
-@looped(
-    "age_s, error_s, over",
-    [
-        (0.0, 0.0, False),
-        (-1e6, 0.0, False),
-        (12.9, 0.0, False),
-        (13.6, 0.0, True),
-        (13.6, 0.5, False),
-        (14.1, 0.5, True),
-    ],
-)
-def test_a_ticket_seems_over_when_its_lease_and_every_doubt_have_passed(age_s, error_s, over):
-    ticket, grant = mint_of(lease_s=12.5, wall_clock=lambda: 1000.0).offer("r", block_ids=[[1]], num_tokens=1)
-    assert grant.issued_at == 1000.0
-    ticket.verify(verify)
-    assert grant.seems_over(1000.0 + age_s, error_s) is over
-
-
-def test_time_does_not_end_what_is_kept():
-    mint = mint_of(lease_s=12.5, wall_clock=lambda: 1000.0, block_sizes=[16])
-    kept, grant = mint.keep("r", block_ids=[[1]], num_tokens=16, digests=[[b"content"]])
-    assert grant.issued_at == 1000.0
-    assert not grant.seems_over(1e12, 0.0)
-    assert Ticket.from_params(kept.to_params(), verify=verify) == kept
-
-
-def test_a_ticket_that_does_not_say_when_it_was_signed_never_seems_over():
-    assert not ticket_of().grants[0].seems_over(1e12, 0.0)
 
 
 @looped(
@@ -473,22 +412,7 @@ def test_runs_of_too_many_or_impossible_blocks_are_refused(lists, words):
             read(forged)
 
 
-def test_the_most_blocks_of_a_ticket_are_those_of_all_its_grants():
-    def half(rank):
-        mint = mint_of(address(rank))
-        lists = [range(BLOCKS_MAX // 4), range(BLOCKS_MAX // 4)]
-        return mint.offer("r", block_ids=lists, num_tokens=1 << 30)[0]
-
-    params = params_of(join_tickets([half(0), half(1)]))
-    assert sum(len(ids) for grant in checked(params).grants for ids in grant.block_ids) == BLOCKS_MAX
-    more = mint_of(address(2)).offer("r", block_ids=[range(65), [1]], num_tokens=1 << 30)[0]
-    with pytest.raises(TicketInvalid, match="more than"):
-        checked(params_of(join_tickets([half(0), half(1), more])))
-    for most, read in ((BLOCKS_MAX, checked), (UNSIGNED_BLOCKS_MAX, Ticket.from_params)):
-        halves = [[0, -most // 2], [0, -most // 2]]
-        assert sum(map(len, read(with_runs(*halves)).grants[0].block_ids)) == most
-        with pytest.raises(TicketInvalid, match=f" {most} "):
-            read(with_runs(*halves, [1]))
+def test_an_offer_of_more_blocks_than_a_ticket_has_is_refused():
     with pytest.raises(BlockIdsInvalid, match="more than"):
         mint_of().offer("r", block_ids=[range(1 << 20)] * 3, num_tokens=1 << 30)
 
