@@ -1,4 +1,4 @@
-"""Which heads each rank holds: all of them together, evenly, and replicated where ranks outnumber heads."""
+"""What a rank may say of its place; ``tests/properties/test_models.py`` says which heads it holds."""
 
 import numpy as np
 import pytest
@@ -6,45 +6,6 @@ import pytest
 from kvflow.errors import SpecInvalid
 from kvflow.layout.shards import ALL_TOKENS, Held, Shard, Stripe
 from tests.helpers.loops import looped
-
-
-def held(total, tp_size):
-    return [
-        (part.first, part.count)
-        for part in (Shard(tp_rank=rank, tp_size=tp_size).heads(total) for rank in range(tp_size))
-    ]
-
-
-@looped(
-    "total, tp_size, expected",
-    [
-        (8, 1, [(0, 8)]),
-        (8, 2, [(0, 4), (4, 4)]),
-        (8, 3, [(0, 3), (3, 3), (6, 2)]),
-        (7, 4, [(0, 2), (2, 2), (4, 2), (6, 1)]),
-        (5, 5, [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1)]),
-        (2, 4, [(0, 1), (0, 1), (1, 1), (1, 1)]),
-        (2, 3, [(0, 1), (0, 1), (1, 1)]),
-        (3, 4, [(0, 1), (0, 1), (1, 1), (2, 1)]),
-        (1, 3, [(0, 1), (0, 1), (0, 1)]),
-    ],
-)
-def test_heads_by_rank(total, tp_size, expected):
-    assert held(total, tp_size) == expected
-
-
-def test_ranks_cover_every_head_and_overlap_only_on_replicated_heads():
-    for total in range(1, 17):
-        for tp_size in range(1, 17):
-            parts = held(total, tp_size)
-            heads = [head for first, count in parts for head in range(first, first + count)]
-            assert sorted(set(heads)) == list(range(total))
-            assert (len(heads) == total) == (total >= tp_size)
-            assert heads == sorted(heads)
-
-
-def test_what_is_held_says_of_how_much():
-    assert Shard(tp_rank=1, tp_size=2).heads(8) == Held(4, 4, 8)
 
 
 @pytest.mark.parametrize(("tp_rank", "tp_size"), [(1, 1), (-1, 1), (2, 2)])

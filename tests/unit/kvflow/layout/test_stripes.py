@@ -35,12 +35,6 @@ def test_what_two_ranks_have_in_common_is_counted(stripe):
         assert stripe.share_of(other) == Fraction(len(both), len(theirs))
 
 
-def test_ranks_of_one_group_hold_every_token_once():
-    for size, width in product(range(1, 5), (1, 2, 5)):
-        held = [token for rank in range(size) for token in tokens_of(Stripe(rank, size, width), 60)]
-        assert sorted(held) == [*range(60)]
-
-
 def test_stripes_are_aligned_if_they_hold_the_same_tokens():
     for one, other in product(STRIPES, STRIPES):
         assert one.aligned(other) == (tokens_of(one, 72) == tokens_of(other, 72))
