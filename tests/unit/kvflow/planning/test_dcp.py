@@ -42,21 +42,6 @@ def paired(source, target, source_ids, target_ids, num_tokens):
     return sorted(zip(pairs.target, pairs.source, strict=True))
 
 
-def test_each_rank_of_two_takes_every_other_token():
-    """Tokens 0 to 3 are in block 9 of the source, 4 and 5 in block 8; each half has two of four in a block."""
-    whole = latents(0, 1, 1, block_size=4)
-    halves = [latents(rank, 2, 1, block_size=2) for rank in range(2)]
-    assert paired(whole, halves[0], [9, 8], [3, 1], 6) == [(2, 32), (6, 36), (7, 38)]
-    assert paired(whole, halves[1], [9, 8], [3, 1], 6) == [(2, 33), (6, 37), (7, 39)]
-
-
-def test_both_ranks_of_two_fill_one():
-    whole = latents(0, 1, 1, block_size=4)
-    halves = [latents(rank, 2, 1, block_size=2) for rank in range(2)]
-    filled = [paired(half, whole, [3, 1], [2, 0], 6) for half in halves]
-    assert filled == [[(0, 2), (8, 6), (10, 7)], [(1, 2), (9, 6), (11, 7)]]
-
-
 @looped(
     "source, target, unit, units",
     [
@@ -104,14 +89,6 @@ def test_a_token_that_a_ticket_lacks_is_named_rank_by_rank(source, source_ids, t
     with pytest.raises(BlockRangeMismatch) as caught:
         paired(latents(*source), latents(0, 1, 1), source_ids, target_ids, 64)
     assert caught.value.message.endswith(f"do not cover token {token}")
-
-
-def test_a_token_of_another_rank_is_not_lacking():
-    """Tokens 0 to 15 are rank 0's: the ticket need not have its first block on rank 1."""
-    whole = latents(0, 1, 1)
-    assert paired(latents(1, 2, 16), whole, [7, 8], [3, 2, -1, -1], 64) == [(2, 7)]
-    assert paired(latents(0, 2, 16), whole, [7, 8], [-1, -1, 3, -1], 64) == [(3, 8)]
-    assert paired(latents(1, 2, 16), whole, [8], [0, 3], 64) == [(3, 8)]
 
 
 def test_a_list_that_reaches_before_token_0_is_refused():
