@@ -26,10 +26,13 @@ ROLES = ("k", "v")
 ABSENT = -1
 
 
-def thoroughly(examples, **more):
-    """What a property runs with: so many examples, or a quarter where Hypothesis has the profile of ``make test``."""
+def thoroughly(examples, *, least=1, **more):
+    """What a property runs with: so many examples, or a quarter where Hypothesis has the profile of ``make test``.
+
+    ``least``: of a state machine that finds planted bugs with a quarter only now and then.
+    """
     return settings(
-        max_examples=-(-examples * settings.default.max_examples // 100),
+        max_examples=max(least, -(-examples * settings.default.max_examples // 100)),
         print_blob=True,
         phases=[each for each in settings.default.phases if each != Phase.explain],  # that takes minutes
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -215,7 +215,7 @@ class LanesMachine(RuleBasedStateMachine):
         assert set(self.since.values()) == {math.inf}
 
 
-LanesMachine.TestCase.settings = thoroughly(120, stateful_step_count=40)
+LanesMachine.TestCase.settings = thoroughly(120, least=100, stateful_step_count=40)
 TestLanes = LanesMachine.TestCase
 
 

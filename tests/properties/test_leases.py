@@ -316,4 +316,4 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 TestLeases = LeaseMachine.TestCase
-TestLeases.settings = thoroughly(150, stateful_step_count=40)
+TestLeases.settings = thoroughly(150, least=100, stateful_step_count=40)

@@ -300,5 +300,5 @@ class ListeningMachine(RuleBasedStateMachine):
         bury(self.world)
 
 
-ListeningMachine.TestCase.settings = thoroughly(100, stateful_step_count=30)
+ListeningMachine.TestCase.settings = thoroughly(100, least=60, stateful_step_count=30)
 TestListening = ListeningMachine.TestCase

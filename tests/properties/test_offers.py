@@ -157,5 +157,5 @@ class OffersMachine(RuleBasedStateMachine):
         self.world.do(self.worker.check, life=self.life)
 
 
-OffersMachine.TestCase.settings = thoroughly(100, stateful_step_count=25)
+OffersMachine.TestCase.settings = thoroughly(100, least=100, stateful_step_count=25)
 TestOffers = OffersMachine.TestCase

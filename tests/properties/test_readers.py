@@ -331,7 +331,7 @@ class ReadersMachine(RuleBasedStateMachine):
             self.patch.undo()
 
 
-ReadersMachine.TestCase.settings = thoroughly(150, stateful_step_count=40)
+ReadersMachine.TestCase.settings = thoroughly(150, least=150, stateful_step_count=40)
 TestReaders = ReadersMachine.TestCase
 
 
@@ -414,7 +414,7 @@ class FollowersMachine(RuleBasedStateMachine):
         self.patch.undo()
 
 
-FollowersMachine.TestCase.settings = thoroughly(100, stateful_step_count=40)
+FollowersMachine.TestCase.settings = thoroughly(100, least=60, stateful_step_count=40)
 TestFollowers = FollowersMachine.TestCase
 
 

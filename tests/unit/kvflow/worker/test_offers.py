@@ -269,6 +269,15 @@ async def test_a_caller_that_gives_up_leaves_the_line(full):
     assert line[1].cancelled()
 
 
+async def test_an_offer_that_gave_up_waiting_keeps_no_other_from_the_slot(full):
+    task = waiting(full, "a")
+    await turns(5)
+    task.cancel()
+    await asyncio.wait([task])
+    full.revoke("0")
+    assert full.offer("b", BLOCKS, 8).request_id == "b", "nobody is in line"
+
+
 async def test_a_ticket_that_its_caller_never_gets_is_revoked(full, reports):
     task = waiting(full, "a")
     await turns(5)
