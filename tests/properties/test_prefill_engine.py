@@ -7,8 +7,10 @@ In the end every block and every slot is free again.
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from tests.helpers.loops import looped
+
 from .caches import thoroughly
-from .prefill import Engine
+from .prefill import BLOCK, NUM_BLOCKS, Engine
 
 prompts = st.lists(
     st.tuples(st.integers(2, 22), st.sampled_from((0, 6, 8, 12)), st.sampled_from((True, True, False))),
@@ -139,3 +141,23 @@ class PrefillMachine(RuleBasedStateMachine):
 
 PrefillMachine.TestCase.settings = thoroughly(150, stateful_step_count=40)
 TestPrefillEngine = PrefillMachine.TestCase
+
+
+@looped("device", [False, True])
+def test_a_kept_lease_that_another_of_its_step_extends_is_not_held(device):
+    """Two requests end before the same step, and the prompt of one begins with that of the other."""
+    named = {"windows": False, "clears": False, "concurrent": False, "near": False}
+    engine = Engine(**named, device=device, num_ranks=2)
+    for name, length in (("short", 6), ("long", 10)):
+        engine.arrive(name, [1 + at for at in range(length)], asks=False)
+        engine.step({name: length}, fast=True)
+    for name in ("short", "long"):
+        engine.finish(name, aborted=False)
+    engine.step({}, fast=True)
+    assert [[*keeper.held] for keeper in engine.keepers] == [["kept:long"]] * 2
+    engine.arrive("large", [100 + at for at in range(NUM_BLOCKS * BLOCK - BLOCK)], asks=False)
+    while not engine.running["large"].is_done:  # it has every block
+        engine.step({"large": 16}, fast=True)
+    assert [[*keeper.held] for keeper in engine.keepers] == [[]] * 2
+    engine.drain()
+    engine.close()

@@ -164,8 +164,11 @@ class Keeping:
         return names
 
     def take_commands(self) -> list[KeepBlocks]:
-        """Return the leases that the ranks are to hold, since the last call."""
-        commands = []
+        """Return the leases that the ranks are to hold, since the last call.
+
+        One that another of them extends is not held at all: the ranks end leases before they hold those of a step.
+        """
+        taken = []
         while self._signed:
             entry, command = self._signed.popleft()
             self._num_signing -= 1
@@ -173,9 +176,9 @@ class Keeping:
                 if command is None:
                     self._forget(entry)
                 else:
-                    commands.append(command)
+                    taken.append((entry, command))
                     self._replace(entry)
-        return commands
+        return [command for entry, command in taken if self._entries.get(entry.name) is entry]
 
     def take_revoked(self) -> tuple[str, ...]:
         """Return the leases that the ranks must end before they write, since the last call."""
