@@ -80,6 +80,19 @@ def test_an_aborted_request_is_kept(keeper):
     assert name_of(keeper, {"id": request.request_id})
 
 
+def test_of_two_that_end_together_the_longer_is_kept_alone(keeper):
+    if keeper.options.model != "llama":
+        pytest.skip("its windows have moved on")
+    for number in range(8):
+        busy = keeper.submit(prompt_of(300, f"busy {number}"), max_tokens=1)  # meanwhile both come, most times
+        prompt = prompt_of(140, f"together {number}")
+        short, longer = keeper.submit(prompt[:70], max_tokens=1), keeper.submit(prompt, max_tokens=1)
+        for request in (busy, short, longer):
+            request.wait()
+        assert not name_of(keeper, {"id": short.request_id})
+        assert name_of(keeper, {"id": longer.request_id})
+
+
 def test_a_reset_of_the_prefix_cache_ends_all(keeper):
     for number in range(3):
         keeper.generate(prompt_of(90, f"reset {number}"), max_tokens=TOKENS)
